@@ -1,0 +1,1 @@
+"""Asynchronous, resharding checkpoints for large foundation model training."""

@@ -1,0 +1,1 @@
+"""How ranks agree: alone, in one process, over the torch Store."""

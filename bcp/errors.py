@@ -1,0 +1,162 @@
+"""Every error that bcp raises on purpose, as one tree.
+
+::
+
+    BcpError
+    ├── InputError (ValueError)        what the caller passed cannot be saved or loaded
+    │   ├── StateError                 a leaf of ``states`` (duplicate FQN, meta tensor, partial placement ...)
+    │   ├── StateChangedError          the state was written to while its snapshot was being taken
+    │   └── MissingExtraError          an optional dependency is not installed; names the extra
+    ├── CheckpointError                what lies in storage
+    │   ├── NotACheckpointError        nothing at that path that bcp wrote (also a FileNotFoundError)
+    │   ├── UncommittedError           a save began there and never committed
+    │   ├── ExistsError                a committed checkpoint is already there (also a FileExistsError)
+    │   ├── FormatVersionError         written by a version of the format that this bcp cannot read
+    │   ├── CorruptError               truncated, bit-flipped or missing bytes
+    │   └── MissingCodecError          the bytes were encoded by a codec that was not passed to the load
+    ├── MismatchError                  the checkpoint and the target state disagree
+    │   ├── FqnMismatchError           missing or unexpected names under ``strict`` (also a KeyError)
+    │   ├── ShapeMismatchError         global shapes differ
+    │   └── DtypeMismatchError         dtypes differ and ``cast=True`` was not given
+    ├── CoverageError                  the ranks' shards leave a gap in a tensor, or overlap
+    ├── StageError                     a stage of the pipeline failed; names stage and item
+    ├── PeerError                      another rank failed, died or fell silent; names rank, host and cause
+    └── StorageError (OSError)         a storage backend failed; the original error is its cause
+
+Every message names what it can of: tensor, rank, file, numbers; and ends with what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BcpError",
+    "CheckpointError",
+    "CorruptError",
+    "CoverageError",
+    "DtypeMismatchError",
+    "ExistsError",
+    "FormatVersionError",
+    "FqnMismatchError",
+    "InputError",
+    "MismatchError",
+    "MissingCodecError",
+    "MissingExtraError",
+    "NotACheckpointError",
+    "PeerError",
+    "ShapeMismatchError",
+    "StageError",
+    "StateChangedError",
+    "StateError",
+    "StorageError",
+    "UncommittedError",
+]
+
+
+class BcpError(Exception):
+    """The root: ``except bcp.BcpError`` catches everything that bcp raises on purpose."""
+
+
+class InputError(BcpError, ValueError):
+    """What the caller passed cannot be saved or loaded. Raised before any byte is written."""
+
+
+class StateError(InputError):
+    """A leaf of ``states`` cannot be checkpointed; the message names its FQN, kind and rank."""
+
+
+class StateChangedError(InputError):
+    """A tensor was written to while its snapshot was being taken: the checkpoint would be torn, so it is not made."""
+
+
+class MissingExtraError(InputError, ImportError):
+    """An optional dependency is missing; the message names the extra, as in ``pip install 'bcp[cli]'``."""
+
+
+class CheckpointError(BcpError):
+    """Something is wrong with what lies in storage."""
+
+
+class NotACheckpointError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path that bcp has written."""
+
+    __str__ = Exception.__str__
+
+
+class UncommittedError(CheckpointError):
+    """A save began at the path and never committed; for readers there is no checkpoint."""
+
+
+class ExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint is already at the path and ``overwrite=True`` was not given."""
+
+    __str__ = Exception.__str__
+
+
+class FormatVersionError(CheckpointError):
+    """The checkpoint was written in a version of the format that this bcp cannot read."""
+
+
+class CorruptError(CheckpointError):
+    """Stored bytes are not the bytes that were saved: truncated, bit-flipped or missing."""
+
+
+class MissingCodecError(CheckpointError):
+    """The bytes were encoded by a codec that was not passed in ``LoadOptions(codecs=...)``."""
+
+
+class MismatchError(BcpError):
+    """The checkpoint and the target state disagree. Raised before the target is touched."""
+
+
+class FqnMismatchError(MismatchError, KeyError):
+    """Under ``strict``: names that the target wants and the checkpoint lacks, or the other way round."""
+
+    __str__ = Exception.__str__  # KeyError shows the repr of its argument, which hides the line breaks
+
+
+class ShapeMismatchError(MismatchError):
+    """A tensor has another global shape in the checkpoint than in the target."""
+
+
+class DtypeMismatchError(MismatchError):
+    """A tensor has another dtype in the checkpoint than in the target, and ``cast=True`` was not given."""
+
+
+class CoverageError(BcpError):
+    """The ranks' shards of a tensor do not tile it exactly: there is a gap or an overlap."""
+
+
+class StageError(BcpError):
+    """A stage failed on an item. The original error is ``__cause__``; later ones of other stages are notes.
+
+    Attributes:
+        stage: name of the stage that failed first.
+        item: name of the item it was working on.
+    """
+
+    def __init__(self, stage: str, item: str, cause: BaseException) -> None:
+        """Name the stage and the item, and repeat the cause in the message."""
+        super().__init__(f"stage {stage!r} failed on {item}: {type(cause).__name__}: {cause}")
+        self.stage = stage
+        self.item = item
+
+
+class PeerError(BcpError):
+    """Another rank failed, died, or fell silent.
+
+    Attributes:
+        rank: the rank that is to blame.
+        cause: what that rank reported, or how its silence was noticed.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        """Name the rank and the cause."""
+        super().__init__(f"rank {rank} ended the operation: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+
+class StorageError(BcpError, OSError):
+    """A storage backend failed; the message names backend, key and operation, ``__cause__`` is the original error."""
+
+    __str__ = Exception.__str__

@@ -1,0 +1,113 @@
+"""What happened, as frozen data. Nothing in here does anything; observers decide what to make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["LoadReport", "Observer", "SaveReport", "StageEvent", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """One item went through one stage.
+
+    Attributes:
+        stage: name of the stage.
+        item: name of the item, as it entered the pipeline.
+        nbytes: bytes of the item, as counted by the byte budget.
+        started: ``time.monotonic()`` when the stage's function was called, in seconds.
+        ended: the same when it returned.
+    """
+
+    stage: str
+    item: str
+    nbytes: int
+    started: float
+    ended: float
+
+
+Observer = Callable[[StageEvent], None]
+"""Called on the event loop, once for each item and stage; must be quick and must not raise."""
+
+
+def ignore(event: StageEvent) -> None:
+    """Be the observer that nobody asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one rank did in one save.
+
+    Attributes:
+        path: where the checkpoint is, as given by the caller.
+        operation: id of the save; part of every file name it wrote.
+        rank: this rank.
+        world_size: how many ranks saved together.
+        nbytes: bytes that this rank wrote into data files (headers included, after codecs).
+        state_nbytes: bytes of the tensors that this rank holds, replicas included.
+        dedup_saved_bytes: bytes that this rank holds and did not have to write, because another replica did.
+        seconds: from the call until the checkpoint was committed.
+        blocking_seconds: from the call until the snapshot was safe and training could go on.
+        stage_seconds: wall seconds from the first start to the last end of each stage.
+        budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
+        plan_cached: whether the layout was unchanged, so that only digests were exchanged.
+        files: keys that this rank wrote, relative to ``path``.
+    """
+
+    path: str
+    operation: str
+    rank: int
+    world_size: int
+    nbytes: int
+    state_nbytes: int
+    dedup_saved_bytes: int
+    seconds: float
+    blocking_seconds: float
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    budget_wait_seconds: float = 0.0
+    plan_cached: bool = False
+    files: tuple[str, ...] = ()
+
+    @property
+    def throughput(self) -> float:
+        """Bytes per second that this rank wrote, from the call to the commit."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one rank did in one load.
+
+    Attributes:
+        path: where the checkpoint is, as given by the caller.
+        operation: id of the save that is being loaded.
+        rank: this rank.
+        world_size: how many ranks loaded together.
+        saved_world_size: how many ranks had saved it.
+        nbytes: bytes that were put into this rank's tensors.
+        read_nbytes: bytes that this rank read from data files.
+        received_nbytes: bytes that other ranks read and sent to this one.
+        seconds: from the call until all ranks were done.
+        stage_seconds: wall seconds from the first start to the last end of each stage.
+        missing: names that the target has and the checkpoint lacks (``strict=False`` only).
+        unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
+    """
+
+    path: str
+    operation: str
+    rank: int
+    world_size: int
+    saved_world_size: int
+    nbytes: int
+    read_nbytes: int
+    received_nbytes: int
+    seconds: float
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def throughput(self) -> float:
+        """Bytes per second that arrived in this rank's tensors."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0

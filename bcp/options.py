@@ -1,0 +1,139 @@
+"""How to save and how to load; frozen, keyword-only. The only room that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from bcp.errors import InputError
+from bcp.events import Observer, ignore
+from bcp.pipeline import Pipeline
+from bcp.protocols import Codec
+
+__all__ = ["LoadOptions", "SaveOptions", "with_overrides"]
+
+MIB = 1 << 20
+Graph = Pipeline[Any, Any]
+O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
+
+
+def _workers() -> int:
+    """Return ``$BCP_IO_WORKERS``, or 4."""
+    return int(os.environ.get("BCP_IO_WORKERS", "4"))
+
+
+def _timeout() -> float:
+    """Return ``$BCP_TIMEOUT`` in seconds, or 120.0."""
+    return float(os.environ.get("BCP_TIMEOUT", "120"))
+
+
+def unchanged(graph: Graph) -> Graph:
+    """Leave the graph as it is."""
+    return graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save.
+
+    Attributes:
+        overwrite: replace a committed checkpoint at the same path, atomically; without it such a save is refused
+            before a byte is written.
+        progress: draw a progress bar on rank 0 (needs ``bcp[cli]``).
+        edit: takes the save graph and returns the one to run, as in ``lambda g: g.after("d2h", my_stage)``. The
+            stages are ``d2h``, ``serialize``, one per codec, ``checksum`` and ``upload``.
+        codecs: applied to every part in this order, before it is stored.
+        balance: how replicated tensors are divided over the ranks that hold them: ``"split"`` cuts them so that
+            every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded rank (paper sec. 4.1).
+        budget_bytes: staging memory. None: the rank's own state, so that the snapshot never waits for storage.
+            With less, training waits longer and memory is saved; the report says by how much.
+        part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
+        io_workers: parts that are written at once, by as many threads. ``$BCP_IO_WORKERS``, else 4.
+        copy_workers: parts that are copied to the host at once.
+        timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
+        guard: raise :class:`~bcp.errors.StateChangedError` if a tensor is written to while its snapshot is taken.
+        observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
+    """
+
+    overwrite: bool = False
+    progress: bool = False
+    edit: Callable[[Graph], Graph] = unchanged
+    codecs: Sequence[Codec] = ()
+    balance: Literal["split", "worst-fit"] = "split"
+    budget_bytes: int | None = None
+    part_bytes: int = 32 * MIB
+    io_workers: int = field(default_factory=_workers)
+    copy_workers: int = 2
+    timeout: float = field(default_factory=_timeout)
+    guard: bool = True
+    observe: Observer = ignore
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
+        if self.part_bytes % MIB:
+            raise InputError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB ({MIB}); round it")
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise InputError(f"budget_bytes={self.budget_bytes} must be positive, or None for the rank's own state")
+        if self.balance not in ("split", "worst-fit"):
+            raise InputError(f"balance={self.balance!r} is unknown; use 'split' or 'worst-fit'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load.
+
+    Attributes:
+        strict: names must be the same in checkpoint and target, within the kinds that are loaded. Without it, what
+            both have is loaded and the report lists the rest.
+        overlap_loading: ranks that want the same bytes share the reading and send them to each other while
+            reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads what it wants by itself.
+        cast: convert where the dtype differs; without it that is an error.
+        verify: check the checksum of every block that is read.
+        trust: unpickle user objects in extra states without restriction. Only for checkpoints that you wrote.
+        progress: draw a progress bar on rank 0 (needs ``bcp[cli]``).
+        edit: takes the load graph and returns the one to run. The stages are ``read``, ``deserialize``,
+            ``h2d`` and ``exchange``.
+        codecs: those that the checkpoint was saved with; the order does not matter.
+        budget_bytes: host memory for bytes between storage and tensors.
+        read_bytes: the largest single read; a multiple of 1 MiB.
+        exchange_bytes: most bytes that one rank receives in one all-to-all round.
+        io_workers: reads in flight, in as many threads. ``$BCP_IO_WORKERS``, else 4.
+        copy_workers: parts that are verified, decoded or copied to the device at once.
+        timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
+        observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
+    """
+
+    strict: bool = True
+    overlap_loading: bool = True
+    cast: bool = False
+    verify: bool = True
+    trust: bool = False
+    progress: bool = False
+    edit: Callable[[Graph], Graph] = unchanged
+    codecs: Sequence[Codec] = ()
+    budget_bytes: int = 512 * MIB
+    read_bytes: int = 32 * MIB
+    exchange_bytes: int = 256 * MIB
+    io_workers: int = field(default_factory=_workers)
+    copy_workers: int = 2
+    timeout: float = field(default_factory=_timeout)
+    observe: Observer = ignore
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
+
+
+def with_overrides(options: O, **overrides: object) -> O:
+    """Return the options with those keywords replaced that are not None."""
+    return replace(options, **{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]  # names are the callers' own keywords
+
+
+def _positive(options: object, *names: str) -> None:
+    """Raise :class:`~bcp.errors.InputError` for the first of these fields that is not above zero."""
+    for name in names:
+        if getattr(options, name) <= 0:
+            raise InputError(f"{name}={getattr(options, name)} must be positive")

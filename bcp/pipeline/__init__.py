@@ -1,0 +1,1 @@
+"""Stages as plain async functions, joined into graphs with bounded queues and one byte budget."""

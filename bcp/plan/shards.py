@@ -1,0 +1,221 @@
+"""Columnar tables of what ranks hold: one row a tensor, one row a shard.
+
+Shapes are held as int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with
+length 1 (offset 0, stride 0), which changes neither its volume nor its row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bcp.plan.box import Box
+
+__all__ = ["KINDS", "Ints", "ShardRow", "ShardTable", "TensorMeta", "TensorTable", "matrix"]
+
+KINDS = ("model", "optimizer", "dataloader", "extra_states")
+"""The kinds of state, in the order of their codes."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """What is true of a logical tensor on every rank (the paper's BasicMeta, and its identity).
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        fqn: fully qualified name, unique within the kind.
+        dtype: torch's name without the ``torch.``, as in ``"bfloat16"``.
+        itemsize: bytes of one element.
+        shape: global shape; ``()`` for a 0-d tensor.
+        stride: strides of the global tensor in elements, as the framework reports them.
+        device: device type, as in ``"cuda"``.
+        requires_grad: whether autograd tracked it.
+        tied_to: FQN (same kind) of the tensor whose memory this one shares, which is stored in its stead; or "".
+    """
+
+    kind: str
+    fqn: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
+    device: str = "cpu"
+    requires_grad: bool = False
+    tied_to: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """One shard as a planner states it: a flat interval of a box of a tensor.
+
+    Attributes:
+        tensor: what it is a shard of.
+        box: the block of the global tensor (the paper's ShardMeta).
+        start: first flat position inside the box that this rank holds; 0 for a regular shard.
+        stop: one past the last; None means the box's end.
+    """
+
+    tensor: TensorMeta
+    box: Box
+    start: int = 0
+    stop: int | None = None
+
+
+def matrix(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
+    """Stack tuples of different lengths into one int64 matrix, padded on the right with ``fill``."""
+    out = np.full((len(rows), width), fill, dtype=np.int64)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """Logical tensors, one row each; n rows, common width D.
+
+    Attributes:
+        kind: int64[n], code in :data:`KINDS`.
+        fqn: n names.
+        dtype: n dtype names.
+        itemsize: int64[n], bytes.
+        ndim: int64[n].
+        shape: int64[n, D], padded with 1.
+        stride: int64[n, D], padded with 0.
+        device: n device types.
+        requires_grad: int64[n], 0 or 1.
+        tied_to: n names, "" where the tensor stands for itself.
+    """
+
+    kind: Ints
+    fqn: Sequence[str]
+    dtype: Sequence[str]
+    itemsize: Ints
+    ndim: Ints
+    shape: Ints
+    stride: Ints
+    device: Sequence[str]
+    requires_grad: Ints
+    tied_to: Sequence[str]
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.fqn)
+
+    @classmethod
+    def build(cls, metas: Sequence[TensorMeta]) -> TensorTable:
+        """Make columns of records."""
+        width = max((len(m.shape) for m in metas), default=0)
+        return cls(
+            kind=np.array([KINDS.index(m.kind) for m in metas], dtype=np.int64),
+            fqn=[m.fqn for m in metas],
+            dtype=[m.dtype for m in metas],
+            itemsize=np.array([m.itemsize for m in metas], dtype=np.int64),
+            ndim=np.array([len(m.shape) for m in metas], dtype=np.int64),
+            shape=matrix([m.shape for m in metas], width, 1),
+            stride=matrix([m.stride for m in metas], width, 0),
+            device=[m.device for m in metas],
+            requires_grad=np.array([m.requires_grad for m in metas], dtype=np.int64),
+            tied_to=[m.tied_to for m in metas],
+        )
+
+    def __getitem__(self, row: int) -> TensorMeta:
+        """Return one row as a record."""
+        ndim = int(self.ndim[row])
+        return TensorMeta(
+            kind=KINDS[self.kind[row]],
+            fqn=self.fqn[row],
+            dtype=self.dtype[row],
+            itemsize=int(self.itemsize[row]),
+            shape=tuple(self.shape[row, :ndim].tolist()),
+            stride=tuple(self.stride[row, :ndim].tolist()),
+            device=self.device[row],
+            requires_grad=bool(self.requires_grad[row]),
+            tied_to=self.tied_to[row],
+        )
+
+    @property
+    def numel(self) -> Ints:
+        """int64[n]: elements of each global tensor."""
+        return np.asarray(self.shape.prod(axis=1), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTable:
+    """What one rank holds: n shards of the tensors in ``tensors``.
+
+    Attributes:
+        tensors: the logical tensors, each once.
+        tensor: int64[n], row in ``tensors``.
+        offset: int64[n, D], first corner of each box.
+        length: int64[n, D], extent of each box.
+        start: int64[n], first flat position inside the box.
+        stop: int64[n], one past the last.
+        objects: (kind, path) of the leaves that are not tensors, sorted.
+        extras: kinds of which this rank writes one opaque object of its own (``dataloader``, ``extra_states``).
+    """
+
+    tensors: TensorTable
+    tensor: Ints
+    offset: Ints
+    length: Ints
+    start: Ints
+    stop: Ints
+    objects: Sequence[tuple[str, str]] = field(default=())
+    extras: Sequence[str] = field(default=())
+
+    def __len__(self) -> int:
+        """Return the number of shards."""
+        return len(self.tensor)
+
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[ShardRow],
+        objects: Sequence[tuple[str, str]] = (),
+        extras: Sequence[str] = (),
+        more: Sequence[TensorMeta] = (),
+    ) -> ShardTable:
+        """Make columns of records.
+
+        ``more`` are tensors of which this rank holds no element (tied ones, or an empty shard).
+        """
+        index: dict[TensorMeta, int] = {}
+        for meta in [*(row.tensor for row in rows), *more]:
+            index.setdefault(meta, len(index))
+        tensors = TensorTable.build(list(index))
+        width = tensors.shape.shape[1]
+        return cls(
+            tensors=tensors,
+            tensor=np.array([index[row.tensor] for row in rows], dtype=np.int64),
+            offset=matrix([row.box.offsets for row in rows], width, 0),
+            length=matrix([row.box.lengths for row in rows], width, 1),
+            start=np.array([row.start for row in rows], dtype=np.int64),
+            stop=np.array([row.box.numel if row.stop is None else row.stop for row in rows], dtype=np.int64),
+            objects=sorted(objects),
+            extras=sorted(extras),
+        )
+
+    def box(self, row: int) -> Box:
+        """Return the box of one shard, in its tensor's own number of dimensions."""
+        ndim = int(self.tensors.ndim[self.tensor[row]])
+        return Box(tuple(self.offset[row, :ndim].tolist()), tuple(self.length[row, :ndim].tolist()))
+
+    def meta(self, row: int) -> TensorMeta:
+        """Return the tensor of one shard."""
+        return self.tensors[int(self.tensor[row])]
+
+    @property
+    def nbytes(self) -> Ints:
+        """int64[n]: bytes of each shard."""
+        return np.asarray((self.stop - self.start) * self.tensors.itemsize[self.tensor], dtype=np.int64)
+
+    def describe(self, row: int) -> dict[str, Any]:
+        """Return one row as plain data, for error messages."""
+        meta, box = self.meta(row), self.box(row)
+        return {"fqn": meta.fqn, "kind": meta.kind, "offsets": box.offsets, "lengths": box.lengths}

@@ -1,0 +1,1 @@
+"""One planner per training framework."""

@@ -1,0 +1,226 @@
+"""The seams: what a planner, a storage backend, a coordinator and a codec promise.
+
+Third parties implement these; nothing here has to be inherited from. ``bcp.testing`` ships the
+conformance suites that every implementation, ours included, has to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from bcp.plan.layout import Layout
+    from bcp.plan.shards import ShardTable
+
+__all__ = [
+    "Agreement",
+    "Backend",
+    "Buffer",
+    "Codec",
+    "Coordinator",
+    "LoadTargets",
+    "LocalShards",
+    "ObjectInfo",
+    "ObjectKey",
+    "PartWriter",
+    "Planner",
+    "Stateful",
+    "States",
+]
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes."""
+
+States = Mapping[str, Any]
+"""``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``; any subset."""
+
+ObjectKey = tuple[str, str]
+"""(kind, dotted path) of a leaf that is not a tensor, as in ``("optimizer", "param_groups.w.lr")``."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can give and take its state: schedulers, dataloaders, gradient scalers."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take the state back."""
+
+
+# -- planners ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShards:
+    """What one rank holds: a table without tensors, and the tensors beside it.
+
+    Attributes:
+        table: one row a shard (box of the global tensor, flat interval inside the box).
+        tensors: ``tensors[i]`` is the live memory of row ``i``: it has the shape of the row's box, or is
+            1-D with ``stop - start`` elements where the row is a flat interval of its box. Views, never
+            copies; need not be contiguous. For loading they are written in place.
+        objects: leaves of model and optimizer that are not tensors; by contract equal on all ranks that have them.
+    """
+
+    table: ShardTable
+    tensors: Sequence[torch.Tensor]
+    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTargets:
+    """Where a load puts what it reads.
+
+    Attributes:
+        shards: live, writable memory, as in :class:`LocalShards`; ``objects`` holds the current values of
+            the leaves that the target wants.
+        finish: called once, after all tensors are in place, with the values of the objects that the
+            checkpoint has; sets them in the target. Keys may be more or fewer than ``shards.objects``.
+    """
+
+    shards: LocalShards
+    finish: Callable[[Mapping[ObjectKey, Any]], None]
+
+
+class Planner(Protocol):
+    """Knows how one training framework lays out its tensors (paper sec. 3.1, 3.2).
+
+    A planner reads, it never communicates: both methods see this rank's state only and call no collective.
+    It handles the kinds ``model`` and ``optimizer``.
+    """
+
+    name: str
+
+    def local_shards(self, states: States) -> LocalShards:
+        """Say what this rank holds. Raises :class:`~bcp.errors.StateError` where a leaf cannot be saved."""
+
+    def load_targets(self, states: States, saved: Layout) -> LoadTargets:
+        """Say where this rank wants what to be put; may create optimizer states that do not exist yet.
+
+        Creating them changes no parameter and no hyper-parameter.
+        """
+
+
+# -- storage ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One stored object: its key, relative to the backend's root, and its size in bytes."""
+
+    key: str
+    nbytes: int
+
+
+class PartWriter(Protocol):
+    """Receives the parts of one object, concurrently and in any order."""
+
+    async def write_part(self, index: int, offset: int, data: Buffer) -> None:
+        """Take part ``index`` (0, 1, 2 ... in file order), whose first byte is byte ``offset`` of the object.
+
+        The buffer may be reused as soon as this returns. Together the parts tile the object.
+        """
+
+
+class Backend(Protocol):
+    """An object store under one root. Keys are relative and '/'-separated; ``..`` is refused.
+
+    Every method may be called concurrently. Errors: a missing key is ``FileNotFoundError``; everything else
+    that goes wrong in storage is :class:`~bcp.errors.StorageError` with the original error as its cause.
+    """
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object durably: all of it or none; replaces an existing one atomically."""
+
+    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
+        """Write a large object in parts. ``nbytes``: its size where it is known beforehand.
+
+        The object appears whole and durable when the context ends well, and not at all otherwise;
+        a failed or cancelled context leaves nothing behind, and an existing object untouched.
+        """
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the object's bytes from ``start``. Fewer bytes than that: :class:`CorruptError`."""
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List the objects whose key starts with ``prefix``, in key order. No such object: an empty list."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there is not an error."""
+
+    async def aclose(self) -> None:
+        """Let go of connections. Idempotent."""
+
+
+# -- agreement between ranks ------------------------------------------------------------------
+
+
+class Agreement(Protocol):
+    """One operation that all ranks take part in (one save, one load).
+
+    Both verbs are collective and are called in the same order on every rank. If any rank leaves the operation
+    with an error, dies, or falls silent for ``timeout`` seconds, every other rank gets
+    :class:`~bcp.errors.PeerError`, in a verb or, by cancellation of the ``async with`` block's body, between verbs.
+    """
+
+    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+        """Gather ``mine`` of every rank, let rank 0 call ``divide`` (in a thread), give every rank its answer."""
+
+    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
+
+
+class Coordinator(Protocol):
+    """Agreement between ranks over a private channel; never uses the training process group.
+
+    Attributes:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: how many ranks take part.
+    """
+
+    @property
+    def rank(self) -> int: ...  # noqa: D102 -- described above
+    @property
+    def world_size(self) -> int: ...  # noqa: D102 -- described above
+
+    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+        """Take this rank's place in the next operation, at once: the n-th ``begin`` of every rank belong together.
+
+        Entering the context starts the exchange of signs of life. Leaving it with an error tells all
+        others (a :class:`PeerError` is not told again). ``what`` says what is being done ("save /ckpt/1"): ranks that
+        disagree about it get an error that shows both. ``timeout`` is in seconds of silence.
+        """
+
+
+# -- codecs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A pair of functions that change bytes on their way to storage and back.
+
+    Makes a stage of the save graph and its twin of the load graph. The name is recorded with the bytes it
+    touched; a load without it raises :class:`~bcp.errors.MissingCodecError` that says which one is missing.
+    Both functions run in worker threads, several at once, one part at a time.
+
+    Attributes:
+        name: what is recorded, as in ``"zstd"``; lower-case letters, digits, ``-``, ``_`` and ``.``.
+        encode: the bytes of one part to the bytes that are stored.
+        decode: the exact inverse.
+        workers: how many parts may be encoded or decoded at once.
+    """
+
+    name: str
+    encode: Callable[[Buffer], Buffer]
+    decode: Callable[[Buffer], Buffer]
+    workers: int = 2

@@ -1,0 +1,1 @@
+"""Reports, progress bars and log lines, made of events."""

@@ -1,0 +1,1 @@
+"""Conformance suites and fakes, for bcp and for third parties."""
