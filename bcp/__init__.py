@@ -1,1 +1,39 @@
-"""Asynchronous, resharding checkpoints for large foundation model training."""
+"""Asynchronous, resharding checkpoints for large foundation model training.
+
+``bcp.save`` and ``bcp.load`` from ordinary code, ``bcp.asave`` and ``bcp.aload`` from coroutines; options, reports and
+errors; and the seams for those who bring their own stages, codecs, planners, backends and coordinators.
+"""
+
+from bcp import errors
+from bcp._api import aload, asave, load, save
+from bcp._pending import Pending
+from bcp._version import __version__
+from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
+from bcp.events import LoadReport, SaveReport, StageEvent
+from bcp.options import LoadOptions, SaveOptions
+from bcp.pipeline import Pipeline, Stage, tee
+from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
+
+__all__ = [
+    "Agreement",
+    "Backend",
+    "Codec",
+    "Coordinator",
+    "LoadOptions",
+    "LoadReport",
+    "PartWriter",
+    "Pending",
+    "Pipeline",
+    "Planner",
+    "SaveOptions",
+    "SaveReport",
+    "Stage",
+    "StageEvent",
+    "__version__",
+    "aload",
+    "asave",
+    "load",
+    "save",
+    "tee",
+]
+__all__ += errors.__all__

@@ -46,7 +46,7 @@ class SaveOptions:
             stages are ``d2h``, ``serialize``, one per codec, ``checksum`` and ``upload``.
         codecs: applied to every part in this order, before it is stored.
         balance: how replicated tensors are divided over the ranks that hold them: ``"split"`` cuts them so that
-            every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded rank (paper sec. 4.1).
+            every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded (sec. 4.1).
         budget_bytes: staging memory. None: the rank's own state, so that the snapshot never waits for storage.
             With less, training waits longer and memory is saved; the report says by how much.
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.

@@ -168,7 +168,7 @@ class Backend(Protocol):
 class Agreement(Protocol):
     """One operation that all ranks take part in (one save, one load).
 
-    Both verbs are collective and are called in the same order on every rank. If any rank leaves the operation
+    The verbs are collective and are called in the same order on every rank. If any rank leaves the operation
     with an error, dies, or falls silent for ``timeout`` seconds, every other rank gets
     :class:`~bcp.errors.PeerError`, in a verb or, by cancellation of the ``async with`` block's body, between verbs.
     """
@@ -178,6 +178,12 @@ class Agreement(Protocol):
 
     async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
+
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+        """Send ``send[r]`` to every rank r, and get ``receive[r]`` bytes from every rank r; for bulk data.
+
+        What is received is writable memory of the caller's own. ``send`` may be reused when this returns.
+        """
 
 
 class Coordinator(Protocol):

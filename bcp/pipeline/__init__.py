@@ -1,1 +1,14 @@
-"""Stages as plain async functions, joined into graphs with bounded queues and one byte budget."""
+"""Items flow through stages, under a byte budget. The only room that runs tasks.
+
+A stage is an async function, one item in and one item out; a :class:`Pipeline` is stages in a row. Memory bounds,
+order, back-pressure, cancellation and "which item failed in which stage" are the pipeline's business, never a stage's.
+"""
+
+from __future__ import annotations
+
+from bcp.pipeline.budget import Budget
+from bcp.pipeline.graph import Item, Pipeline
+from bcp.pipeline.stage import Stage, tee
+from bcp.pipeline.threads import in_thread
+
+__all__ = ["Budget", "Item", "Pipeline", "Stage", "in_thread", "tee"]

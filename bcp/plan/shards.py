@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from bcp.plan.box import Box
 
-__all__ = ["KINDS", "Ints", "ShardRow", "ShardTable", "TensorMeta", "TensorTable", "matrix"]
+__all__ = ["KINDS", "Ints", "ShardRow", "ShardTable", "TensorMeta", "TensorTable", "Words", "matrix", "mix"]
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
 """The kinds of state, in the order of their codes."""
 
 Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,17 @@ def matrix(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
     for index, row in enumerate(rows):
         out[index, : len(row)] = row
     return out
+
+
+def mix(values: Ints | Words, seed: int) -> Words:
+    """Return a pseudo-random 64-bit word for every value: the same for the same value and seed, on every machine.
+
+    The finaliser of splitmix64. Arithmetic on words is modulo 2^64, as numpy does it.
+    """
+    words = values.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(words ^ (words >> np.uint64(31)), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,60 @@
-"""One planner per training framework."""
+"""One planner per training framework, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bcp.errors import InputError
+from bcp.planners.fsdp2 import Fsdp2Planner, holds_ddp, holds_dtensors
+from bcp.planners.guard import check_unchanged, versions
+from bcp.planners.plain import DdpPlanner, PlainPlanner
+from bcp.protocols import Planner, States
+
+__all__ = ["DdpPlanner", "Fsdp2Planner", "PlainPlanner", "check_unchanged", "planner", "register", "versions"]
+
+Factory = Callable[[], Planner]
+Detects = Callable[[States], bool]
+
+_KNOWN: dict[str, tuple[Factory, Detects]] = {}
+"""By name; what is registered last is asked first whether the states are its own."""
+
+
+def register(name: str, factory: Factory, detects: Detects | None = None) -> None:
+    """Make a planner known, as ``framework=name``; replaces one of the same name.
+
+    Args:
+        name: what the caller passes as ``framework``.
+        factory: makes the planner. If that has a method ``probe()``, it is called before every use, and raises where
+            the installed framework is not one that the planner can read.
+        detects: says whether states are this framework's, for ``framework=None``; planners that were registered
+            later are asked first. None: never chosen by itself.
+
+    """
+    _KNOWN.pop(name, None)
+    _KNOWN[name] = (factory, detects or _never)
+
+
+def planner(framework: str | None, states: States) -> Planner:
+    """Return the planner of a framework; None finds out which one the states are of.
+
+    Raises:
+        InputError: no planner of that name is known, or it cannot work with the installed versions.
+
+    """
+    name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](states))
+    if name not in _KNOWN:
+        raise InputError(f"framework={framework!r} is unknown; known are {', '.join(sorted(_KNOWN))}")
+    made = _KNOWN[name][0]()
+    if probe := getattr(made, "probe", None):
+        probe()
+    return made
+
+
+def _never(_: States) -> bool:
+    """Detect nothing."""
+    return False
+
+
+register("plain", PlainPlanner, lambda _: True)
+register("ddp", DdpPlanner, holds_ddp)
+register("fsdp2", Fsdp2Planner, holds_dtensors)

@@ -1,0 +1,49 @@
+# `make help` lists the targets.
+.DEFAULT_GOAL := help
+.PHONY: help venv test check format demo clean
+
+# The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+# What to hand to pip for torch; `make TORCH='torch --index-url https://...' venv` takes another build.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+# More arguments, as in `make test ARGS='tests/plan -k divide'` or `make demo ARGS='--steps 24'`.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+venv: $(STAMP)  ## Make .venv with everything that tests, checks and the demo need.
+
+# torch comes first and alone: with nothing else in the same call, pip cannot swap the build that was asked for.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "bcp needs Python 3.11 or newer; say where with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli,report]'
+	touch $@
+
+test: venv  ## Run the tests.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: venv  ## Lint, formatting, types and the layers; changes nothing.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv  ## Format the code and fix what ruff can fix.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: venv  ## Train, crash in the middle of a save, resume on other layouts; writes demo-out/loss.png.
+	$(BIN)/python examples/demo.py $(ARGS)
+
+clean:  ## Remove everything that is made here, .venv included.
+	rm -rf $(VENV) demo-out dist build *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

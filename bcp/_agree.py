@@ -1,0 +1,125 @@
+"""Decisions that all ranks share, errors included: what one rank refuses, every rank refuses with the same words.
+
+A rank that raised alone would leave the others with a :class:`~bcp.errors.PeerError`, and a training script
+that catches, say, :class:`~bcp.errors.UncommittedError` would take different paths on different ranks. So every message
+is either bytes or an error, and an error in the reply is raised on all ranks once the operation was left in peace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar, TypeVarTuple, Unpack
+
+from bcp import errors
+from bcp.errors import BcpError, PeerError, StageError
+from bcp.pipeline import in_thread
+from bcp.protocols import Agreement
+
+__all__ = ["agree", "agree_shares", "local", "together"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+BYTES, ERROR = b"\0", b"\1"
+Mine = bytes | BcpError
+
+
+class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
+    """An error that every rank knows of already."""
+
+    def __init__(self, error: BcpError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@asynccontextmanager
+async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
+    """Take part in an operation; errors that all ranks agreed on are raised once this rank has left it in peace."""
+    agreed: BcpError | None = None
+    async with operation as agreement:
+        try:
+            yield agreement
+        except _Agreed as error:
+            agreed = error.error
+    if agreed is not None:
+        raise agreed
+
+
+async def local(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T | BcpError:
+    """Do this rank's part in a thread; an error is returned, so that it can be told to the others."""
+    try:
+        return await in_thread(function, *args)
+    except BcpError as error:
+        return error
+
+
+async def agree(
+    agreement: Agreement, step: str, rank: int, mine: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
+) -> bytes:
+    """Gather what every rank has to say; let rank 0 answer; return the one answer on every rank.
+
+    If any rank says an error, or ``answer`` raises one, every rank raises: its own, else the answer's, else a
+    :class:`PeerError` that names the first rank that has one.
+    """
+
+    async def decide(messages: Sequence[bytes]) -> bytes:
+        failure = _first_failure(messages)
+        if failure is not None:
+            return failure
+        try:
+            return BYTES + await answer([message[1:] for message in messages])
+        except BcpError as error:
+            return _failure(error, None)
+
+    return _unpack(rank, mine, await agreement.decide(step, _message(mine), decide))
+
+
+async def agree_shares(
+    agreement: Agreement, step: str, rank: int, mine: Mine, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+) -> bytes:
+    """Do the same, with an answer of its own for every rank."""
+
+    def shares(messages: Sequence[bytes]) -> Sequence[bytes]:
+        failure = _first_failure(messages)
+        if failure is None:
+            try:
+                return [BYTES + share for share in divide([message[1:] for message in messages])]
+            except BcpError as error:
+                failure = _failure(error, None)
+        return [failure] * len(messages)
+
+    return _unpack(rank, mine, await agreement.divide(step, _message(mine), shares))
+
+
+def _message(mine: Mine) -> bytes:
+    return _failure(mine, None) if isinstance(mine, BcpError) else BYTES + mine
+
+
+def _failure(error: BcpError, rank: int | None) -> bytes:
+    """Write down an error; ``rank`` is the one to blame, None where all ranks have the same error."""
+    return ERROR + json.dumps([rank, type(error).__name__, str(error)]).encode()
+
+
+def _first_failure(messages: Sequence[bytes]) -> bytes | None:
+    """Return the first rank's error among the messages, with the rank's number in it."""
+    for rank, message in enumerate(messages):
+        if message[:1] == ERROR:
+            _, name, text = json.loads(message[1:])
+            return ERROR + json.dumps([rank, name, text]).encode()
+    return None
+
+
+def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
+    """Return the reply's bytes, or raise what it says."""
+    if reply[:1] == BYTES:
+        return reply[1:]
+    if isinstance(mine, BcpError):
+        raise _Agreed(mine)
+    guilty, name, text = json.loads(reply[1:])
+    if guilty is not None and guilty != rank:
+        raise _Agreed(PeerError(guilty, f"{name}: {text}"))
+    kind = getattr(errors, name, None) if name in errors.__all__ else None
+    if kind is None or issubclass(kind, StageError | PeerError):
+        raise _Agreed(BcpError(f"{name}: {text}"))
+    raise _Agreed(kind(text))

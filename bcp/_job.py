@@ -1,0 +1,65 @@
+"""One call of the public API on one rank, as data; made in the caller's thread, at the moment of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from bcp.options import LoadOptions, SaveOptions
+from bcp.protocols import Agreement, Backend, Planner, States
+from bcp.stages.device import Fence
+from bcp.telemetry.timeline import Timeline
+
+__all__ = ["Job", "LoadJob", "SaveJob"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a save and a load have in common.
+
+    Attributes:
+        path: what the caller said, made absolute; for messages.
+        backend: storage under that path (and role).
+        states: the caller's states.
+        planner: chooses who reads them.
+        rank: this rank.
+        world_size: how many ranks take part.
+        operation: this rank's place in the next operation of all ranks.
+        clock: started when the caller called.
+    """
+
+    path: str
+    backend: Backend
+    states: States
+    planner: Callable[[], Planner]
+    rank: int
+    world_size: int
+    operation: AbstractAsyncContextManager[Agreement]
+    clock: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob(Job):
+    """One call of ``bcp.save`` on one rank.
+
+    Attributes:
+        options: how to save.
+        fence: what the caller's CUDA stream had queued when it called.
+        on_snapshot: called once training may go on.
+    """
+
+    options: SaveOptions
+    fence: Fence
+    on_snapshot: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadJob(Job):
+    """One call of ``bcp.load`` on one rank.
+
+    Attributes:
+        options: how to load.
+    """
+
+    options: LoadOptions

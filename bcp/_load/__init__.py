@@ -1,0 +1,27 @@
+"""The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
+
+from bcp._load.opening import fetch_receipts, open_checkpoint
+from bcp._load.reads import Reading, plan_reads, read_items
+from bcp._load.report import everyone_is_done, load_context, report, say_if_half_loaded
+from bcp._load.targets import Wanted, find_targets
+from bcp._load.values import Read, extra_sources, needed_receipts, put_values, read_extras, read_objects
+
+__all__ = [
+    "Read",
+    "Reading",
+    "Wanted",
+    "everyone_is_done",
+    "extra_sources",
+    "fetch_receipts",
+    "find_targets",
+    "load_context",
+    "needed_receipts",
+    "open_checkpoint",
+    "plan_reads",
+    "put_values",
+    "read_extras",
+    "read_items",
+    "read_objects",
+    "report",
+    "say_if_half_loaded",
+]

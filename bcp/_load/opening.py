@@ -1,0 +1,94 @@
+"""The table of contents: found, checked, given to all ranks; and the receipts behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import anyio
+
+from bcp._agree import agree
+from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
+from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
+from bcp.pipeline import in_thread
+from bcp.protocols import Agreement, Backend
+from bcp.receipt import Receipt, decode_receipt, receipt_digest
+
+__all__ = ["fetch_receipts", "open_checkpoint"]
+
+SHOWN = 10  # names in an error message
+RECEIPTS_AT_ONCE = 16
+
+
+async def open_checkpoint(agreement: Agreement, rank: int, backend: Backend, path: str) -> Metadata:
+    """Let rank 0 read the metadata, check it, and give it to everyone: one GET for the whole job."""
+
+    async def answer(_: Sequence[bytes]) -> bytes:
+        data = await _read_metadata(backend, path)
+        await in_thread(decode_metadata, data, where)
+        return data
+
+    where = f"{path}/{METADATA_KEY}"
+    data = await agree(agreement, "open", rank, b"", answer)
+    return await in_thread(decode_metadata, data, where)
+
+
+async def _read_metadata(backend: Backend, path: str) -> bytes:
+    try:
+        return bytes(await backend.get(METADATA_KEY))
+    except FileNotFoundError:
+        keys = [info.key for info in await backend.list()]
+    roles = sorted(key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY))
+    if roles:
+        raise NotACheckpointError(
+            f"{path} holds no checkpoint of its own, but roles below it: {', '.join(roles[:SHOWN])}; pass role=..."
+        )
+    if any(operation_of(key) for key in keys):
+        raise UncommittedError(
+            f"{path} holds data of a save that never committed ({len(keys)} files, no {METADATA_KEY}): the job died or "
+            "is still saving; load an older checkpoint"
+        )
+    raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
+
+
+async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[int]) -> dict[int, Receipt]:
+    """Read what those ranks wrote down when they saved, and check it against the commit record."""
+    found: dict[int, Receipt] = {}
+    limiter = anyio.CapacityLimiter(RECEIPTS_AT_ONCE)
+
+    async def fetch(rank: int) -> None:
+        async with limiter:
+            found[rank] = await _fetch_receipt(backend, metadata, rank)
+
+    failures: list[BcpError] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            for rank in sorted(set(ranks)):
+                tasks.start_soon(fetch, rank)
+    except* BcpError as group:
+        failures.extend(_leaves(group))
+    if failures:
+        raise failures[0]
+    return found
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> Iterator[BcpError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Receipt:
+    commit = metadata.commit
+    key = receipt_key(rank, commit.operation)
+    try:
+        data = await backend.get(key)
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{key} is missing, but operation {commit.operation} was committed with it; restore it"
+        ) from error
+    if receipt_digest(data) != commit.receipts.get(rank):
+        raise CorruptError(f"{key} is not the receipt that operation {commit.operation} was committed with; restore it")
+    return decode_receipt(data, key)

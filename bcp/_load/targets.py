@@ -1,0 +1,112 @@
+"""What this rank asks of the checkpoint, compared with what there is, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bcp._job import LoadJob
+from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
+from bcp.metadata import Metadata, find
+from bcp.plan.layout import Layout
+from bcp.plan.reads import Wants, wants
+from bcp.plan.shards import KINDS, Ints, ShardTable
+from bcp.protocols import LoadTargets, States
+from bcp.stages.load import require_codecs
+
+__all__ = ["EXTRA_KINDS", "Wanted", "extra_ranks", "find_targets", "some"]
+
+EXTRA_KINDS = ("dataloader", "extra_states")
+SHOWN = 10  # names in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What this rank asks of the checkpoint.
+
+    Attributes:
+        targets: live memory, and where values go.
+        rows: the checkpoint's tensors that this rank wants.
+        kinds: codes of the kinds that this rank loads.
+        missing: names that the checkpoint lacks.
+        wants: where the bytes are.
+    """
+
+    targets: LoadTargets
+    rows: Ints
+    kinds: tuple[int, ...]
+    missing: tuple[str, ...]
+    wants: Wants
+
+
+def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
+    """Ask the planner where this rank wants what, and compare it with what there is; nothing is touched yet."""
+    layout, states, options = metadata.layout, job.states, job.options
+    require_codecs(metadata.commit.codecs, options.codecs)
+    targets = job.planner().load_targets(states, layout)
+    table = targets.shards.table
+    rows, missing = [], []
+    for tensor in range(len(table.tensors)):
+        meta = table.tensors[tensor]
+        row = find(layout, meta.kind, meta.fqn)
+        if row is None:
+            missing.append(f"{meta.kind}: {meta.fqn}")
+        else:
+            rows.append(row)
+    missing += [f"{kind} of any rank" for kind in EXTRA_KINDS if kind in states and not extra_ranks(layout, kind)]
+    if missing and options.strict:
+        raise FqnMismatchError(
+            f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
+            "pass strict=False to load what both have"
+        )
+    _check_same(table, layout, job.rank, cast=options.cast)
+    _check_dataloader(states, layout, job.world_size)
+    kinds = tuple(code for code, kind in enumerate(KINDS) if kind in states)
+    return Wanted(targets, np.array(rows, np.int64), kinds, tuple(missing), wants(layout, table))
+
+
+def _check_same(table: ShardTable, layout: Layout, rank: int, *, cast: bool) -> None:
+    """Compare shapes and dtypes of everything that both have."""
+    shapes, dtypes = [], []
+    for tensor in range(len(table.tensors)):
+        meta = table.tensors[tensor]
+        row = find(layout, meta.kind, meta.fqn)
+        if row is None:
+            continue
+        saved = layout.tensors[row]
+        if saved.shape != meta.shape:
+            shapes.append(
+                f"{meta.kind}: {meta.fqn} is {list(saved.shape)} in the checkpoint, {list(meta.shape)} in the target"
+            )
+        if saved.dtype != meta.dtype:
+            dtypes.append(f"{meta.kind}: {meta.fqn} is {saved.dtype} in the checkpoint, {meta.dtype} in the target")
+    if shapes:
+        raise ShapeMismatchError(
+            f"rank {rank}: {len(shapes)} global shapes differ: {some(shapes)}; build the target as it was saved"
+        )
+    if dtypes and not cast:
+        raise DtypeMismatchError(
+            f"rank {rank}: {len(dtypes)} dtypes differ: {some(dtypes)}; pass LoadOptions(cast=True) to convert"
+        )
+
+
+def _check_dataloader(states: States, layout: Layout, world_size: int) -> None:
+    saved = extra_ranks(layout, "dataloader")
+    if "dataloader" in states and saved and layout.world_size != world_size:
+        raise MismatchError(
+            f"the dataloader state was saved by {layout.world_size} ranks and this job has {world_size}; "
+            "this version cannot reshard it: leave 'dataloader' out of the states, and rebuild it from your step count"
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """Join the first few."""
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return "; ".join(names[:SHOWN]) + more
+
+
+def extra_ranks(layout: Layout, kind: str) -> list[int]:
+    """Return the ranks that saved an object of that kind."""
+    return sorted(layout.extra_rank[layout.extra_kind == KINDS.index(kind)].tolist())

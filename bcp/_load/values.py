@@ -1,0 +1,105 @@
+"""What is not a tensor: values of leaves, and the opaque objects of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bcp._load.reads import Reading, file_of
+from bcp._load.targets import EXTRA_KINDS, Wanted, extra_ranks
+from bcp.metadata import Metadata, data_key
+from bcp.options import LoadOptions
+from bcp.pipeline import Budget, Pipeline, in_thread
+from bcp.plan.assign import Chunk
+from bcp.plan.layout import Layout
+from bcp.plan.shards import KINDS
+from bcp.planners.extras import restore, unpack
+from bcp.planners.values import decode_value
+from bcp.protocols import ObjectKey, States
+from bcp.receipt import Receipt
+from bcp.stages.items import ReadItem
+from bcp.stages.load import LoadContext, deserialize, read
+
+__all__ = ["Read", "extra_sources", "needed_receipts", "put_values", "read_extras", "read_objects"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read on this rank: tensors are in place, values and opaque objects still have to be set."""
+
+    context: LoadContext
+    objects: Mapping[ObjectKey, Any]
+    extras: Mapping[str, Any]
+
+
+def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
+    """Say whose opaque objects this rank takes: its own; with another world size, those of rank modulo the old one."""
+    sources = {}
+    for kind in EXTRA_KINDS:
+        saved = extra_ranks(layout, kind) if kind in states else []
+        if saved:
+            sources[kind] = rank if rank in saved else saved[rank % len(saved)]
+    return sources
+
+
+def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout, extras: Mapping[str, int], rank: int) -> set[int]:
+    """Return the ranks whose receipts this rank has to read."""
+    files = {chunk.file for chunk in reading.assignment.items(rank) if chunk.stop > chunk.start}
+    owners = (rank for (kind, _), rank in _objects(layout) if KINDS.index(kind) in wanted.kinds)
+    return {int(layout.file_rank[file]) for file in files} | set(owners) | set(extras.values())
+
+
+def _objects(layout: Layout) -> Iterator[tuple[ObjectKey, int]]:
+    return zip(layout.objects, layout.object_rank.tolist(), strict=True)
+
+
+async def read_extras(
+    context: LoadContext,
+    metadata: Metadata,
+    receipts: Mapping[int, Receipt],
+    sources: Mapping[str, int],
+    options: LoadOptions,
+) -> dict[str, Any]:
+    """Read and unpack the opaque objects of this rank, whole."""
+    graph = (
+        Pipeline[ReadItem, ReadItem]()
+        .then(read(context, options.io_workers))
+        .then(deserialize(context, options.copy_workers))
+    )
+    loaded: dict[str, Any] = {}
+    for kind, source in sources.items():
+        code = KINDS.index(kind)
+        key = data_key(code, source, metadata.commit.operation, encoded=bool(metadata.commit.codecs))
+        file = file_of(receipts[source], code, key)
+        size = file.nbytes - file.data_start
+        item = ReadItem(f"{key} ({kind} of rank {source})", size, Chunk(0, 0, size, context.rank, -1), -1, key, file)
+        (whole,) = await graph.run([item], budget=Budget(size))
+        data = bytes(memoryview(whole.data.numpy()))
+        if whole.buffer is not None:
+            context.lease.give(whole.buffer)
+        loaded[kind] = await in_thread(_unpack, data, key, options)
+    return loaded
+
+
+def _unpack(data: bytes, key: str, options: LoadOptions) -> Any:
+    return unpack(data, trust=options.trust, where=key)
+
+
+def read_objects(
+    wanted: Wanted, layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
+) -> dict[ObjectKey, Any]:
+    """Decode the values of the leaves that are not tensors."""
+    values = {}
+    for (kind, path), owner in _objects(layout):
+        if KINDS.index(kind) in wanted.kinds:
+            text = receipts[owner].objects[kind, path]
+            values[kind, path] = decode_value(text, trust=options.trust, where=f"{kind}: {path}")
+    return values
+
+
+def put_values(wanted: Wanted, states: States, read: Read) -> None:
+    """Set what is not a tensor in the target; called when every rank has all its tensors."""
+    wanted.targets.finish(read.objects)
+    for kind, value in read.extras.items():
+        restore(states[kind], value, kind)

@@ -1,0 +1,65 @@
+"""A save that goes on while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from bcp._bridge import Background
+
+__all__ = ["Pending"]
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """What an asynchronous save returns: the snapshot is safe, storage is still being written.
+
+    Wait for it with ``wait()`` from ordinary code, ``await`` from a coroutine, or a ``with`` block around the training
+    steps meanwhile. One that nobody waits for is finished at exit all the same, and its failure is logged.
+    """
+
+    def __init__(self, background: Background[T]) -> None:
+        """Hold on to the operation."""
+        self._background = background
+
+    def __repr__(self) -> str:
+        """Show what it is and how it stands."""
+        state = "running" if not self.done() else "failed" if self._background.failed() else "done"
+        return f"<Pending {self._background.what}: {state}>"
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the checkpoint is committed and return the report, or raise what went wrong.
+
+        ``TimeoutError`` after ``timeout`` seconds leaves the save running.
+        """
+        return self._background.wait(timeout)
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not; never blocks, never raises."""
+        return self._background.done()
+
+    def cancel(self) -> None:
+        """Ask it to stop: nothing is committed, what was written is removed; ``wait`` raises ``CancelledError``."""
+        self._background.cancel()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait from a coroutine, without blocking its loop; cancelling the waiter leaves the save running."""
+        return self._background.result().__await__()
+
+    def __enter__(self) -> Self:
+        """Do nothing: the save is running already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait; an error of the block itself comes first."""
+        if error is None:
+            self.wait()
+            return
+        try:
+            self.wait()
+        except Exception as failure:  # noqa: BLE001 -- the block's own error is on its way out
+            error.add_note(f"The save that ran meanwhile failed as well: {failure!r}")

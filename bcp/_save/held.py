@@ -1,0 +1,42 @@
+"""What this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bcp._job import SaveJob
+from bcp.planners.extras import collect, pack
+from bcp.protocols import LocalShards
+
+__all__ = ["EXTRA_KINDS", "Held", "take_stock"]
+
+EXTRA_KINDS = ("dataloader", "extra_states")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this rank holds: shards of tensors, values, and opaque objects as bytes.
+
+    Attributes:
+        framework: name of the planner.
+        shards: what the planner found; its table names the extras too.
+        extras: kind -> packed object.
+    """
+
+    framework: str
+    shards: LocalShards
+    extras: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors and packed objects, replicas included."""
+        return int(self.shards.table.nbytes.sum()) + sum(map(len, self.extras.values()))
+
+
+def take_stock(job: SaveJob) -> Held:
+    """Ask the planner what this rank holds, and pack what no planner looks into."""
+    planner = job.planner()
+    shards = planner.local_shards(job.states)
+    extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in EXTRA_KINDS if kind in job.states}
+    return Held(planner.name, replace(shards, table=replace(shards.table, extras=sorted(extras))), extras)

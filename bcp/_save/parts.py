@@ -1,0 +1,151 @@
+"""Parts go out to files, receipts come in; and what is said of it all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bcp._job import SaveJob
+from bcp._save.held import Held
+from bcp._save.plan import SavePlan
+from bcp._save.root import Opening
+from bcp.events import SaveReport
+from bcp.metadata import data_key, receipt_key
+from bcp.options import SaveOptions
+from bcp.pipeline import Budget, in_thread
+from bcp.plan.box import Box
+from bcp.plan.divide import Writes
+from bcp.plan.parts import DataFile, data_files
+from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
+from bcp.planners.values import encode_value
+from bcp.protocols import Backend, PartWriter
+from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
+from bcp.stages.items import PartReceipt, WriteItem
+
+__all__ = ["Snapshot", "make_receipt", "open_files", "put_receipt", "report", "write_items"]
+
+
+def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
+    """List the parts of all of this rank's files, in the order in which they enter the graph."""
+    encoded = bool(options.codecs)
+    items = _items(plan.files, held.shards.table, held.shards.tensors, operation, rank, encoded=encoded)
+    for kind, data in held.extras.items():
+        meta = TensorMeta(kind, "state", "uint8", 1, (len(data),), (1,))
+        table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
+        one = np.zeros(1, np.int64)
+        files = data_files(table, Writes(one, one, one + len(data), one), rank=rank, part_bytes=options.part_bytes)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        items += _items(files, table, [tensor], operation, rank, encoded=encoded)
+    return items
+
+
+def _items(
+    files: Sequence[DataFile],
+    table: ShardTable,
+    tensors: Sequence[torch.Tensor],
+    operation: str,
+    rank: int,
+    *,
+    encoded: bool,
+) -> list[WriteItem]:
+    return [
+        WriteItem(
+            part=part,
+            key=data_key(KINDS.index(file.kind), rank, operation, encoded=encoded),
+            header=file.header if part.index == 0 else b"",
+            table=table,
+            tensors=tensors,
+        )
+        for file in files
+        for part in file.parts
+    ]
+
+
+@asynccontextmanager
+async def open_files(
+    backend: Backend, items: Sequence[WriteItem], *, encoded: bool
+) -> AsyncIterator[dict[str, PartWriter]]:
+    """Open every data file; they appear when the context ends well, and not at all otherwise."""
+    nbytes: dict[str, int] = {}
+    for item in items:
+        nbytes[item.key] = max(nbytes.get(item.key, 0), item.part.stop)
+    async with AsyncExitStack() as stack:
+        yield {
+            key: await stack.enter_async_context(backend.open_write(key, None if encoded else size))
+            for key, size in nbytes.items()
+        }
+
+
+def make_receipt(
+    items: Sequence[WriteItem],
+    stored: Sequence[PartReceipt],
+    held: Held,
+    plan: SavePlan,
+    operation: str,
+    rank: int,
+    options: SaveOptions,
+) -> Receipt:
+    """Sum up what this rank wrote."""
+    by_file: dict[str, list[PartReceipt]] = {}
+    for item, receipt in zip(items, stored, strict=True):
+        by_file.setdefault(item.key, []).append(receipt)
+    headers = {item.key: len(item.header) for item in items if item.header}
+    codecs = tuple(codec.name for codec in options.codecs)
+    objects = {key: encode_value(held.shards.objects[key]) for key in plan.objects}
+    files = [_file_receipt(headers[key], parts, codecs) for key, parts in by_file.items()]
+    return Receipt(rank, operation, files, objects)
+
+
+def _file_receipt(data_start: int, parts: Sequence[PartReceipt], codecs: tuple[str, ...]) -> FileReceipt:
+    """Sum up one file; parts are in file order."""
+    stored = np.concatenate([part.blocks[:, 1] for part in parts])
+    raw = np.array([part.part.nbytes for part in parts], np.int64) if codecs else stored
+    return FileReceipt(
+        kind=KINDS.index(parts[0].part.kind),
+        data_start=data_start,
+        nbytes=parts[-1].part.stop,
+        stored_nbytes=int(stored.sum()),
+        codecs=codecs,
+        blocks=Blocks.build(stored, raw, [digest for part in parts for digest in part.checksums]),
+    )
+
+
+async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
+    """Store the receipt; return its digest, which the commit record will hold."""
+    data = await in_thread(encode_receipt, receipt)
+    await backend.put(receipt_key(receipt.rank, receipt.operation), data)
+    return receipt_digest(data)
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """How the staging went: its memory, and when the last part was safe (seconds since the call)."""
+
+    budget: Budget
+    seconds: float = 0.0
+
+
+def report(
+    job: SaveJob, held: Held, opening: Opening, receipt: Receipt, items: Sequence[WriteItem], snapshot: Snapshot
+) -> SaveReport:
+    """Sum up the save for the caller."""
+    data_nbytes = sum(file.nbytes - file.data_start for file in receipt.files)
+    return SaveReport(
+        path=job.path,
+        operation=opening.operation,
+        rank=job.rank,
+        world_size=job.world_size,
+        nbytes=sum(file.stored_nbytes for file in receipt.files),
+        state_nbytes=held.nbytes,
+        dedup_saved_bytes=held.nbytes - data_nbytes,
+        seconds=job.clock.seconds,
+        blocking_seconds=snapshot.seconds,
+        stage_seconds=job.clock.stage_seconds,
+        budget_wait_seconds=snapshot.budget.waited_seconds,
+        plan_cached=opening.cached,
+        files=tuple(dict.fromkeys(item.key for item in items)),
+    )

@@ -1,0 +1,96 @@
+"""Who writes what: agreed on once for a layout, remembered after (paper sec. 4.1)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from bcp._agree import agree, agree_shares
+from bcp._save.held import Held
+from bcp._save.root import Opening, Root
+from bcp.errors import BcpError, InputError
+from bcp.options import SaveOptions
+from bcp.pipeline import in_thread
+from bcp.plan.cache import PlanCache
+from bcp.plan.parts import DataFile, data_files
+from bcp.plan.shards import ShardTable
+from bcp.plan.wire import decode_writes, digest, encode_table
+from bcp.protocols import Agreement
+
+__all__ = ["SavePlan", "only_save_to", "plan_writes"]
+
+_plans: PlanCache[SavePlan] = PlanCache(16)
+_in_flight: set[tuple[str, int]] = set()
+_in_flight_lock = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What this rank writes, the same for every save of one layout.
+
+    Attributes:
+        key: digest of the whole job's layout: equal keys on all ranks mean that everyone has the plan.
+        files: its data files of model and optimizer.
+        objects: rows of its table's ``objects`` whose values go into its receipt.
+    """
+
+    key: bytes
+    files: Sequence[DataFile]
+    objects: Sequence[tuple[str, str]]
+
+
+async def plan_writes(
+    agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
+) -> tuple[Opening, SavePlan]:
+    """Agree on who writes what; on an unchanged layout that costs two digests a rank (paper sec. 4.1)."""
+    if isinstance(held, BcpError):
+        await agree(agreement, "begin", rank, held, root.open)
+        raise held
+    root.framework = held.framework
+    table = held.shards.table
+    mine = await in_thread(digest, table)
+    slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
+    known = _plans.get(slot)
+    hello = mine + (known.key if known else bytes(16))
+    opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
+    if opening.cached and known is not None:
+        return opening, known
+    reply = await agree_shares(agreement, "plan", rank, await in_thread(encode_table, table), root.divide)
+    plan = await in_thread(_read_share, reply, table, rank, opening.key, options.part_bytes)
+    _plans.put(slot, plan)
+    return opening, plan
+
+
+def _read_share(share: bytes, table: ShardTable, rank: int, key: bytes, part_bytes: int) -> SavePlan:
+    """Turn rank 0's answer into data files and owned values."""
+    (count,) = struct.unpack_from("<q", share)
+    owned = np.frombuffer(share, "<i8", count, 8)
+    writes = decode_writes(share[8 * (count + 1) :])
+    files = data_files(table, writes, rank=rank, part_bytes=part_bytes)
+    return SavePlan(key, files, [table.objects[row] for row in owned.tolist()])
+
+
+@contextmanager
+def only_save_to(path: str, rank: int) -> Iterator[InputError | None]:
+    """Claim a path for one save of this rank; yields the reason to refuse where an earlier one is still running."""
+    claim = (path, rank)
+    with _in_flight_lock:
+        taken = claim in _in_flight
+        _in_flight.add(claim)
+    try:
+        yield (
+            InputError(
+                f"a save to {path} is still running (rank {rank}); wait for it (pending.wait()), or save elsewhere"
+            )
+            if taken
+            else None
+        )
+    finally:
+        if not taken:
+            with _in_flight_lock:
+                _in_flight.discard(claim)

@@ -1,0 +1,140 @@
+"""What rank 0 does for all: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2)."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import numpy as np
+import structlog
+import xxhash
+
+from bcp._version import __version__
+from bcp.errors import ExistsError
+from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of
+from bcp.options import SaveOptions
+from bcp.plan.cache import PlanCache, plan_id
+from bcp.plan.divide import divide
+from bcp.plan.wire import decode_table, encode_writes
+from bcp.protocols import Backend
+
+__all__ = ["BLOCK_BYTES", "Opening", "Root"]
+
+BLOCK_BYTES = 1 << 20
+log = structlog.get_logger("bcp")
+_layouts: PlanCache[bytes] = PlanCache(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What rank 0 says first: the operation's id, the plan's key, and whether everyone has that plan already."""
+
+    operation: str
+    key: bytes
+    cached: bool
+
+    def encode(self) -> bytes:
+        """Return 25 bytes."""
+        return bytes.fromhex(self.operation) + self.key + bytes([self.cached])
+
+    @classmethod
+    def decode(cls, data: bytes) -> Opening:
+        """Undo :meth:`encode`."""
+        return cls(data[:8].hex(), data[8:24], bool(data[24]))
+
+
+@dataclass(slots=True)
+class Root:
+    """The coordinator's side of a save (paper sec. 3.3); its methods run on rank 0 only.
+
+    Attributes:
+        path: where the checkpoint goes, for messages.
+        backend: the same, for bytes.
+        world_size: how many ranks save together.
+        options: how to save.
+        framework: name of the planner; known when this rank has taken stock.
+        found: digest of the metadata that was there when the save began; b"" for none.
+        key: of the plan.
+        layout: encoded; the unchanging part of the metadata.
+        operation: id of the save.
+    """
+
+    path: str
+    backend: Backend
+    world_size: int
+    options: SaveOptions
+    framework: str = ""
+    found: bytes = b""
+    key: bytes = b""
+    layout: bytes = b""
+    operation: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    async def open(self, hellos: Sequence[bytes]) -> bytes:
+        """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds."""
+        self.found = await _committed(self.backend)
+        if self.found and not self.options.overwrite:
+            raise ExistsError(
+                f"{self.path} holds a committed checkpoint already; pass overwrite=True to replace it, or save elsewhere"
+            )
+        digests = [hello[:16] for hello in hellos]
+        self.key = plan_id(digests, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        self.layout = _layouts.get(self.key) or b""
+        cached = bool(self.layout) and all(hello[16:] == self.key for hello in hellos)
+        return Opening(self.operation, self.key, cached).encode()
+
+    def divide(self, tables: Sequence[bytes]) -> Sequence[bytes]:
+        """Plan the save: dedup, balance, offsets, exact cover."""
+        decoded = [decode_table(table) for table in tables]
+        division = divide(decoded, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        layout = division.layout
+        self.layout = encode_layout(layout)
+        _layouts.put(self.key, self.layout)
+        owned = [[] for _ in tables]  # type: list[list[int]]
+        places = [{key: row for row, key in enumerate(table.objects)} for table in decoded]
+        for key, rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
+            owned[rank].append(places[rank][key])
+        return [
+            struct.pack("<q", len(rows)) + np.array(rows, "<i8").tobytes() + encode_writes(writes)
+            for rows, writes in zip(owned, division.writes, strict=True)
+        ]
+
+    async def commit(self, digests: Sequence[bytes]) -> bytes:
+        """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check)."""
+        if await _committed(self.backend) != self.found:
+            raise ExistsError(
+                f"another job committed a checkpoint at {self.path} while operation {self.operation} was saving there; "
+                "this one was not committed: give every job a path of its own"
+            )
+        record = Commit(
+            operation=self.operation,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            framework=self.framework,
+            codecs=tuple(codec.name for codec in self.options.codecs),
+            part_bytes=self.options.part_bytes,
+            version=__version__,
+            receipts=dict(enumerate(digests)),
+        )
+        await self.backend.put(METADATA_KEY, encode_metadata(self.layout, record))
+        await self._sweep()
+        return b""
+
+    async def _sweep(self) -> None:
+        """Delete what the replaced checkpoint and saves that died have left behind; the new one is safe already."""
+        try:
+            left = [o.key for o in await self.backend.list() if operation_of(o.key) not in (None, self.operation)]
+            own = [key for key in left if key.count("/") == 1]  # deeper ones belong to roles
+            if own:
+                await self.backend.delete(own)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
+            log.warning("old files were not deleted", path=self.path, operation=self.operation, error=repr(error))
+
+
+async def _committed(backend: Backend) -> bytes:
+    """Return the digest of the metadata that is there, or b""."""
+    try:
+        return xxhash.xxh3_128_digest(await backend.get(METADATA_KEY))
+    except FileNotFoundError:
+        return b""

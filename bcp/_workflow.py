@@ -1,0 +1,128 @@
+"""What a save and a load are. Read this first: everything else is a detail of one of these lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from bcp import _load as loading
+from bcp import _save as saving
+from bcp._agree import agree, local, together
+from bcp._job import LoadJob, SaveJob
+from bcp.errors import BcpError, StageError
+from bcp.events import LoadReport, SaveReport
+from bcp.metadata import Metadata
+from bcp.pipeline import Budget, in_thread
+from bcp.planners import check_unchanged, versions
+from bcp.protocols import Agreement
+from bcp.stages.device import cuda_devices
+from bcp.stages.items import PartReceipt, WriteItem
+from bcp.stages.load import load_graph
+from bcp.stages.save import SaveContext, save_graph
+from bcp.stages.staging import shared_pool
+from bcp.telemetry.progress import progress_bar
+
+__all__ = ["aload", "asave"]
+
+
+# -- save ----------------------------------------------------------------------------------------
+
+
+async def asave(job: SaveJob) -> SaveReport:
+    """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
+    root = saving.Root(job.path, job.backend, job.world_size, job.options)
+    with saving.only_save_to(job.path, job.rank) as refusal:
+        async with together(job.operation) as agreement:
+            held = refusal or await local(saving.take_stock, job)
+            opening, plan = await saving.plan_writes(agreement, root, job.rank, held, job.options)
+            items = saving.write_items(held, plan, opening.operation, job.rank, job.options)
+            stored, snapshot = await _write(job, held, items)
+            receipt = saving.make_receipt(items, stored, held, plan, opening.operation, job.rank, job.options)
+            digest = await saving.put_receipt(job.backend, receipt)
+            await agree(agreement, "commit", job.rank, digest, root.commit)
+    return saving.report(job, held, opening, receipt, items, snapshot)
+
+
+async def _write(
+    job: SaveJob, held: saving.Held, items: Sequence[WriteItem]
+) -> tuple[list[PartReceipt], saving.Snapshot]:
+    """Send the parts through the graph; the data files are durable when this returns."""
+    options = job.options
+    nbytes = sum(item.nbytes for item in items)
+    snapshot = saving.Snapshot(budget=Budget(max(options.budget_bytes or nbytes, 1)))
+    before = versions(held.shards) if options.guard else None
+
+    def on_snapshot() -> None:
+        if before is not None:
+            check_unchanged(held.shards, before, job.rank)
+        snapshot.seconds = job.clock.seconds
+        job.on_snapshot()
+
+    with ExitStack() as stack:
+        pinned = bool(cuda_devices(held.shards.tensors))
+        lease = stack.enter_context(shared_pool(pinned=pinned).lease())
+        show = options.progress and job.rank == 0
+        job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
+        stack.enter_context(_own_errors())
+        async with saving.open_files(job.backend, items, encoded=bool(options.codecs)) as writers:
+            if not items:
+                on_snapshot()
+            context = SaveContext(lease, writers, saving.BLOCK_BYTES, job.fence, len(items), on_snapshot)
+            graph = options.edit(
+                save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers)
+            )
+            stored = await graph.run(items, budget=snapshot.budget, observe=job.clock)
+    return stored, snapshot
+
+
+# -- load ----------------------------------------------------------------------------------------
+
+
+async def aload(job: LoadJob) -> LoadReport:
+    """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
+    async with together(job.operation) as agreement:
+        metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
+        wanted = await local(loading.find_targets, job, metadata)
+        reading = await loading.plan_reads(agreement, job.rank, wanted, metadata, job.options)
+        read = await _read(job, agreement, metadata, wanted, reading)
+    await in_thread(loading.put_values, wanted, job.states, read)
+    return loading.report(job, metadata, wanted, reading, read.context)
+
+
+async def _read(
+    job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: loading.Wanted, reading: loading.Reading
+) -> loading.Read:
+    """Fill the tensors, fetch the values, and wait until every rank has done so."""
+    options = job.options
+    sources = loading.extra_sources(metadata.layout, job.states, job.rank)
+    ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources, job.rank)
+    receipts = await loading.fetch_receipts(job.backend, metadata, ranks)
+    items = loading.read_items(reading, wanted, metadata, receipts, job.rank)
+    with ExitStack() as stack:
+        pinned = bool(cuda_devices(wanted.targets.shards.tensors))
+        lease = stack.enter_context(shared_pool(pinned=pinned).lease())
+        context = loading.load_context(job, agreement, metadata, wanted, reading, lease)
+        stack.enter_context(loading.say_if_half_loaded(context))
+        nbytes = sum(item.nbytes for item in items)
+        show = options.progress and job.rank == 0
+        job.clock.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
+        stack.enter_context(_own_errors())
+        graph = options.edit(load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers))
+        await graph.run(items, budget=Budget(options.budget_bytes), observe=job.clock)
+        extras = await loading.read_extras(context, metadata, receipts, sources, options)
+        objects = loading.read_objects(wanted, metadata.layout, receipts, options)
+        await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
+    return loading.Read(context, objects, extras)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
+    try:
+        yield
+    except StageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, BcpError):
+            raise
+        cause.add_note(f"In stage {error.stage!r}, on {error.item}.")
+        raise cause from cause.__cause__

@@ -1,0 +1,163 @@
+"""Files below one directory: local disks and mounted file systems."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import aiofiles
+import aiofiles.os
+import anyio
+
+from bcp.backends import files
+from bcp.backends.keys import check_key, flat_view
+from bcp.backends.tiling import Tiling
+from bcp.errors import CorruptError, InputError, StorageError
+from bcp.pipeline import in_thread
+from bcp.protocols import Buffer, ObjectInfo
+
+__all__ = ["LocalBackend"]
+
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+class LocalBackend:
+    """A :class:`~bcp.protocols.Backend` over a directory, which is created by the first write.
+
+    An object is a file. It is written under a temporary name in its own directory, fsynced, renamed, and the
+    directory is fsynced: after a crash there is the old object or the new one. A process that is killed
+    leaves files that end in ``.bcp-tmp``; they are never listed and may be removed. Symbolic links that lead
+    out of the root are refused.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Take the directory; a relative one is fixed to the current directory now."""
+        self._root = Path(os.fsdecode(root)).expanduser().absolute()
+
+    def __repr__(self) -> str:
+        """Show the root."""
+        return f"LocalBackend({str(self._root)!r})"
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object durably: all of it or none."""
+        path = self._path(key)
+        with self._errors("put", key), anyio.CancelScope(shield=True):
+            # shielded: aiofiles leaves its thread behind when cancelled, and the thread reads ``data``
+            temp = files.temp_path(path)
+            try:
+                await in_thread(files.create_empty, temp)
+                async with aiofiles.open(temp, "wb") as file:
+                    await file.write(flat_view(data))
+                    await file.flush()
+                    await in_thread(os.fsync, file.fileno())
+                await aiofiles.os.rename(temp, path)
+            except BaseException:
+                await in_thread(files.remove, temp)
+                raise
+            await in_thread(files.sync_directory, path.parent)
+
+    @asynccontextmanager
+    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
+        """Write a large object in parts, each by one call in a thread."""
+        path = self._path(key)
+        file = files.TempFile(path)
+        parts = _Parts(self, key, file, nbytes)
+        try:
+            with self._errors("open_write", key):
+                await in_thread(file.create, nbytes)
+            yield parts
+            parts.tiling.check()
+            with self._errors("commit", key):
+                await in_thread(file.commit)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await _discard(file, error)
+            raise
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` by one call in a thread."""
+        path = self._path(key)
+        target = flat_view(out)
+        with self._errors("read", key):
+            found = await in_thread(files.pread_all, path, start, target)
+        if found < len(target):
+            raise CorruptError(
+                f"{self!r}: {key!r} is too short: wanted {len(target)} bytes from byte {start} and got {found}; "
+                "the file was truncated or is not the one that was saved"
+            )
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        path = self._path(key)
+        with self._errors("get", key):
+            async with aiofiles.open(path, "rb") as file:
+                return await file.read()
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List objects in key order; symbolic links to files are left out."""
+        if prefix:
+            self._path(prefix.rstrip("/"))
+        with self._errors("list", prefix):
+            found = await in_thread(files.list_files, self._root, prefix)
+        return [ObjectInfo(key, nbytes) for key, nbytes in found]
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects and the directories that became empty, but not the root."""
+        paths = [self._path(key) for key in keys]
+        with self._errors("delete", ", ".join(keys[:3])):
+            await in_thread(files.unlink_all, self._root, paths)
+
+    async def aclose(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _path(self, key: str) -> Path:
+        """Return the file of a key, or raise :class:`~bcp.errors.InputError` where it lies outside of the root."""
+        if check_key(key).endswith(files.TEMP_SUFFIX):
+            raise InputError(f"key {key!r} ends in {files.TEMP_SUFFIX!r}, as unfinished files do; use another one")
+        path = self._root / key
+        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
+            raise InputError(f"{self!r}: a symbolic link leads {key!r} out of the root to {os.path.realpath(path)}")
+        return path
+
+    @contextmanager
+    def _errors(self, operation: str, key: str) -> Iterator[None]:
+        """Turn what the operating system says into what :class:`~bcp.protocols.Backend` promises."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            if operation in ("get", "read") and isinstance(error, _ABSENT):
+                raise FileNotFoundError(errno.ENOENT, f"{self!r} has no such object", key) from error
+            translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}")
+            translated.errno = error.errno
+            raise translated from error
+
+
+class _Parts:
+    """Writes the parts of one object where they belong."""
+
+    def __init__(self, backend: LocalBackend, key: str, file: files.TempFile, nbytes: int | None) -> None:
+        """Write into ``file``."""
+        self._backend = backend
+        self._key = key
+        self._file = file
+        self.tiling = Tiling(f"{backend!r}, writing {key!r}", nbytes)
+
+    async def write_part(self, index: int, offset: int, data: Buffer) -> None:
+        """Write one part by one call in a thread."""
+        view = flat_view(data)
+        with self._backend._errors(f"write part {index} of", self._key):  # noqa: SLF001 -- one class in two
+            await in_thread(self._file.write, offset, view)
+        self.tiling.add(index, offset, len(view))
+
+
+async def _discard(file: files.TempFile, error: BaseException) -> None:
+    """Remove the temporary file; where that fails too, say so in a note, for ``error`` is what matters."""
+    try:
+        await in_thread(file.discard)
+    except OSError as second:
+        error.add_note(f"removing the unfinished file failed as well: {second}")

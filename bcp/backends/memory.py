@@ -1,0 +1,117 @@
+"""Objects in this process's memory: for tests, and for trying things out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import ClassVar
+
+from bcp.backends.keys import check_key, flat_view
+from bcp.backends.tiling import Tiling
+from bcp.errors import CorruptError, StorageError
+from bcp.protocols import Buffer, ObjectInfo
+
+__all__ = ["MemoryBackend"]
+
+
+class MemoryBackend:
+    """A :class:`~bcp.protocols.Backend` in memory, shared by name within one process.
+
+    Every ``MemoryBackend("x")`` sees the same objects, from any thread and any event loop, until
+    ``MemoryBackend.forget("x")``. A forked child has its own copy.
+    """
+
+    _stores: ClassVar[dict[str, dict[str, bytes]]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, name: str = "") -> None:
+        """Open the store of that name; it is created empty if there is none."""
+        self.name = name
+        with self._lock:
+            self._objects = self._stores.setdefault(name, {})
+
+    def __repr__(self) -> str:
+        """Show name and contents in numbers."""
+        return f"MemoryBackend({self.name!r}, objects={len(self._objects)})"
+
+    @classmethod
+    def forget(cls, name: str) -> None:
+        """Drop the store of that name and its objects; backends that still hold it keep what they see."""
+        with cls._lock:
+            cls._stores.pop(name, None)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a copy of the bytes."""
+        check_key(key)
+        self._objects[key] = bytes(data)
+
+    @asynccontextmanager
+    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
+        """Collect copies of the parts; the object appears when the context ends well."""
+        check_key(key)
+        parts = _Parts(f"{self!r}, writing {key!r}", nbytes)
+        yield parts
+        self._objects[key] = parts.close()
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out``; fewer bytes than that: :class:`~bcp.errors.CorruptError`."""
+        stored = self._get(key)
+        target = flat_view(out)
+        found = max(0, min(len(stored) - start, len(target)))
+        if found < len(target):
+            raise CorruptError(
+                f"{self!r}: {key!r} is too short: wanted bytes {start} to {start + len(target)}, and the object has "
+                f"{len(stored)} bytes"
+            )
+        target[:] = stored[start : start + found]
+
+    async def get(self, key: str) -> Buffer:
+        """Return the object's bytes."""
+        return self._get(key)
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List objects in key order."""
+        # dict.copy is one step under the GIL, so other threads may store meanwhile
+        stored = self._objects.copy()
+        return [ObjectInfo(key, len(stored[key])) for key in sorted(stored) if key.startswith(prefix)]
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; absent ones are skipped."""
+        for key in keys:
+            self._objects.pop(check_key(key), None)
+
+    async def aclose(self) -> None:
+        """Do nothing: the objects outlive the backend."""
+
+    def _get(self, key: str) -> bytes:
+        """Return the object's bytes, or raise FileNotFoundError."""
+        try:
+            return self._objects[check_key(key)]
+        except KeyError:
+            raise FileNotFoundError(f"{self!r} has no object {key!r}") from None
+
+
+class _Parts:
+    """Receives the parts of one object."""
+
+    def __init__(self, where: str, nbytes: int | None) -> None:
+        """Start empty."""
+        self._where = where
+        self._tiling = Tiling(where, nbytes)
+        self._data: dict[int, bytes] = {}
+        self._closed = False
+
+    async def write_part(self, index: int, offset: int, data: Buffer) -> None:
+        """Keep a copy of the part."""
+        if self._closed:
+            raise StorageError(f"{self._where}: part {index} came after the end")
+        part = bytes(data)
+        self._tiling.add(index, offset, len(part))
+        self._data[index] = part
+
+    def close(self) -> bytes:
+        """Return the whole object."""
+        self._closed = True
+        self._tiling.check()
+        return b"".join(self._data[index] for index in sorted(self._data))

@@ -1,0 +1,73 @@
+"""One backend seen from below a prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from bcp.backends.keys import check_key
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter
+
+__all__ = ["PrefixedBackend", "child"]
+
+
+def child(backend: Backend, prefix: str) -> Backend:
+    """Return the part of a backend below ``prefix``: one role's objects, or one step's.
+
+    Closing the view does nothing; whoever opened the whole backend closes it.
+    """
+    check_key(prefix)
+    if isinstance(backend, PrefixedBackend):
+        return PrefixedBackend(backend.whole, f"{backend.prefix}/{prefix}")
+    return PrefixedBackend(backend, prefix)
+
+
+class PrefixedBackend:
+    """A view of a backend in which every key stands below one prefix.
+
+    Attributes:
+        whole: the backend behind it.
+        prefix: what comes before each key, without a slash at the end.
+    """
+
+    def __init__(self, whole: Backend, prefix: str) -> None:
+        """Look at ``whole`` from below ``prefix``; see :func:`child`."""
+        self.whole = whole
+        self.prefix = prefix
+
+    def __repr__(self) -> str:
+        """Show what is behind the view."""
+        return f"{self.whole!r}/{self.prefix}"
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object."""
+        await self.whole.put(self._key(key), data)
+
+    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
+        """Write a large object in parts."""
+        return self.whole.open_write(self._key(key), nbytes)
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` from the object's bytes."""
+        await self.whole.read_into(self._key(key), start, out)
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        return await self.whole.get(self._key(key))
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List objects; their keys are relative to the view."""
+        skip = len(self.prefix) + 1
+        found = await self.whole.list(f"{self.prefix}/{prefix}")
+        return [ObjectInfo(info.key[skip:], info.nbytes) for info in found]
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects."""
+        await self.whole.delete([self._key(key) for key in keys])
+
+    async def aclose(self) -> None:
+        """Do nothing: the whole backend is its opener's to close."""
+
+    def _key(self, key: str) -> str:
+        """Return the key as the whole backend knows it."""
+        return f"{self.prefix}/{check_key(key)}"

@@ -1,0 +1,168 @@
+"""The keys of one operation in a torch Store: payloads, signs of life, the abort, and who deletes what."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from bcp.coordinators.liveness import LEFT
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Abort", "Hello", "Mailbox"]
+
+_CHUNK_BYTES = 4 << 20  # TCPStore's server drops a connection that sends a value above 8 MiB (torch 2.13)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who takes part, and in what."""
+
+    rank: int
+    what: str
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, rank: int, what: str) -> Hello:
+        """Return this process's hello."""
+        return cls(rank, what, socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        """Name the rank for a person."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Why the operation ended: ``rank`` is to blame; ``disagreement`` where the ranks' inputs do not fit together."""
+
+    rank: int
+    message: str
+    disagreement: bool = False
+
+
+class Mailbox:
+    """One rank's access to the keys of one operation. Every method blocks, shortly: nothing waits for a key.
+
+    Payloads are deleted by whoever reads them last, all other keys by the last rank that leaves. So nobody ever
+    gets a key that may have been deleted since it was checked; ``Store.get`` would block for minutes.
+    """
+
+    def __init__(self, store: Store, operation: str, rank: int, world_size: int) -> None:
+        """Open the operation's mailbox; ``operation`` is its prefix, and different for every operation."""
+        self._store = store
+        self._operation = operation
+        self._rank = rank
+        self._world_size = world_size
+        self._posted: list[str] = []
+
+    def __repr__(self) -> str:
+        """Show the operation and the rank."""
+        return f"<Mailbox of {self._operation}, rank {self._rank} of {self._world_size}>"
+
+    # -- signs of life ------------------------------------------------------------------------
+
+    def join(self, hello: Hello) -> None:
+        """Say hello; the first sign of life follows it, so that whoever sees the sign can read the hello."""
+        self._store.set(self._key("hello", self._rank), json.dumps(asdict(hello)))
+        self.beat(0)
+
+    def beat(self, count: int) -> None:
+        """Give a sign of life."""
+        self._store.set(self._key("beat", self._rank), str(count))
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, bytes | None]:
+        """Return the last sign of life of each of these ranks, or None where there is none yet."""
+        keys = {self._key("beat", rank): rank for rank in ranks}
+        here = self._present(list(keys))
+        signs: dict[int, bytes | None] = dict.fromkeys(ranks)
+        if here:
+            values = self._store.multi_get(here)
+            signs.update((keys[key], bytes(value)) for key, value in zip(here, values, strict=True))
+        return signs
+
+    def hello(self, rank: int) -> Hello:
+        """Return what a rank said that has given a sign of life."""
+        return Hello(**json.loads(self._store.get(self._key("hello", rank))))
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def abort(self, abort: Abort) -> None:
+        """End the operation for all ranks, unless another rank has ended it already."""
+        if self.aborted() is None:
+            self._store.set(self._key("abort"), json.dumps(asdict(abort)))
+
+    def aborted(self) -> Abort | None:
+        """Return why the operation ended, if it did."""
+        if not self._store.check([self._key("abort")]):
+            return None
+        return Abort(**json.loads(self._store.get(self._key("abort"))))
+
+    def leave(self) -> None:
+        """Leave the operation; the last rank to do so deletes the operation's keys."""
+        self._store.set(self._key("beat", self._rank), LEFT)  # type: ignore[arg-type]  # torch's stub lacks bytes
+        if self._store.add(self._key("left"), 1) < self._world_size:
+            return
+        ranks = range(self._world_size)
+        self._delete(*(self._key(name, rank) for name in ("hello", "beat") for rank in ranks))
+        self._delete(self._key("abort"), self._key("left"))
+
+    def sweep(self) -> bool:
+        """After :meth:`leave`: say whether all ranks have left; if so, delete the payloads that nobody read."""
+        if self._store.check([self._key("left")]):
+            return False
+        self._delete(*self._posted)
+        return True
+
+    # -- payloads -----------------------------------------------------------------------------
+
+    def post(self, name: str, data: bytes) -> None:
+        """Publish a payload. The first chunk is written last: where it is, all of them are."""
+        key = self._key(name)
+        starts = range(0, max(len(data), 1), _CHUNK_BYTES)
+        keys = [f"{key}/{number}" for number in range(len(starts))]
+        self._posted.extend(keys)
+        for chunk, start in reversed(list(zip(keys, starts, strict=True))):
+            head = len(starts).to_bytes(4, "big") if start == 0 else b""
+            self._store.set(chunk, head + data[start : start + _CHUNK_BYTES])  # type: ignore[arg-type]  # same
+
+    def posted(self, names: Sequence[str]) -> bool:
+        """Say whether all these payloads are there."""
+        return self._store.check([f"{self._key(name)}/0" for name in names])
+
+    def take(self, name: str, readers: int = 1) -> bytes:
+        """Return a payload that is there; the last of so many readers deletes it."""
+        key = self._key(name)
+        first = bytes(self._store.get(f"{key}/0"))
+        keys = [f"{key}/{number}" for number in range(int.from_bytes(first[:4], "big"))]
+        data = b"".join([first[4:], *(bytes(self._store.get(chunk)) for chunk in keys[1:])])
+        if readers == 1:
+            self._delete(*keys)
+        elif self._store.add(f"{key}/read", 1) == readers:
+            self._delete(*keys, f"{key}/read")
+        return data
+
+    # -- keys ---------------------------------------------------------------------------------
+
+    def _present(self, keys: list[str]) -> list[str]:
+        """Return those keys that are there: one call where all are, else one for each."""
+        if not keys or self._store.check(keys):
+            return keys
+        return [key for key in keys if self._store.check([key])]
+
+    def _key(self, *names: object) -> str:
+        """Return a key of this operation."""
+        return "/".join((self._operation, *map(str, names)))
+
+    def _delete(self, *keys: str) -> None:
+        """Delete keys, where the store can."""
+        for key in keys:
+            with suppress(RuntimeError, NotImplementedError):  # some stores cannot; they keep the keys
+                self._store.delete_key(key)

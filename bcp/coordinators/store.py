@@ -1,0 +1,137 @@
+"""Agreement over a ``torch.distributed`` Store: every job has one already, and it is no process group."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+from collections import deque
+from contextlib import AbstractAsyncContextManager, suppress
+from datetime import timedelta
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from bcp.coordinators.mailbox import Hello, Mailbox
+from bcp.coordinators.operation import Operation
+from bcp.errors import InputError
+from bcp.protocols import Agreement
+
+__all__ = ["StoreCoordinator", "private_connection"]
+
+_CALL_SECONDS = 30.0  # how long one call to the store may take; nothing in here waits for a key
+_LINGER_SECONDS = 5.0  # how long rank 0, whose process usually is the store, waits for readers when it exits
+
+
+class StoreCoordinator:
+    """A :class:`~bcp.protocols.Coordinator` over a store; made for up to some thousand ranks (a star around rank 0).
+
+    One of the same prefix for each rank, and only one. Any store will do: TCPStore, FileStore, HashStore,
+    PrefixStore. All calls are short, so that a store that is shared with others is not held up.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks take part.
+    """
+
+    _groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = WeakKeyDictionary()
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str = "bcp") -> None:
+        """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator."""
+        if not 0 <= rank < world_size:
+            raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._prefix = prefix
+        self._numbers = itertools.count()
+        self._left: deque[Mailbox] = deque()
+        self._pid = os.getpid()
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup | None = None) -> StoreCoordinator:
+        """Coordinate the ranks of a process group, over a private connection to the group's own store.
+
+        The group's collectives are not used. Every member has to call this equally often for one group.
+
+        Args:
+            group: None for the default group.
+
+        Raises:
+            InputError: torch.distributed is not initialised, or this rank is not a member.
+
+        """
+        if not dist.is_initialized():
+            raise InputError("there is no process group yet; call torch.distributed.init_process_group first")
+        group = distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 -- no public name
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise InputError("this rank is not a member of the process group")
+        shared = distributed_c10d._get_process_group_store(group)  # noqa: SLF001 -- no public name
+        number = next(cls._groups.setdefault(group, itertools.count()))
+        # torchrun may keep its store over restarts of the workers, and older keys with it
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"bcp/{group.group_name}/{attempt}/{number}"
+        coordinator = cls(private_connection(shared), rank, dist.get_world_size(group), prefix)
+        if rank == 0:
+            atexit.register(coordinator._linger, shared)
+        return coordinator
+
+    def __repr__(self) -> str:
+        """Show rank and place."""
+        return f"<StoreCoordinator of rank {self.rank} of {self.world_size}, {self._prefix!r}>"
+
+    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:  # noqa: ASYNC109 -- the protocol's
+        """Take this rank's place in the next operation."""
+        if os.getpid() != self._pid:
+            raise InputError(
+                f"{self!r} was made in process {self._pid} and this is its fork {os.getpid()}: only the rank itself "
+                "can take part; pass coordinator=SoloCoordinator() to save or load alone"
+            )
+        mailbox = Mailbox(self._store, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
+        return Operation(mailbox, Hello.of(self.rank, what), self.world_size, timeout, self._left)
+
+    def _linger(self, server: dist.Store) -> None:
+        """At exit, wait shortly for ranks that still read the last answer; ``server`` is kept alive meanwhile."""
+        del server
+        deadline = time.monotonic() + _LINGER_SECONDS
+        with suppress(RuntimeError, OSError):
+            while self._left and os.getpid() == self._pid and time.monotonic() < deadline:
+                if self._left[0].sweep():
+                    self._left.popleft()
+                else:
+                    time.sleep(0.01)
+
+
+def private_connection(store: dist.Store) -> dist.Store:
+    """Return a connection of our own to a store, so that nobody's long wait holds up our signs of life.
+
+    A TCPStore client does one call at a time, and ``init_process_group`` and ``new_group`` wait for minutes in one.
+    Stores without connections are returned as they are.
+    """
+    clone = getattr(store, "clone", None)  # torch 2.13 has it
+    private: dist.Store = reconnected(store) if clone is None else clone()
+    if isinstance(_innermost(private), dist.TCPStore):
+        private.set_timeout(timedelta(seconds=_CALL_SECONDS))
+    return private
+
+
+def reconnected(store: dist.Store) -> dist.Store:
+    """Return a new client of a TCPStore's server, or the store itself; the way of torch before ``Store.clone``.
+
+    Prefixes are lost: torch does not tell them.
+    """
+    inner = _innermost(store)
+    if not isinstance(inner, dist.TCPStore):
+        return store
+    return dist.TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False)
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    """Return the store inside of all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store

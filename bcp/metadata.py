@@ -1,0 +1,188 @@
+"""The checkpoint's table of contents: encode, decode, look up; and the names of its files.
+
+``metadata.arrow`` is the layout (where every element lies; byte-identical between saves of one layout, so it is
+encoded once and cached) followed by the commit (which save this is, and the checksum of every rank's
+receipt). ``docs/format.md`` specifies every column.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from bcp.container import DIGEST_BYTES, Buffer, encode_table, read_tables, schema, seal, translated, unseal, values
+from bcp.errors import InputError
+from bcp.layout_file import LAYOUT_TABLES, decode_layout, encode_layout, layout_digest, layout_from
+from bcp.plan.check import check_block_bytes
+from bcp.plan.layout import Layout
+from bcp.plan.lookup import find, names, resolve
+from bcp.plan.shards import KINDS
+
+__all__ = [
+    "EXTRA_NAME",
+    "METADATA_KEY",
+    "Commit",
+    "Metadata",
+    "data_key",
+    "decode_layout",
+    "decode_metadata",
+    "encode_layout",
+    "encode_metadata",
+    "find",
+    "layout_digest",
+    "names",
+    "operation_of",
+    "receipt_key",
+    "resolve",
+]
+
+METADATA_KEY = "metadata.arrow"
+"""Written last: where it is missing, there is no checkpoint."""
+
+EXTRA_NAME = "state"
+"""Name of the one tensor (dtype U8) in a data file of an opaque object; see ``Layout.extra_kind``."""
+
+MAGIC = b"BCPMETA"
+OPERATION = re.compile(r"[0-9a-f]{16}")
+KEY = re.compile(rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)")
+
+COMMIT = schema("commit", rank=pa.int64(), digest=pa.binary(DIGEST_BYTES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Which save this is; written anew by every save.
+
+    Attributes:
+        operation: id of the save, 16 lower-case hex digits; part of the name of every other file.
+        created: when it was committed, UTC, ISO 8601.
+        framework: name of the planner that read the state.
+        codecs: names of the codecs that the data files went through, in this order.
+        part_bytes: data files were staged and encoded in parts of this size.
+        version: of the bcp that wrote it.
+        receipts: rank -> xxh3-128 of its receipt file.
+    """
+
+    operation: str
+    created: str
+    framework: str
+    codecs: tuple[str, ...]
+    part_bytes: int
+    version: str
+    receipts: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What ``metadata.arrow`` says."""
+
+    layout: Layout
+    commit: Commit
+
+
+# -- names of files -----------------------------------------------------------------------------
+
+
+def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
+    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``.
+
+    Args:
+        kind: code in ``KINDS``; a name from a checkpoint never becomes part of a path.
+        rank: the rank that writes it.
+        operation: id of the save.
+        encoded: whether it went through codecs; then it ends in ``.bcp``.
+
+    Raises:
+        InputError: one of them is not what it has to be.
+
+    """
+    if not 0 <= kind < len(KINDS):
+        raise InputError(f"kind {kind!r} is not one of the codes 0 to {len(KINDS) - 1}")
+    return f"{KINDS[kind]}/{_stem(rank, operation)}.{'bcp' if encoded else 'safetensors'}"
+
+
+def receipt_key(rank: int, operation: str) -> str:
+    """Return the key of the receipt of one rank. Raises :class:`~bcp.errors.InputError` as :func:`data_key`."""
+    return f"receipts/{_stem(rank, operation)}.arrow"
+
+
+def operation_of(key: str) -> str | None:
+    """Return the operation id in the key of a data file or receipt; None for any other key."""
+    found = KEY.fullmatch(key)
+    return found[1] if found else None
+
+
+def _stem(rank: int, operation: str) -> str:
+    """Return ``00003-0123456789abcdef``."""
+    if rank < 0 or not OPERATION.fullmatch(operation):
+        raise InputError(f"rank {rank} and operation {operation!r} do not name a file; an id has 16 hex digits")
+    return f"{rank:05d}-{operation}"
+
+
+# -- metadata -----------------------------------------------------------------------------------
+
+
+def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
+    """Make the contents of ``metadata.arrow``.
+
+    Args:
+        layout_bytes: from :func:`encode_layout`.
+        commit: which save this is.
+
+    """
+    ranks = sorted(commit.receipts)
+    about = {
+        "operation": commit.operation,
+        "created": commit.created,
+        "framework": commit.framework,
+        "codecs": list(commit.codecs),
+        "part_bytes": commit.part_bytes,
+        "version": commit.version,
+    }
+    rows = (ranks, [commit.receipts[rank] for rank in ranks])
+    return seal(layout_bytes + encode_table(COMMIT, rows, commit=json.dumps(about, sort_keys=True)), MAGIC)
+
+
+def decode_metadata(data: Buffer, where: str) -> Metadata:
+    """Decode and check ``metadata.arrow``.
+
+    Args:
+        data: the whole file.
+        where: what it is called, for messages.
+
+    Raises:
+        NotACheckpointError: no bcp wrote this file.
+        FormatVersionError: a bcp of another version of the format wrote it.
+        CorruptError: it is truncated or damaged, or points to something that does not exist.
+
+    """
+    payload = unseal(data, MAGIC, where)
+    with translated(where):
+        tables = read_tables(payload, (*LAYOUT_TABLES, COMMIT))
+        layout = layout_from(tables[:-1])
+        return Metadata(layout, _commit(tables[-1], layout))
+
+
+def _commit(table: pa.Table, layout: Layout) -> Commit:
+    """Decode the commit, and check that every rank of the layout that holds something has a receipt."""
+    about = json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
+    types = {"operation": str, "created": str, "framework": str, "codecs": list, "part_bytes": int, "version": str}
+    wrong = [name for name, kind in types.items() if not isinstance(about, dict) or type(about.get(name)) is not kind]
+    if wrong or not all(isinstance(name, str) for name in about["codecs"]):
+        raise ValueError(f"the commit has no sound {', '.join(wrong) or 'codecs'}")
+    if not OPERATION.fullmatch(about["operation"]):
+        raise ValueError(f"the operation id {about['operation']!r} does not have 16 hex digits")
+    check_block_bytes("part_bytes", about["part_bytes"])
+    ranks = values(table, "rank")
+    holders = {rank for column in (layout.file_rank, layout.object_rank, layout.extra_rank) for rank in column.tolist()}
+    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < layout.world_size for rank in ranks):
+        raise ValueError(f"two receipts of one rank, or one of a rank outside the world of {layout.world_size}")
+    if not holders <= set(ranks):
+        raise ValueError(f"the receipts of ranks {sorted(holders - set(ranks))[:5]} are missing")
+    receipts = dict(zip(ranks, values(table, "digest"), strict=True))
+    fields = {name: about[name] for name in types if name != "codecs"}
+    return Commit(codecs=tuple(about["codecs"]), receipts=receipts, **fields)

@@ -1,0 +1,82 @@
+"""How concurrent stages fail: the first failure is told, it ends the rest, and later ones become notes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import anyio
+
+from bcp.errors import StageError
+
+__all__ = ["BranchError", "FirstFailure", "is_cancellation"]
+
+
+class BranchError(StageError):
+    """A stage inside a branch failed. The pipeline around it replaces this by a StageError for its own item."""
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Say whether the running task got this because it is being cancelled, and so has to let it pass.
+
+    A CancelledError may also be an ordinary failure: code that awaits a future which somebody else cancelled
+    (a gRPC call, say) raises it too. A task group takes that for the end of the task and forgets it.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        return anyio.current_effective_deadline() == -math.inf
+    return isinstance(error, GeneratorExit)
+
+
+class FirstFailure:
+    """What went wrong first among the tasks of one cancel scope.
+
+    Tasks report here instead of raising, so that no exception group is ever made.
+    """
+
+    __slots__ = ("_error", "_kind", "_scope")
+
+    def __init__(self, scope: anyio.CancelScope, kind: type[StageError]) -> None:
+        """Watch over the tasks in ``scope``; a failed stage is raised as a ``kind``."""
+        self._scope = scope
+        self._kind = kind
+        self._error: BaseException | None = None
+
+    def add(self, stage: str, item: str, error: BaseException) -> None:
+        """Keep the first error and cancel the scope; note a later one on the first.
+
+        An interrupt (KeyboardInterrupt, SystemExit) is kept as it is, and goes before a failure.
+        """
+        new = self._named(stage, item, error)
+        self._scope.cancel()
+        if self._error is None:
+            self._error = new
+        elif isinstance(self._error, Exception) and not isinstance(new, Exception):
+            new.add_note(f"before that, {self._error}")
+            self._error = new
+        else:
+            self._error.add_note(f"after that, {new if isinstance(new, StageError) else repr(new)}")
+
+    def reraise(self) -> None:
+        """Raise the first failure, if there was one."""
+        error, self._error = self._error, None
+        if error is None:
+            return
+        try:
+            raise error
+        finally:
+            del error  # it would hold this frame and the frame it: a cycle that keeps the stages' buffers alive
+
+    def _named(self, stage: str, item: str, error: BaseException) -> BaseException:
+        """Return what to raise for the error of a stage."""
+        notes: list[str] = []
+        if isinstance(error, BranchError) and error.__cause__ is not None:
+            stage, error, notes = error.stage, error.__cause__, getattr(error, "__notes__", [])
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]  # a task group inside the stage; one error needs no group around it
+        if not isinstance(error, (Exception, asyncio.CancelledError, BaseExceptionGroup)):
+            return error
+        named = self._kind(stage, item, error)
+        named.__cause__ = error
+        for note in notes:
+            named.add_note(note)
+        return named

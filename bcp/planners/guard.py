@@ -1,0 +1,46 @@
+"""Notices writes to the state while its snapshot is being taken, which would tear the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bcp.errors import StateChangedError
+from bcp.protocols import LocalShards
+
+__all__ = ["check_unchanged", "versions"]
+
+_UNTRACKED = -1
+"""Version of a tensor that torch does not count writes of: one made under ``torch.inference_mode()``."""
+
+
+def versions(shards: LocalShards) -> list[int]:
+    """Return how often each shard's memory was written to so far, as autograd counts it.
+
+    Every in-place operation counts, those under ``no_grad`` and of fused optimizers too; a write through ``.data``,
+    numpy or a raw pointer does not.
+    """
+    return [_version(tensor) for tensor in shards.tensors]
+
+
+def check_unchanged(shards: LocalShards, before: Sequence[int], rank: int) -> None:
+    """Compare with an earlier :func:`versions`.
+
+    Raises:
+        StateChangedError: a tensor was written to since; names the first one.
+
+    """
+    for row, (tensor, version) in enumerate(zip(shards.tensors, before, strict=True)):
+        if (now := _version(tensor)) != version:
+            meta = shards.table.meta(row)
+            raise StateChangedError(
+                f"{meta.kind} tensor {meta.fqn!r} was written to {now - version} times on rank {rank} while its "
+                "snapshot was being taken; wait for the snapshot (async_checkpoint=True returns after it) "
+                "before the next optimizer step"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the version counter that the tensor shares with all views of its memory."""
+    return _UNTRACKED if tensor.is_inference() else tensor._version  # noqa: SLF001 -- torch's only name for it

@@ -1,0 +1,188 @@
+"""Leaves of modules and of nested containers, and how loaded objects get back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from bcp.errors import StateError
+from bcp.planners.dtensor import local_tensor
+from bcp.planners.leaves import Leaves, memory
+from bcp.planners.names import Path, cleaner, dotted, walk
+from bcp.protocols import ObjectKey
+
+__all__ = ["Finish", "ParamNames", "add_state", "put"]
+
+Finish = Callable[[Mapping[ObjectKey, Any]], None]
+"""Sets the loaded objects in a target, once its tensors are in place."""
+
+
+def add_state(leaves: Leaves, kind: str, state: object) -> Finish:
+    """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
+
+    Modules give their ``state_dict()``, persistent buffers included; they may also stand inside containers.
+
+    Returns:
+        The function that puts loaded objects back into ``state``.
+
+    Raises:
+        StateError: two leaves have one name, a key is no string or int, or something cannot be read this way.
+
+    """
+    where = f"states[{kind!r}]"
+    if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
+        return _in_turn([_add_module(leaves, kind, part, "") for part in state])
+    if not isinstance(state, (nn.Module, Mapping, list, tuple)):
+        raise StateError(f"{where} is a {type(state).__name__}; pass a module, a list of modules or a nested mapping")
+    finishes, paths = [], {}
+    for path, leaf in walk(state, where):
+        name = dotted(path)
+        if isinstance(leaf, nn.Module):
+            finishes.append(_add_module(leaves, kind, leaf, f"{name}." if path else ""))
+            continue
+        if isinstance(leaf, torch.optim.Optimizer):
+            raise StateError(
+                f"{where} has an optimizer at {name!r}; pass it, or a list of them, as states['optimizer']"
+            )
+        leaves.add(kind, name, leaf)
+        if not isinstance(leaf, torch.Tensor):
+            paths[kind, name] = path
+    return _in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
+
+
+class ParamNames:
+    """Finds the FQN of a parameter by what it is, or by its memory where only a plain state dict was passed."""
+
+    def __init__(self, leaves: Leaves, state: object) -> None:
+        """Index the tensors of kind ``model``; of several names the first one in sorted order counts."""
+        self._by_id: dict[int, str] = {}
+        self._by_memory: dict[object, str] = {}
+        named = {fqn: tensor for (kind, fqn), tensor in leaves.tensors.items() if kind == "model"}
+        for fqn, tensor in sorted(named.items()):
+            self._by_id.setdefault(id(tensor), fqn)
+            if _has_memory(tensor):
+                self._by_memory.setdefault(memory(tensor), fqn)
+        for fqn, parameter in sorted(_parameters(state)):  # those that a state_dict hook took away
+            self._by_id.setdefault(id(parameter), fqn)
+
+    def __call__(self, parameter: torch.Tensor) -> str:
+        """Return the parameter's FQN.
+
+        Raises:
+            StateError: the model does not have it.
+
+        """
+        fqn = self._by_id.get(id(parameter))
+        if fqn is None and _has_memory(parameter):
+            fqn = self._by_memory.get(memory(parameter))
+        if fqn is None:
+            raise StateError(
+                f"states['optimizer'] has a parameter of shape {tuple(parameter.shape)} that is not in states['model'];"
+                " pass the model that the optimizer was built for as well: parameters get their names from it"
+            )
+        return fqn
+
+
+def put(container: Any, path: Path, value: object, where: str) -> Any:
+    """Set a leaf at a path of nested containers.
+
+    Returns:
+        The container: the same one, or a new tuple where an item of a tuple changed.
+
+    Raises:
+        StateError: a container on the way can neither be changed nor rebuilt.
+
+    """
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    old = container.get(key) if isinstance(container, Mapping) else container[key]
+    new = put(old, rest, value, where)
+    if new is old or (_is_plain(new) and type(new) is type(old) and new == old):
+        return container
+    if isinstance(container, (MutableMapping, list)):
+        container[key] = new
+        return container
+    if isinstance(container, tuple):
+        items = [*container[:key], new, *container[key + 1 :]]
+        return container._make(items) if hasattr(container, "_make") else type(container)(items)  # _make: namedtuple
+    raise StateError(f"{where}: cannot set {key!r} in a {type(container).__name__}; use a dict")
+
+
+def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[ObjectKey, Any], where: str) -> None:
+    """Set all those objects that the target has a place for."""
+    for name, path in paths.items():
+        if name in objects and put(root, path, objects[name], where) is not root:
+            raise StateError(f"{where} is a {type(root).__name__} and cannot be changed in place; pass a dict or list")
+
+
+def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
+    """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
+    if any(base.__name__ == "FullyShardedDataParallel" for m in module.modules() for base in type(m).__mro__):
+        raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
+    clean = cleaner(module)
+    owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    made: dict[str, torch.Tensor] = {}
+    names: dict[str, ObjectKey] = {}
+    for raw, value in module.state_dict(keep_vars=True).items():
+        fqn = prefix + clean(raw)
+        if not isinstance(value, torch.Tensor) or raw.rpartition(".")[2] == "_extra_state":
+            leaves.add_object(kind, fqn, value)
+            names[raw] = (kind, fqn)
+            continue
+        leaves.add(kind, fqn, value)
+        if _storage(value) not in owned:
+            made[raw] = value
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        state = {**made, **{raw: objects[name] for raw, name in names.items() if name in objects}}
+        if state:
+            module.load_state_dict(state, strict=False)
+
+    return finish
+
+
+def _in_turn(finishes: Iterable[Finish]) -> Finish:
+    """Make one function of several."""
+    todo = list(finishes)
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        for each in todo:
+            each(objects)
+
+    return finish
+
+
+def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters of a module or of a list of modules."""
+    modules = state if isinstance(state, (list, tuple)) else [state]
+    out = []
+    for module in modules:
+        if isinstance(module, nn.Module):
+            clean = cleaner(module)
+            out += [(clean(raw), p) for raw, p in module.named_parameters(remove_duplicate=False)]
+    return out
+
+
+def _storage(tensor: torch.Tensor) -> object:
+    """Return a key of the memory that a tensor looks at, of which it may use only a part."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    try:
+        return local.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
+    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none; they are refused with a reason
+        return id(local)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory tells it from others: an empty local shard may stand for any of several tensors."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.layout is torch.strided and not local.is_meta and local.numel() > 0
+
+
+def _is_plain(value: object) -> bool:
+    """Whether ``==`` of such values is one bool."""
+    return value is None or isinstance(value, (bool, int, float, str, bytes))

@@ -1,0 +1,198 @@
+"""How a load gets into torch optimizers. No step is ever taken: states that do not exist yet are made of zeros."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bcp.errors import CheckpointError, MismatchError, StateError
+from bcp.plan.shards import TensorMeta
+from bcp.planners.leaves import Leaves
+from bcp.planners.model import Finish, ParamNames, put
+from bcp.planners.names import Path, dotted, split
+from bcp.planners.optimizer import OPTIMIZER, Slot, slots_of
+from bcp.planners.saved import SavedNames
+from bcp.planners.values import encode_value
+from bcp.protocols import ObjectKey
+
+__all__ = ["optimizer_targets", "scalar_device"]
+
+Change = tuple[dict[str, Any], str, Any]
+"""(group, key, value) to set."""
+
+
+def optimizer_targets(
+    leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, saved: SavedNames
+) -> Finish:
+    """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
+
+    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
+    versions of torch) are no mismatch.
+
+    Returns:
+        The function that sets hyper-parameters and those states that are no tensors. It raises
+        :class:`~bcp.errors.MismatchError`, before it sets anything, where parameters of one group were saved
+        with different hyper-parameters.
+
+    Raises:
+        StateError: a parameter is not in the model or in two optimizers, or a nested state would have to be made.
+
+    """
+    slots: dict[str, Slot] = {}
+    for slot in slots_of(optimizers, names):
+        if slots.setdefault(slot.fqn, slot) is not slot:
+            raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
+    states, hypers = _saved_keys(saved, slots)
+    paths: dict[ObjectKey, tuple[Slot, Path]] = {}
+    tensors: dict[ObjectKey, torch.Tensor] = {}
+    for slot in slots.values():
+        _materialise(leaves, slot, states[slot.fqn], saved)
+        for path, value in slot.leaves():
+            name = (OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}")
+            leaves.add(*name, value)
+            paths[name] = (slot, path)
+        tensors |= _want_hyper(leaves, slot, hypers[slot.fqn], saved)
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        changes = _agreed({**objects, **tensors}, slots)
+        _set_states(objects, slots, paths)
+        for group, key, value in changes:
+            _set_hyper(group, key, value)
+        _settle_steps(slots.values())
+
+    return finish
+
+
+def scalar_device(slot: Slot, key: str) -> torch.device:
+    """Return where a 0-d state belongs: by the parameter, but ``step`` on the CPU unless kernels read it."""
+    in_kernel = slot.group.get("capturable") or slot.group.get("fused")
+    return slot.parameter.device if in_kernel or key != "step" else torch.device("cpu")
+
+
+def _saved_keys(
+    saved: SavedNames, slots: Mapping[str, Slot]
+) -> tuple[defaultdict[str, list[str]], defaultdict[str, list[str]]]:
+    """Return the names of states, and of hyper-parameters, that the checkpoint has of each parameter."""
+    states: defaultdict[str, list[str]] = defaultdict(list)
+    hypers: defaultdict[str, list[str]] = defaultdict(list)
+    for _, name in saved.names(OPTIMIZER):
+        if found := split(name, "state", slots):
+            states[found[0]].append(found[1])
+        elif found := split(name, "param_groups", slots):
+            hypers[found[0]].append(found[1])
+    return states, hypers
+
+
+def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: SavedNames) -> None:
+    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted."""
+    if slot.state is None or any(value is not None for value in slot.values.values()):
+        return
+    for key in keys:
+        name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
+        if "." in key:
+            raise StateError(
+                f"the optimizer has no state yet, and {name[1]!r} of the checkpoint is nested, so that it cannot be "
+                "made up; take one step with learning rate 0 before loading"
+            )
+        if name in saved.rows:
+            slot.state[slot.parameter][key] = _zeros(slot, key, saved.meta(name))
+        elif key not in slot.values:
+            leaves.add_object(*name, None)
+
+
+def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
+    """Make one state tensor as the optimizer would have made it, in the saved dtype."""
+    parameter, dtype = slot.parameter.detach(), _dtype(meta)
+    if not meta.shape and (key == "step" or parameter.dim()):
+        return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
+    if meta.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    return parameter.new_zeros(meta.shape, dtype=dtype)
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    """Return torch's dtype of that name."""
+    dtype = getattr(torch, meta.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{meta.fqn!r} was saved as {meta.dtype!r}, which torch {torch.__version__} does not know"
+        )
+    return dtype
+
+
+def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: SavedNames) -> dict[ObjectKey, torch.Tensor]:
+    """Want the hyper-parameters of one parameter. Those saved as tensors go into new ones, until all are compared."""
+    tensors = {}
+    for key in keys or slot.hyper:
+        name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
+        if name in saved.rows:
+            meta = saved.meta(name)
+            tensors[name] = torch.zeros(meta.shape, dtype=_dtype(meta))
+            leaves.add(*name, tensors[name])
+        else:
+            leaves.add_object(*name, slot.group.get(key))
+    return tensors
+
+
+def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[Change]:
+    """Find the one value of every hyper-parameter of every group, or raise MismatchError."""
+    first: dict[tuple[int, str], tuple[str, Change]] = {}
+    for (kind, name), value in values.items():
+        found = split(name, "param_groups", slots) if kind == OPTIMIZER else None
+        if found is None:
+            continue
+        fqn, key = found
+        group = slots[fqn].group
+        other, (_, _, agreed) = first.setdefault((id(group), key), (fqn, (group, key, value)))
+        if not _same(value, agreed):
+            raise MismatchError(
+                f"one param group has {other!r}, saved with {key}={agreed!r}, and {fqn!r}, saved with {key}={value!r}; "
+                "put them into different groups before loading"
+            )
+    return [change for _, change in first.values()]
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two hyper-parameters are equal, nan and types included."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one is other or encode_value(one) == encode_value(other)
+
+
+def _set_states(
+    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], paths: Mapping[ObjectKey, tuple[Slot, Path]]
+) -> None:
+    """Set the states that are no tensors."""
+    for (kind, name), value in objects.items():
+        found = split(name, "state", slots) if kind == OPTIMIZER else None
+        if found is None:
+            continue
+        slot, path = paths.get((kind, name), (slots[found[0]], (found[1],)))
+        if slot.state is not None:
+            put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
+
+
+def _set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one hyper-parameter; one that is a tensor stays that tensor, one that is a number stays a number."""
+    current = group.get(key)
+    if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+        with torch.no_grad():
+            current.copy_(torch.as_tensor(value))
+    elif isinstance(value, torch.Tensor):
+        group[key] = value.item() if isinstance(current, (int, float)) else value
+    else:
+        group[key] = value
+
+
+def _settle_steps(slots: Iterable[Slot]) -> None:
+    """Move step counts to the device where the loaded group's kernels read them (``fused``, ``capturable``)."""
+    for slot in slots:
+        step = slot.values.get("step")
+        if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.dim() == 0:
+            wanted = scalar_device(slot, "step")
+            if wanted.type != "cpu" and step.device != wanted:
+                slot.values["step"] = step.to(wanted)

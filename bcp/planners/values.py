@@ -1,0 +1,113 @@
+"""Leaves that are not tensors, as JSON text: lossless with their types, readable, and safe to read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from typing import Any
+
+import torch
+
+from bcp.errors import CheckpointError, StateError
+from bcp.planners.extras import pack, unpack
+
+__all__ = ["decode_value", "encode_value"]
+
+_DIGITS = 18
+"""Integers up to that many digits are JSON numbers that every reader gets right."""
+
+
+def encode_value(value: Any, *, where: str = "a value") -> str:
+    """Return the value as JSON text.
+
+    None, bools, ints, finite floats, strings and lists of them are themselves. Any other type is an object with one
+    key, its type: nan and infinities, huge ints, bytes, tuples, dicts, dtypes, devices, sizes. What is none of these is
+    pickled by ``torch.save``, in base64.
+
+    Raises:
+        StateError: the value cannot be pickled, or contains itself; ``where`` names it.
+
+    """
+    try:
+        return json.dumps(_encoded(value, where), separators=(",", ":"))
+    except RecursionError as error:
+        raise StateError(f"{where} contains itself or is nested too deep; pass plain values") from error
+
+
+def decode_value(text: str, *, trust: bool, where: str) -> Any:
+    """Return the value that :func:`encode_value` was given.
+
+    Args:
+        text: the JSON text.
+        trust: unpickle objects of any class, which may run code. Only for checkpoints that you wrote.
+        where: the key whose value this is, for messages.
+
+    Raises:
+        CheckpointError: the text is damaged, or holds an object that only ``trust=True`` reads.
+
+    """
+    try:
+        return _decoded(json.loads(text), trust, where)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
+        raise CheckpointError(f"the value of {where} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _encoded(value: Any, where: str) -> Any:  # noqa: PLR0911 -- one line a type
+    """Return JSON data for a value. Subclasses (an IntEnum, a namedtuple) are not their base: they are pickled."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) < 10**_DIGITS else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is list:
+        return [_encoded(child, where) for child in value]
+    if kind is tuple:
+        return {"tuple": [_encoded(child, where) for child in value]}
+    if kind is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[_encoded(key, where), _encoded(child, where)] for key, child in value.items()]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind in (torch.dtype, torch.device):
+        return {kind.__name__: str(value).removeprefix("torch.")}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    return {"torch": base64.b64encode(pack(value, where)).decode()}
+
+
+def _decoded(data: Any, trust: bool, where: str) -> Any:  # noqa: FBT001 -- private, two call sites
+    """Return the value of JSON data."""
+    if isinstance(data, list):
+        return [_decoded(child, trust, where) for child in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind in ("tuple", "dict"):
+        items = [_decoded(child, trust, where) for child in content]
+        return tuple(items) if kind == "tuple" else dict(items)
+    if kind == "torch":
+        return unpack(base64.b64decode(content, validate=True), trust=trust, where=f"the value of {where}")
+    return _SCALARS[kind](content)
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of that name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return dtype
+
+
+_SCALARS: dict[str, Any] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "dtype": _dtype,
+    "device": torch.device,
+    "size": torch.Size,
+}

@@ -1,0 +1,46 @@
+"""Copies between tensors of any layout and flat bytes, in row-major order."""
+
+from __future__ import annotations
+
+import torch
+
+from bcp.plan.box import Box, flat_boxes
+
+__all__ = ["block_of", "flat_to_bytes", "torch_dtype", "typed"]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of that name, as in ``"bfloat16"``."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+def typed(data: torch.Tensor, at: int, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """View the bytes of uint8 ``data`` from byte ``at`` as an array of that shape and dtype."""
+    count = 1
+    for length in lengths:
+        count *= length
+    piece = data[at : at + count * dtype.itemsize]
+    if piece.data_ptr() % dtype.itemsize or piece.storage_offset() % dtype.itemsize:  # only foreign buffers ever are
+        piece = piece.clone()
+    return piece.view(dtype).view(lengths)
+
+
+def block_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """View a block of a tensor; offsets are the tensor's own."""
+    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def flat_to_bytes(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
+    """Copy the row-major elements [start, stop) of a tensor into uint8 ``out``; strides do not matter."""
+    if tensor.is_contiguous():
+        source = tensor.view(-1)[start:stop]
+        out.view(tensor.dtype).copy_(source, non_blocking=True)
+        return
+    for first, box in flat_boxes(tuple(tensor.shape), start, stop):
+        target = typed(out, (first - start) * tensor.element_size(), box.lengths, tensor.dtype)
+        target.copy_(block_of(tensor, box), non_blocking=True)

@@ -1,0 +1,215 @@
+"""The nouns: what flows between the stages of a save and of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from bcp.plan.parts import Part
+from bcp.plan.reads import Chunk
+from bcp.plan.shards import ShardTable
+from bcp.protocols import Buffer
+from bcp.receipt import FileReceipt
+from bcp.stages.flat import torch_dtype, typed
+
+__all__ = ["Blob", "HostPart", "Loaded", "PartReceipt", "ReadItem", "Stored", "WriteItem"]
+
+
+# -- saving: WriteItem -> HostPart -> Blob -> PartReceipt ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One part of one data file, not copied yet.
+
+    Attributes:
+        part: the byte range of the file, and which elements make it up.
+        key: the data file.
+        header: the safetensors header where this is the file's first part, else empty.
+        table: what the rows of the part's spans are.
+        tensors: the live memory of those rows.
+    """
+
+    part: Part
+    key: str
+    header: bytes
+    table: ShardTable
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """File, part number and the first tensor, for errors and events."""
+        return self.part.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part, header included: what it takes from the byte budget."""
+        return self.part.nbytes
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """A part whose elements are in host memory: training may change the tensors again.
+
+    What a custom stage after ``d2h`` gets. Writing to the tensors changes what is saved.
+
+    Attributes:
+        item: the part as it was planned.
+        buffer: uint8, at least as long as the part; header and elements at their places.
+    """
+
+    item: WriteItem
+    buffer: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """File, part number and the first tensor."""
+        return self.item.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.item.nbytes
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The staged elements: FQN to 1-D tensor.
+
+        Where a part holds only some of a tensor the name carries the flat range inside the shard, as in ``w{0:1024}``.
+        """
+        table, found = self.item.table, {}
+        for span in self.item.part.spans:
+            meta = table.meta(span.row)
+            count = span.stop - span.start
+            name = meta.fqn if count == _numel(meta.shape) else f"{meta.fqn}{{{span.start}:{span.stop}}}"
+            while name in found:
+                name += "'"
+            found[name] = typed(self.buffer, span.at, (count,), torch_dtype(meta.dtype))
+        return found
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of the part's elements as one 1-D tensor; raw uint8 where the part mixes dtypes (see ``tensors``)."""
+        spans = self.item.part.spans
+        dtypes = {self.item.table.meta(span.row).dtype for span in spans}
+        dtype = torch_dtype(dtypes.pop()) if len(dtypes) == 1 else torch.uint8
+        first = len(self.item.header)
+        return typed(self.buffer, first, ((self.nbytes - first) // dtype.itemsize,), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The bytes of a part as they will be stored.
+
+    Attributes:
+        part: the staged part; its buffer is given back once the bytes are stored.
+        data: the bytes, encoded where codecs are used.
+        start: where they go in the stored file; -1 until that is known (codecs change lengths).
+        blocks: int64[n, 2], start and length of each checksummed block inside ``data``.
+        checksums: one xxh3-128 digest a block.
+    """
+
+    part: HostPart
+    data: Buffer
+    start: int
+    blocks: np.ndarray
+    checksums: tuple[bytes, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """File, part number and the first tensor."""
+        return self.part.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to store."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReceipt:
+    """What was stored of one part.
+
+    Attributes:
+        part: the part.
+        stored_start: where its bytes begin in the stored file.
+        stored_nbytes: how many they are.
+        blocks: int64[n, 2], start and length of each block inside the stored bytes of the part.
+        checksums: one xxh3-128 digest a block.
+    """
+
+    part: Part
+    stored_start: int
+    stored_nbytes: int
+    blocks: np.ndarray
+    checksums: tuple[bytes, ...]
+
+
+# -- loading: ReadItem -> Stored -> Loaded -> Loaded (placed) -> done ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One chunk of one data file to read, or this rank's place in a round in which it reads nothing.
+
+    Attributes:
+        name: file, byte range and first tensor.
+        nbytes: what it takes from the byte budget: bytes to read and bytes to receive in its round.
+        chunk: the range, and who needs it. None: only take part in the round.
+        round: number of the all-to-all round; -1 for a chunk that nobody else needs.
+        key: the data file, or "" where there is nothing to read.
+        file: what its writer said of it; None where there is nothing to read.
+    """
+
+    name: str
+    nbytes: int
+    chunk: Chunk | None
+    round: int
+    key: str
+    file: FileReceipt | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes as they were stored, not checked yet.
+
+    Attributes:
+        item: what was to be read.
+        buffer: staging memory with the bytes at its start.
+        nbytes: how many bytes were read.
+        blocks: rows of the file's block table that they are.
+    """
+
+    item: ReadItem
+    buffer: torch.Tensor | None
+    nbytes: int
+    blocks: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Checked and decoded bytes of a chunk.
+
+    Attributes:
+        item: what was to be read.
+        data: uint8, the data-section bytes of the chunk, no header; empty where nothing was to be read.
+        buffer: the staging memory behind it.
+    """
+
+    item: ReadItem
+    data: torch.Tensor
+    buffer: torch.Tensor | None
+
+    @property
+    def name(self) -> str:
+        """File, byte range and first tensor."""
+        return self.item.name
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    return int(np.prod(shape, dtype=np.int64))

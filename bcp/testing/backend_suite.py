@@ -1,0 +1,273 @@
+"""What every storage backend has to pass.
+
+::
+
+    class TestMine(BackendSuite):
+        @pytest.fixture
+        def backend(self, tmp_path):
+            return MyBackend(tmp_path)
+
+Needs pytest and anyio's pytest plugin, which comes with anyio.
+"""
+# ruff: noqa: S101 -- a conformance suite is made of assertions
+
+from __future__ import annotations
+
+import hashlib
+
+import anyio
+import pytest
+
+from bcp.errors import CorruptError, InputError, StorageError
+from bcp.protocols import Backend, Buffer, PartWriter
+
+__all__ = ["BackendSuite"]
+
+_OLD = b"what was there before"
+_BAD_KEYS = ["", "/a", "a/", "a//b", ".", "./a", "a/./b", "..", "../a", "a/../b", "a\0b", "a\\b"]
+
+
+class BackendSuite:
+    """Subclass it and give a ``backend`` fixture: a new, empty backend for every test."""
+
+    pytestmark = pytest.mark.anyio
+    large_part_nbytes = 9 << 20
+    """Size of a "large" part in bytes; more than one system call or request of the backend takes."""
+
+    @pytest.fixture
+    def anyio_backend(self) -> str:
+        """Run on asyncio."""
+        return "asyncio"
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Return a new, empty backend; every suite overrides this."""
+        raise NotImplementedError("override the fixture `backend`")
+
+    def reopen(self, backend: Backend) -> Backend:
+        """Return another backend over the same objects, as another process would; by default the same one."""
+        return backend
+
+    # -- small objects ------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("data", [b"bytes", bytearray(b"bytearray"), memoryview(b"a memoryview")[2:], b""])
+    async def test_put_and_get(self, backend: Backend, data: Buffer) -> None:
+        """What was put comes back, in another process too."""
+        await backend.put("folder/of/a key", data)
+        assert bytes(await self.reopen(backend).get("folder/of/a key")) == bytes(data)
+
+    async def test_put_takes_any_shape_of_memoryview(self, backend: Backend) -> None:
+        """Items of more than a byte and more than one dimension are taken as bytes."""
+        view = memoryview(bytes(range(24))).cast("I", (2, 3))
+        await backend.put("key", view)
+        assert bytes(await backend.get("key")) == bytes(range(24))
+
+    async def test_put_replaces(self, backend: Backend) -> None:
+        """The later object counts, also where it is shorter."""
+        await backend.put("key", b"a longer first value")
+        await backend.put("key", b"second")
+        assert bytes(await backend.get("key")) == b"second"
+
+    async def test_missing_key(self, backend: Backend) -> None:
+        """Reading what is not there is FileNotFoundError, nothing else."""
+        await backend.put("there/is", b"one")
+        for key in ("absent", "there", "there/is/below", "there/not"):
+            with pytest.raises(FileNotFoundError):
+                await backend.get(key)
+            with pytest.raises(FileNotFoundError):
+                await backend.read_into(key, 0, memoryview(bytearray(1)))
+
+    @pytest.mark.parametrize("key", _BAD_KEYS)
+    async def test_bad_keys(self, backend: Backend, key: str) -> None:
+        """No method takes a key that could leave the root."""
+        with pytest.raises(InputError):
+            await backend.put(key, b"")
+        with pytest.raises(InputError):
+            await backend.get(key)
+        with pytest.raises(InputError):
+            await backend.read_into(key, 0, memoryview(bytearray(1)))
+        with pytest.raises(InputError):
+            await backend.delete([key])
+        with pytest.raises(InputError):
+            async with backend.open_write(key):
+                pass
+        assert await backend.list() == []
+
+    # -- objects in parts ---------------------------------------------------------------------
+
+    @pytest.mark.parametrize("announced", [True, False])
+    async def test_parts_in_any_order(self, backend: Backend, announced: bool) -> None:  # noqa: FBT001 -- a parameter
+        """Parts of different sizes, last one first."""
+        parts = [b"first", b"", b"the third", b"4"]
+        offsets = [0, 5, 5, 14]
+        async with backend.open_write("key", 15 if announced else None) as writer:
+            for index in (3, 1, 0, 2):
+                await writer.write_part(index, offsets[index], parts[index])
+        assert bytes(await self.reopen(backend).get("key")) == b"".join(parts)
+
+    async def test_large_parts_at_once(self, backend: Backend) -> None:
+        """Large parts, concurrently; the buffer of each is overwritten as soon as it was taken."""
+        size = self.large_part_nbytes
+        expected = hashlib.sha256()
+
+        async def write(writer: PartWriter, index: int, buffer: bytearray) -> None:
+            await writer.write_part(index, index * size, memoryview(buffer))
+            buffer[:] = bytes(size)
+
+        buffers = [bytearray(bytes([index + 1, 7, index + 3]) * (size // 3 + 1))[:size] for index in range(3)]
+        for buffer in buffers:
+            expected.update(buffer)
+        async with backend.open_write("large", 3 * size) as writer, anyio.create_task_group() as group:
+            for index in (2, 0, 1):
+                group.start_soon(write, writer, index, buffers[index])
+        found = bytearray(3 * size)
+        await backend.read_into("large", 0, memoryview(found))
+        assert hashlib.sha256(found).digest() == expected.digest()
+
+    async def test_no_parts(self, backend: Backend) -> None:
+        """An object without a part is empty, and there."""
+        async with backend.open_write("empty", 0):
+            pass
+        assert bytes(await backend.get("empty")) == b""
+        assert [(info.key, info.nbytes) for info in await backend.list()] == [("empty", 0)]
+
+    @pytest.mark.parametrize(
+        ("nbytes", "parts"),
+        [
+            pytest.param(None, [(0, 0, b"ab"), (1, 3, b"d")], id="gap"),
+            pytest.param(None, [(0, 0, b"ab"), (1, 1, b"c")], id="overlap"),
+            pytest.param(None, [(0, 1, b"ab")], id="does not start at 0"),
+            pytest.param(None, [(0, 0, b"ab"), (2, 2, b"c")], id="part missing"),
+            pytest.param(None, [(0, 0, b"ab"), (0, 0, b"ab")], id="part twice"),
+            pytest.param(4, [(0, 0, b"ab")], id="too short"),
+            pytest.param(1, [(0, 0, b"ab")], id="too long"),
+        ],
+    )
+    async def test_wrong_tiling(
+        self, backend: Backend, nbytes: int | None, parts: list[tuple[int, int, bytes]]
+    ) -> None:
+        """Parts that do not tile the object are refused, and the object does not appear."""
+        await backend.put("key", _OLD)
+        with pytest.raises(StorageError):
+            async with backend.open_write("key", nbytes) as writer:
+                for part in parts:
+                    await writer.write_part(*part)
+        await self._only_the_old(backend)
+
+    async def test_appears_at_the_end(self, backend: Backend) -> None:
+        """While it is being written nobody sees the object or a temporary one."""
+        async with backend.open_write("a/key", 2) as writer:
+            await writer.write_part(0, 0, b"xy")
+            assert await self.reopen(backend).list() == []
+            with pytest.raises(FileNotFoundError):
+                await backend.get("a/key")
+        assert bytes(await backend.get("a/key")) == b"xy"
+
+    async def test_failure_leaves_nothing(self, backend: Backend) -> None:
+        """An error in the context comes out as it is; the old object stays, and nothing new."""
+        await backend.put("key", _OLD)
+        for key in ("key", "new/key"):
+            with pytest.raises(ZeroDivisionError):
+                async with backend.open_write(key, 3) as writer:
+                    await writer.write_part(0, 0, b"abc")
+                    raise ZeroDivisionError
+        await self._only_the_old(backend)
+
+    async def test_cancellation_leaves_nothing(self, backend: Backend) -> None:
+        """A cancelled context leaves nothing either."""
+        await backend.put("key", _OLD)
+        for key in ("key", "new/key"):
+            with anyio.CancelScope() as scope:
+                async with backend.open_write(key, 3) as writer:
+                    await writer.write_part(0, 0, b"abc")
+                    scope.cancel()
+                    await anyio.lowlevel.checkpoint()
+            assert scope.cancelled_caught
+        await self._only_the_old(backend)
+
+    async def test_two_writers_of_one_key(self, backend: Backend) -> None:
+        """The object is one of both, never a mixture; the later end counts."""
+        async with backend.open_write("key", 4) as first, backend.open_write("key", 4) as second:
+            await first.write_part(0, 0, b"1111")
+            await second.write_part(0, 0, b"2222")
+        assert bytes(await backend.get("key")) == b"1111"
+
+    # -- reading ------------------------------------------------------------------------------
+
+    async def test_ranges(self, backend: Backend) -> None:
+        """Any range, into a part of a larger buffer, which is not touched elsewhere."""
+        data = bytes(range(256)) * 4
+        await backend.put("key", data)
+        for start, nbytes in ((0, 1024), (0, 1), (1023, 1), (100, 777), (1024, 0), (5, 0)):
+            buffer = bytearray(b"\xee" * (nbytes + 2))
+            await backend.read_into("key", start, memoryview(buffer)[1:-1])
+            assert bytes(buffer) == b"\xee" + data[start : start + nbytes] + b"\xee"
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(0, 11), (9, 2), (10, 1), (500, 3)])
+    async def test_too_short(self, backend: Backend, start: int, nbytes: int) -> None:
+        """Fewer bytes than wanted is CorruptError, and the message names the key."""
+        await backend.put("the-key", b"0123456789")
+        with pytest.raises(CorruptError, match="the-key"):
+            await backend.read_into("the-key", start, memoryview(bytearray(nbytes)))
+
+    # -- lists and deletion -------------------------------------------------------------------
+
+    async def test_list(self, backend: Backend) -> None:
+        """Keys come in order, with sizes; a prefix is a prefix of the key, not a folder."""
+        assert await backend.list() == []
+        assert await backend.list("a/") == []
+        for nbytes, key in enumerate(["b", "a/z", "a/b/c", "ab", "a/b-"]):
+            await backend.put(key, bytes(nbytes))
+        everything = [("a/b-", 4), ("a/b/c", 2), ("a/z", 1), ("ab", 3), ("b", 0)]
+        for prefix in ("", "a", "a/", "a/b", "a/b/", "b", "c", "a/z"):
+            found = [(info.key, info.nbytes) for info in await self.reopen(backend).list(prefix)]
+            assert found == [pair for pair in everything if pair[0].startswith(prefix)], prefix
+
+    async def test_delete(self, backend: Backend) -> None:
+        """Deleted objects are gone, others stay, absent ones are no error."""
+        for key in ("a/1", "a/2", "b"):
+            await backend.put(key, b"x")
+        await backend.delete(["a/1", "absent", "a/absent", "nowhere/at/all"])
+        await backend.delete([])
+        await backend.delete(["a/1"])
+        assert [info.key for info in await self.reopen(backend).list()] == ["a/2", "b"]
+        with pytest.raises(FileNotFoundError):
+            await backend.get("a/1")
+
+    async def test_sixteen_tasks(self, backend: Backend) -> None:
+        """Sixteen tasks write, read, list and delete below one folder at once."""
+
+        async def work(number: int) -> None:
+            mine, whole = f"shared/{number}/mine", f"shared/{number % 4}-{number}"
+            for round_ in range(4):
+                await backend.put(mine, bytes([number, round_]))
+                async with backend.open_write(whole, 2) as writer:
+                    await writer.write_part(1, 1, bytes([round_]))
+                    await writer.write_part(0, 0, bytes([number]))
+                assert bytes(await backend.get(mine)) == bytes(await backend.get(whole)) == bytes([number, round_])
+                assert mine in [info.key for info in await backend.list(f"shared/{number}/")]
+                await backend.delete([mine])
+
+        async with anyio.create_task_group() as group:
+            for number in range(16):
+                group.start_soon(work, number)
+        assert len(await backend.list("shared/")) == 16  # noqa: PLR2004 -- as many as tasks
+
+    async def test_aclose_twice(self, backend: Backend) -> None:
+        """Closing is idempotent, and what was stored stays."""
+        await backend.put("key", b"x")
+        other = self.reopen(backend)
+        if other is not backend:
+            await backend.aclose()
+            await backend.aclose()
+        assert bytes(await other.get("key")) == b"x"
+        await other.aclose()
+        await other.aclose()
+
+    async def _only_the_old(self, backend: Backend) -> None:
+        """Check that nothing is there but the object of before, and that its key can still be written."""
+        assert [info.key for info in await self.reopen(backend).list()] == ["key"]
+        assert bytes(await backend.get("key")) == _OLD
+        async with backend.open_write("key") as writer:
+            await writer.write_part(0, 0, b"later")
+        assert bytes(await backend.get("key")) == b"later"

@@ -1,0 +1,148 @@
+"""Backends for tests: one that counts, and one that fails or calls back where it is told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from bcp.errors import InputError
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter
+
+__all__ = ["OPERATIONS", "CountingBackend", "FaultyBackend"]
+
+OPERATIONS = ("put", "open_write", "write_part", "commit", "read_into", "get", "list", "delete")
+"""What can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
+
+
+class CountingBackend:
+    """Passes everything on, and counts.
+
+    Attributes:
+        inner: the backend that does the work.
+        calls: how often each of :data:`OPERATIONS` began.
+        read: bytes read, by key; only of calls that succeeded.
+        written: bytes written, by key; of every part that succeeded, whether the object appeared or not.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        """Count from zero."""
+        self.inner = inner
+        self.calls: Counter[str] = Counter()
+        self.read: Counter[str] = Counter()
+        self.written: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        """Show what is behind."""
+        return f"{type(self).__name__}({self.inner!r})"
+
+    async def before(self, operation: str, key: str) -> None:
+        """Be called before every operation; what this raises is what the operation raises."""
+        del key
+        self.calls[operation] += 1
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object."""
+        await self.before("put", key)
+        await self.inner.put(key, data)
+        self.written[key] += memoryview(data).nbytes
+
+    @asynccontextmanager
+    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[PartWriter]:
+        """Write a large object in parts."""
+        await self.before("open_write", key)
+        async with self.inner.open_write(key, nbytes) as parts:
+            yield _CountingParts(self, key, parts)
+            await self.before("commit", key)
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` from the object's bytes."""
+        await self.before("read_into", key)
+        await self.inner.read_into(key, start, out)
+        self.read[key] += out.nbytes
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        await self.before("get", key)
+        data = await self.inner.get(key)
+        self.read[key] += memoryview(data).nbytes
+        return data
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List objects."""
+        await self.before("list", prefix)
+        return await self.inner.list(prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; counts as one call, with the keys joined by blanks."""
+        await self.before("delete", " ".join(keys))
+        await self.inner.delete(keys)
+
+    async def aclose(self) -> None:
+        """Close the inner backend."""
+        await self.inner.aclose()
+
+
+class _CountingParts:
+    """Counts the parts of one object."""
+
+    def __init__(self, backend: CountingBackend, key: str, inner: PartWriter) -> None:
+        """Pass parts on to ``inner``."""
+        self._backend = backend
+        self._key = key
+        self._inner = inner
+
+    async def write_part(self, index: int, offset: int, data: Buffer) -> None:
+        """Write one part."""
+        await self._backend.before("write_part", self._key)
+        await self._inner.write_part(index, offset, data)
+        self._backend.written[self._key] += memoryview(data).nbytes
+
+
+class FaultyBackend(CountingBackend):
+    """Fails, or calls back, at the n-th call of one operation; everything else works, before and after.
+
+    A full disk in the third part, a rank that hangs in its commit::
+
+        FaultyBackend(inner, "write_part", OSError(errno.ENOSPC, "full"), nth=3)
+        FaultyBackend(inner, "commit", lambda key: anyio.sleep_forever())
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        operation: str,
+        fault: BaseException | Callable[[str], Awaitable[object]],
+        *,
+        nth: int = 1,
+        key: str = "",
+    ) -> None:
+        """Say what goes wrong.
+
+        Args:
+            inner: the backend that does the work.
+            operation: one of :data:`OPERATIONS`.
+            fault: the error to raise, or an async function that is called with the key before the operation goes on.
+            nth: which call of the operation is hit, from 1; only calls whose key contains ``key`` are counted for that.
+            key: a piece of the key, or "" for all keys.
+
+        """
+        super().__init__(inner)
+        if operation not in OPERATIONS:
+            raise InputError(f"operation {operation!r} is unknown; use one of {', '.join(OPERATIONS)}")
+        self._operation = operation
+        self._fault = fault
+        self._key = key
+        self._left = nth
+
+    async def before(self, operation: str, key: str) -> None:
+        """Count, and be the fault when its time has come."""
+        await super().before(operation, key)
+        if operation != self._operation or self._key not in key:
+            return
+        self._left -= 1
+        if self._left:
+            return
+        if isinstance(self._fault, BaseException):
+            raise self._fault
+        await self._fault(key)

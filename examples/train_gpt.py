@@ -1,0 +1,184 @@
+"""Train a small GPT on the standard library's sources, with checkpoints that survive crashes and new layouts.
+
+Run it under torchrun, on CPU::
+
+    python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 4
+    python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 2 --tp 2 \
+        --resume auto
+
+The global batch of a step depends on the seed and the step alone, so runs of any layout see the same data, and
+their losses differ by no more than the order in which float32 numbers are added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sysconfig
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Config, parallelise
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 -- everybody's name for it
+from torch.optim.lr_scheduler import LambdaLR
+
+import bcp
+
+LEARNING_RATE = 1e-3
+WARM_UP_STEPS = 10
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="where losses and checkpoints go")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (FSDP2)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
+    parser.add_argument("--resume", metavar="DIR", help="start from the newest checkpoint in DIR; 'auto': in --out")
+    parser.add_argument("--kill-at-save", type=int, metavar="N", help="rank 1 kills itself in the middle of save N")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a global batch; a multiple of --dp")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+# -- data -------------------------------------------------------------------------------------
+
+
+def corpus() -> Tensor:
+    """Return the sources of the standard library's top-level modules, as uint8 bytes, in the order of their names."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def batch(data: Tensor, step: int, args: argparse.Namespace, dp_rank: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's slice of the global batch of a step: tokens, and the tokens that follow them."""
+    generator = torch.Generator().manual_seed(1_000_003 * args.seed + step)
+    context = Config().context
+    starts = torch.randint(len(data) - context - 1, (args.batch,), generator=generator)
+    mine = starts.chunk(args.dp)[dp_rank]
+    windows = torch.stack([data[start : start + context + 1] for start in mine.tolist()]).long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def resume(directory: Path, states: dict[str, Any]) -> str | None:
+    """Load the newest checkpoint that was committed; return its path, or None where there is none.
+
+    A save that was cut short left files behind, and no commit record: bcp refuses it, and the one before it counts.
+    """
+    for path in sorted(directory.glob("step-*"), reverse=True):
+        try:
+            bcp.load(path, states)
+        except (bcp.UncommittedError, bcp.NotACheckpointError) as error:
+            if dist.get_rank() == 0:
+                print(f"passing over {path.name}: {error}", flush=True)
+        else:
+            return str(path)
+    return None
+
+
+def kill_before_upload(graph: bcp.Pipeline[Any, Any]) -> bcp.Pipeline[Any, Any]:
+    """Edit a save graph so that the process dies, as by a power cut, when its first part is about to be written."""
+
+    async def die(_part: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return graph.before("upload", bcp.Stage("die", die))
+
+
+def save_options(args: argparse.Namespace, number: int) -> bcp.SaveOptions:
+    """Return the options of the run's n-th save: the usual ones, unless this rank is to die in it."""
+    if number == args.kill_at_save and dist.get_rank() == 1:
+        return bcp.SaveOptions(edit=kill_before_upload)
+    return bcp.SaveOptions()
+
+
+# -- training ---------------------------------------------------------------------------------
+
+
+def log(file: TextIO | None, **record: object) -> None:
+    """Append one record to the run's log, on the rank that has one."""
+    if file is not None:
+        print(json.dumps(record), file=file, flush=True)
+
+
+def log_save(file: TextIO | None, report: bcp.SaveReport) -> None:
+    """Append what a save cost."""
+    log(file, saved=Path(report.path).name, blocking_seconds=report.blocking_seconds, seconds=report.seconds)
+
+
+def rate(step: int, steps: int) -> float:
+    """Return the fraction of the learning rate at a step: a linear warm-up under a cosine."""
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def train(args: argparse.Namespace, file: TextIO | None) -> None:
+    """Train from the beginning or from a checkpoint, saving in the background every few steps."""
+    torch.manual_seed(args.seed)  # the same weights on every rank, before they are cut
+    model = GPT(Config())
+    mesh = parallelise(model, dp=args.dp, tp=args.tp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)  # TP mixes meshes
+    scheduler = LambdaLR(optimizer, lambda step: rate(step, args.steps))
+    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": torch.get_rng_state()}
+    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
+
+    if args.resume:
+        loaded = resume(args.out if args.resume == "auto" else Path(args.resume), states)
+        torch.set_rng_state(extra["rng"])
+        log(file, resumed=loaded, step=extra["step"])
+
+    data, pending, saves = corpus(), None, 0
+    for step in range(extra["step"], args.steps):
+        tokens, targets = batch(data, step, args, mesh["dp"].get_local_rank())
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        log(file, step=step, loss=mean.item() / dist.get_world_size())
+
+        if (step + 1) % args.save_every == 0:
+            if pending is not None:
+                log_save(file, pending.wait())  # one save at a time
+            saves += 1
+            extra.update(step=step + 1, rng=torch.get_rng_state())
+            pending = bcp.save(
+                args.out / f"step-{step + 1:06d}",
+                states,
+                async_checkpoint=True,
+                options=save_options(args, saves),
+            )
+    if pending is not None:
+        log_save(file, pending.wait())
+
+
+def main() -> None:
+    """Join the group, train, leave."""
+    args = arguments()
+    torch.set_num_threads(1)  # one thread adds numbers up in one order
+    torch.use_deterministic_algorithms(mode=True)
+    dist.init_process_group("gloo")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() == 0:
+        with (args.out / "log.jsonl").open("a") as file:
+            train(args, file)
+    else:
+        train(args, None)
+    dist.barrier()  # also lets gloo's threads finish: one that still holds a tensor at interpreter exit aborts
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

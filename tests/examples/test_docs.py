@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from bcp.protocols import Backend
+from bcp.testing import BackendSuite
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # "```python no-run" is not matched
+FENCE = re.compile(r"^```python.*$", re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """Line number and source of each block that is to run."""
+    text = page.read_text()
+    return [(text.count("\n", 0, match.start(1)), match[1]) for match in BLOCK.finditer(text)]
+
+
+def execute(page: Path, line: int, source: str, namespace: dict[str, Any]) -> None:
+    """Run one block; ``await`` may stand at its top level. Tracebacks name the page and its lines."""
+    code = compile("\n" * line + source, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    result = eval(code, namespace)  # noqa: S307 -- our own pages
+    if isinstance(result, Awaitable):
+        anyio.run(_wait_for, result)
+
+
+async def _wait_for(result: Awaitable[object]) -> None:
+    await result
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": page.stem}
+    for line, source in blocks(page):
+        execute(page, line, source, namespace)
+
+
+def test_the_readme_has_blocks_that_run() -> None:
+    assert len(blocks(ROOT / "README.md")) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_block_that_does_not_run_says_so(page: Path) -> None:
+    fences = set(FENCE.findall(page.read_text()))
+    assert fences <= {"```python", "```python no-run"}
+
+
+class TestBackendOfTheDocs(BackendSuite):
+    """docs/extending.md says that the backend it shows passes the suite."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        page = ROOT / "docs" / "extending.md"
+        line, source = next(block for block in blocks(page) if "class DictBackend" in block[1])
+        definitions = source.partition("\nstore = ")[0]
+        namespace: dict[str, Any] = {"__name__": "extending"}
+        execute(page, line, "import bcp\n" + definitions, namespace)
+        return cast("Backend", namespace["DictBackend"]())

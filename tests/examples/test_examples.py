@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ONE_PROCESS = ["quickstart.py", "async_harness.py", "custom_stage.py", "codec_zstd.py", "partial_load.py"]
+LAUNCHED = {"gpt.py", "train_gpt.py", "demo.py", "demo_plot.py"}  # test_demo below runs all four
+
+
+def run(script: str, *args: str, cwd: Path) -> str:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(  # noqa: S603 -- our own scripts
+        [sys.executable, str(ROOT / "examples" / script), *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_no_example_is_left_out() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*ONE_PROCESS, *LAUNCHED}
+
+
+@pytest.mark.parametrize("script", ONE_PROCESS)
+def test_example(script: str, tmp_path: Path) -> None:
+    assert run(script, cwd=tmp_path).strip()
+    assert (tmp_path / "checkpoints").is_dir()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    """Five torchrun jobs, a few steps each; the demo itself asserts that losses are as they should be."""
+    output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)
+    assert "(a) is bit-identical" in output
+    assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 0

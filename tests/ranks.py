@@ -1,0 +1,154 @@
+"""A pool of gloo processes that stay alive, so that a test pays for its ranks only once a session.
+
+::
+
+    def double(x):                       # at the top level of a test module; runs on every rank
+        return x * 2 + dist.get_rank()
+
+    def test_double(ranks4):
+        assert ranks4.run(double, 10) == [20, 21, 22, 23]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+__all__ = ["RankFailedError", "Ranks"]
+
+HOST = "127.0.0.1"
+GRACE_SECONDS = 10.0
+"""After one rank failed: how long the others may go on before they are taken to wait for it in vain."""
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not answer; the message holds the traceback text of every rank that raised.
+
+    Attributes:
+        ranks: the ranks to blame.
+    """
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Ranks:
+    """``size`` processes in one gloo group, started by the first ``run``.
+
+    A function that raises leaves the pool alive. A pool whose rank died or hangs is ended, and the next ``run``
+    starts a new one.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+
+    def __repr__(self) -> str:
+        return f"Ranks(size={self.size}, {'running' if self._processes else 'not started'})"
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call ``function(*args)`` on every rank; return what it returned, in rank order.
+
+        Function, arguments and results are pickled, the function by reference, tensors by value.
+        """
+        if not self._processes:
+            self._start()
+        call = pickle.dumps((function, args))
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a dead rank is noticed, with its exit code, when it does not answer
+                pipe.send_bytes(call)
+        replies = self._collect(function.__name__, timeout)
+        failed = sorted(rank for rank, (ok, _) in replies.items() if not ok)
+        if failed:
+            texts = [f"--- rank {rank} ---\n{replies[rank][1]}" for rank in failed]
+            raise RankFailedError(f"{function.__name__} failed on ranks {failed}\n" + "\n".join(texts), failed)
+        return [replies[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(pickle.dumps(None))
+        for process in self._processes:
+            process.join(5.0)
+        self._kill()
+
+    def _start(self) -> None:
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: the system picks one
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._store.port, rank, self.size), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, what: str, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Wait for every rank's (ok, result or traceback); raise as soon as one died, or time is up."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(replies) < self.size:
+            waiting = {self._pipes[rank]: rank for rank in range(self.size) if rank not in replies}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up(f"{what}: no answer in time from ranks {sorted(waiting.values())}", replies, waiting)
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301 -- from our own child
+                except (EOFError, ConnectionError):  # the other end is closed: only death does that
+                    self._processes[rank].join(5.0)
+                    code = self._processes[rank].exitcode
+                    self._give_up(f"{what}: rank {rank} died with exit code {code}", replies, {pipe: rank})
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return replies
+
+    def _give_up(self, message: str, replies: dict[int, tuple[bool, Any]], blamed: dict[Any, int]) -> None:
+        self._kill()
+        texts = [f"--- rank {rank} ---\n{text}" for rank, (ok, text) in sorted(replies.items()) if not ok]
+        raise RankFailedError("\n".join([message, *texts]), sorted(blamed.values()))
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+
+def _serve(pipe: Connection, port: int, rank: int, size: int) -> None:
+    """Be one rank: join the group, then run what comes until None or the end of the parent."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    with contextlib.suppress(EOFError):
+        while True:
+            call = pipe.recv_bytes()
+            try:
+                if (work := pickle.loads(call)) is None:  # noqa: S301 -- from our own parent
+                    break
+                function, args = work
+                reply = pickle.dumps((True, function(*args)))
+            except Exception:  # noqa: BLE001 -- whatever it is, the parent tells it
+                reply = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(reply)
+    dist.destroy_process_group()
