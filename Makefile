@@ -5,8 +5,12 @@
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
-# What to hand to pip for torch; `make TORCH='torch --index-url https://...' venv` takes another build.
-TORCH ?= $(shell grep '^torch==' constraints.txt)
+# What to hand to pip for torch. `make TORCH='torch==2.6.0' venv` takes another one, and the newest that goes with it of
+# everything else: the pins were made for the torch that is among them.
+ifeq ($(origin TORCH), undefined)
+TORCH := $(shell grep '^torch==' constraints.txt)
+PINS := -c constraints.txt
+endif
 # More arguments, as in `make test ARGS='tests/plan -k divide'` or `make demo ARGS='--steps 24'`.
 ARGS ?=
 
@@ -24,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "bcp needs Python 3.11 or newer; say where with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cli,report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report]'
 	touch $@
 
 test: venv  ## Run the tests.

@@ -33,8 +33,8 @@ async def asave(job: SaveJob) -> SaveReport:
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     with saving.only_save_to(job.path, job.rank) as refusal:
         async with together(job.operation) as agreement:
-            held = refusal or await local(saving.take_stock, job)
-            opening, plan = await saving.plan_writes(agreement, root, job.rank, held, job.options)
+            stock = await local(saving.take_stock, job) if refusal is None else refusal
+            held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = saving.write_items(held, plan, opening.operation, job.rank, job.options)
             stored, snapshot = await _write(job, held, items)
             receipt = saving.make_receipt(items, stored, held, plan, opening.operation, job.rank, job.options)
@@ -82,8 +82,8 @@ async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with together(job.operation) as agreement:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
-        wanted = await local(loading.find_targets, job, metadata)
-        reading = await loading.plan_reads(agreement, job.rank, wanted, metadata, job.options)
+        targets = await local(loading.find_targets, job, metadata)
+        wanted, reading = await loading.plan_reads(agreement, job.rank, targets, metadata, job.options)
         read = await _read(job, agreement, metadata, wanted, reading)
     await in_thread(loading.put_values, wanted, job.states, read)
     return loading.report(job, metadata, wanted, reading, read.context)

@@ -129,6 +129,7 @@ class PartWriter(Protocol):
         """
 
 
+@runtime_checkable
 class Backend(Protocol):
     """An object store under one root. Keys are relative and '/'-separated; ``..`` is refused.
 

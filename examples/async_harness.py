@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,26 +30,26 @@ def train_step(states: dict[str, Any]) -> None:
     states["extra_states"]["step"] += 1
 
 
-async def train(states: dict[str, Any], steps: int) -> None:
+async def train(states: dict[str, Any], steps: int, root: Path) -> None:
     """Train, and save every 10 steps. Returns when the last save is durable; if one fails, training fails with it."""
     async with anyio.create_task_group() as tg:
         for step in range(1, steps + 1):
             await to_thread.run_sync(train_step, states)  # keeps the event loop free
             if step % 10 == 0:
                 # start() comes back when the snapshot is safe; the save itself goes on as a child of tg.
-                await tg.start(partial(bcp.asave, f"checkpoints/step-{step}", states))
+                await tg.start(partial(bcp.asave, root / f"step-{step}", states))
                 print(f"step {step}: snapshot is safe, training goes on")
     print("all saves are durable")
 
 
-async def main() -> None:
+async def main(root: Path) -> None:
     """Train for 30 steps, then see what the second checkpoint holds."""
     torch.manual_seed(0)
     trained = build()
-    await train(trained, 30)
+    await train(trained, 30, root)
 
     states = build()
-    report = await bcp.aload("checkpoints/step-20", states)
+    report = await bcp.aload(root / "step-20", states)
     print(f"loaded step {states['extra_states']['step']}: {report.nbytes:,} bytes")
     for _ in range(10):
         train_step(states)
@@ -56,4 +58,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main)
+    with tempfile.TemporaryDirectory() as directory:
+        anyio.run(main, Path(directory))

@@ -6,6 +6,8 @@ weight is not finite. Training is not blocked by it, and what it refuses never b
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,28 +39,29 @@ def watched(graph: Graph) -> Graph:
     return graph.after("d2h", bcp.Stage("norm", log_norm)).after("norm", bcp.Stage("finite", refuse_nan))
 
 
-def main() -> None:
+def main(root: Path) -> None:
     """Save a healthy model; then break it, and see that the save is refused and the first checkpoint stays."""
     torch.manual_seed(0)
     last = nn.Linear(64, 8)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), last)
     options = bcp.SaveOptions(edit=watched)
-    bcp.save("checkpoints/healthy", {"model": model}, options=options)
+    bcp.save(root / "healthy", {"model": model}, options=options)
 
     with torch.no_grad():
         last.bias[3] = float("nan")
     try:
-        bcp.save("checkpoints/broken", {"model": model}, options=options)
+        bcp.save(root / "broken", {"model": model}, options=options)
     except bcp.StageError as error:
         print(f"refused: {error}")
     try:
-        bcp.load("checkpoints/broken", {"model": model})
+        bcp.load(root / "broken", {"model": model})
     except (bcp.NotACheckpointError, bcp.UncommittedError) as error:
         print(f"and nothing was committed: {error}")
-    bcp.load("checkpoints/healthy", {"model": model})
+    bcp.load(root / "healthy", {"model": model})
     assert last.bias.isfinite().all()
     print("the healthy checkpoint is as it was")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as directory:
+        main(Path(directory))

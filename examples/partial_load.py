@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -23,31 +26,32 @@ class Classifier(nn.Module):
         return self.get_submodule(self.head_name)(self.second(self.first(x).relu()))  # type: ignore[no-any-return]  # nn.Module's call is untyped
 
 
-def trained() -> Classifier:
+def trained(root: Path) -> Classifier:
     """Train a little and save everything that a training has."""
     model = Classifier(10)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 32)).square().mean().backward()
     optimizer.step()
-    bcp.save("checkpoints/train", {"model": model, "optimizer": optimizer, "extra_states": {"step": 1}})
+    bcp.save(root / "train", {"model": model, "optimizer": optimizer, "extra_states": {"step": 1}})
     return model
 
 
-def main() -> None:
+def main(root: Path) -> None:
     """Load the model without its optimizer, then the backbone alone."""
     torch.manual_seed(0)
-    model = trained()
+    model = trained(root)
 
     evaluated = Classifier(10)
-    report = bcp.load("checkpoints/train", {"model": evaluated})  # kinds that are not asked for are not read
+    report = bcp.load(root / "train", {"model": evaluated})  # kinds that are not asked for are not read
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), evaluated.parameters(), strict=True))
     print(f"evaluation: {report.nbytes:,} bytes, no optimizer states")
 
     fine_tuned = Classifier(3, head="new_head")
-    report = bcp.load("checkpoints/train", {"model": fine_tuned}, strict=False)  # what both have, by name
+    report = bcp.load(root / "train", {"model": fine_tuned}, strict=False)  # what both have, by name
     assert torch.equal(model.first.weight, fine_tuned.first.weight)
     print(f"fine-tuning: not in the checkpoint {sorted(report.missing)}, not in the model {sorted(report.unexpected)}")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as directory:
+        main(Path(directory))

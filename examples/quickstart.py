@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,27 +33,28 @@ def train(states: dict[str, Any], steps: int) -> float:
     return loss.item()
 
 
-def main() -> None:
+def main(root: Path) -> None:
     """Train, save twice, and let a second training go on from the second checkpoint."""
     torch.manual_seed(0)
     states = build()
 
     train(states, 10)
-    report = bcp.save("checkpoints/step-10", states)  # durable when it returns
+    report = bcp.save(root / "step-10", states)  # durable when it returns
     print(f"step-10: {report.nbytes:,} bytes in {report.seconds * 1e3:.0f} ms")
 
     train(states, 10)
-    pending = bcp.save("checkpoints/step-20", states, async_checkpoint=True)  # returns once the snapshot is safe
+    pending = bcp.save(root / "step-20", states, async_checkpoint=True)  # returns once the snapshot is safe
     expected = train(states, 10)  # changes the weights while their snapshot is being written
     report = pending.wait()
     print(f"step-20: training stood still for {report.blocking_seconds * 1e3:.0f} of {report.seconds * 1e3:.0f} ms")
 
     resumed = build()  # as a new process would
-    bcp.load("checkpoints/step-20", resumed)  # in place
+    bcp.load(root / "step-20", resumed)  # in place
     assert resumed["extra_states"] == {"step": 20}
     assert train(resumed, 10) == expected
     print(f"after 10 more steps both trainings have a loss of {expected}")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as directory:
+        main(Path(directory))

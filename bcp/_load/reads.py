@@ -40,7 +40,7 @@ class Reading:
 
 async def plan_reads(
     agreement: Agreement, rank: int, mine: Wanted | BcpError, metadata: Metadata, options: LoadOptions
-) -> Reading:
+) -> tuple[Wanted, Reading]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1)."""
     layout = metadata.layout
 
@@ -53,12 +53,14 @@ async def plan_reads(
             )
         return struct.pack(f"<{len(messages) + 1}q", len(messages), *map(len, messages)) + b"".join(messages)
 
-    message = mine if isinstance(mine, BcpError) else _encode_wanted(mine)
-    reply = await agree(agreement, "reads", rank, message, answer)
+    if isinstance(mine, BcpError):
+        await agree(agreement, "reads", rank, mine, answer)
+        raise mine
+    reply = await agree(agreement, "reads", rank, _encode_wanted(mine), answer)
     everyone = [_decode_wanted(part) for part in _split(reply)]
     block_bytes = metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes
     assignment = await in_thread(_assign, layout, [one.ranges for one in everyone], block_bytes, options)
-    return Reading(assignment, tuple(_unexpected(layout, everyone)))
+    return mine, Reading(assignment, tuple(_unexpected(layout, everyone)))
 
 
 def _assign(layout: Layout, ranges: Sequence[Ints], block_bytes: int, options: LoadOptions) -> Assignment:

@@ -18,6 +18,7 @@ from bcp.planners.extras import restore, unpack
 from bcp.planners.values import decode_value
 from bcp.protocols import ObjectKey, States
 from bcp.receipt import Receipt
+from bcp.stages.flat import bytes_of
 from bcp.stages.items import ReadItem
 from bcp.stages.load import LoadContext, deserialize, read
 
@@ -62,11 +63,8 @@ async def read_extras(
     options: LoadOptions,
 ) -> dict[str, Any]:
     """Read and unpack the opaque objects of this rank, whole."""
-    graph = (
-        Pipeline[ReadItem, ReadItem]()
-        .then(read(context, options.io_workers))
-        .then(deserialize(context, options.copy_workers))
-    )
+    start: Pipeline[ReadItem, ReadItem] = Pipeline()
+    graph = start.then(read(context, options.io_workers)).then(deserialize(context, options.copy_workers))
     loaded: dict[str, Any] = {}
     for kind, source in sources.items():
         code = KINDS.index(kind)
@@ -75,7 +73,7 @@ async def read_extras(
         size = file.nbytes - file.data_start
         item = ReadItem(f"{key} ({kind} of rank {source})", size, Chunk(0, 0, size, context.rank, -1), -1, key, file)
         (whole,) = await graph.run([item], budget=Budget(size))
-        data = bytes(memoryview(whole.data.numpy()))
+        data = bytes(bytes_of(whole.data))
         if whole.buffer is not None:
             context.lease.give(whole.buffer)
         loaded[kind] = await in_thread(_unpack, data, key, options)

@@ -46,7 +46,7 @@ class SavePlan:
 
 async def plan_writes(
     agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
-) -> tuple[Opening, SavePlan]:
+) -> tuple[Held, Opening, SavePlan]:
     """Agree on who writes what; on an unchanged layout that costs two digests a rank (paper sec. 4.1)."""
     if isinstance(held, BcpError):
         await agree(agreement, "begin", rank, held, root.open)
@@ -59,11 +59,11 @@ async def plan_writes(
     hello = mine + (known.key if known else bytes(16))
     opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
-        return opening, known
+        return held, opening, known
     reply = await agree_shares(agreement, "plan", rank, await in_thread(encode_table, table), root.divide)
     plan = await in_thread(_read_share, reply, table, rank, opening.key, options.part_bytes)
     _plans.put(slot, plan)
-    return opening, plan
+    return held, opening, plan
 
 
 def _read_share(share: bytes, table: ShardTable, rank: int, key: bytes, part_bytes: int) -> SavePlan:

@@ -77,7 +77,7 @@ class Root:
         self.found = await _committed(self.backend)
         if self.found and not self.options.overwrite:
             raise ExistsError(
-                f"{self.path} holds a committed checkpoint already; pass overwrite=True to replace it, or save elsewhere"
+                f"{self.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
             )
         digests = [hello[:16] for hello in hellos]
         self.key = plan_id(digests, balance=self.options.balance, block_bytes=BLOCK_BYTES)

@@ -34,7 +34,7 @@ def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
     """
     if hasattr(path, "open_write") and hasattr(path, "read_into"):
         return cast("Backend", path)
-    text = os.fsdecode(cast("str | os.PathLike[str]", path))
+    text = os.fsdecode(path)
     match = _URL.fullmatch(text)
     if match is None:
         return LocalBackend(text)

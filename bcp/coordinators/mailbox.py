@@ -71,12 +71,12 @@ class Mailbox:
 
     def join(self, hello: Hello) -> None:
         """Say hello; the first sign of life follows it, so that whoever sees the sign can read the hello."""
-        self._store.set(self._key("hello", self._rank), json.dumps(asdict(hello)))
+        self.publish("hello", json.dumps(asdict(hello)).encode())
         self.beat(0)
 
     def beat(self, count: int) -> None:
         """Give a sign of life."""
-        self._store.set(self._key("beat", self._rank), str(count))
+        self.publish("beat", str(count).encode())
 
     def beats(self, ranks: Sequence[int]) -> dict[int, bytes | None]:
         """Return the last sign of life of each of these ranks, or None where there is none yet."""
@@ -92,12 +92,21 @@ class Mailbox:
         """Return what a rank said that has given a sign of life."""
         return Hello(**json.loads(self._store.get(self._key("hello", rank))))
 
+    def publish(self, name: str, data: bytes) -> None:
+        """Say something small about this rank, for all who care, until the operation is over."""
+        self._set(self._key(name, self._rank), data)
+
+    def published(self, name: str, rank: int) -> bytes | None:
+        """Return what a rank has published, or None where it has not yet."""
+        key = self._key(name, rank)
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
     # -- the end ------------------------------------------------------------------------------
 
     def abort(self, abort: Abort) -> None:
         """End the operation for all ranks, unless another rank has ended it already."""
         if self.aborted() is None:
-            self._store.set(self._key("abort"), json.dumps(asdict(abort)))
+            self._set(self._key("abort"), json.dumps(asdict(abort)).encode())
 
     def aborted(self) -> Abort | None:
         """Return why the operation ended, if it did."""
@@ -107,11 +116,11 @@ class Mailbox:
 
     def leave(self) -> None:
         """Leave the operation; the last rank to do so deletes the operation's keys."""
-        self._store.set(self._key("beat", self._rank), LEFT)  # type: ignore[arg-type]  # torch's stub lacks bytes
+        self.publish("beat", LEFT)
         if self._store.add(self._key("left"), 1) < self._world_size:
             return
         ranks = range(self._world_size)
-        self._delete(*(self._key(name, rank) for name in ("hello", "beat") for rank in ranks))
+        self._delete(*(self._key(name, rank) for name in ("hello", "beat", "card") for rank in ranks))
         self._delete(self._key("abort"), self._key("left"))
 
     def sweep(self) -> bool:
@@ -131,7 +140,7 @@ class Mailbox:
         self._posted.extend(keys)
         for chunk, start in reversed(list(zip(keys, starts, strict=True))):
             head = len(starts).to_bytes(4, "big") if start == 0 else b""
-            self._store.set(chunk, head + data[start : start + _CHUNK_BYTES])  # type: ignore[arg-type]  # same
+            self._set(chunk, head + data[start : start + _CHUNK_BYTES])
 
     def posted(self, names: Sequence[str]) -> bool:
         """Say whether all these payloads are there."""
@@ -160,6 +169,10 @@ class Mailbox:
     def _key(self, *names: object) -> str:
         """Return a key of this operation."""
         return "/".join((self._operation, *map(str, names)))
+
+    def _set(self, key: str, data: bytes) -> None:
+        """Set a key."""
+        self._store.set(key, data)  # type: ignore[arg-type]  # torch takes bytes, its stub says str
 
     def _delete(self, *keys: str) -> None:
         """Delete keys, where the store can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch.distributed import HashStore
 
 from bcp.coordinators.store import StoreCoordinator
 from bcp.protocols import Coordinator
@@ -15,5 +15,5 @@ def memory_coordinators(world_size: int) -> list[Coordinator]:
 
     They are the real ones, over a store in memory, and behave the same in everything.
     """
-    store = dist.HashStore()
+    store = HashStore()
     return [StoreCoordinator(store, rank, world_size) for rank in range(world_size)]

@@ -7,15 +7,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TypeVar, TypeVarTuple
+from typing import Self, TypeVar, TypeVarTuple
 
 import anyio
 from anyio import to_thread
 
 from bcp.coordinators.liveness import Liveness
 from bcp.coordinators.mailbox import Abort, Hello, Mailbox
+from bcp.coordinators.mesh import Mesh
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
+from bcp.protocols import Buffer
 
 __all__ = ["Operation"]
 
@@ -37,7 +39,16 @@ class Operation:
     Because the task runs on the event loop, a rank whose loop is stuck falls silent, as it should.
     """
 
-    def __init__(self, mailbox: Mailbox, hello: Hello, world_size: int, timeout: float, left: deque[Mailbox]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        hello: Hello,
+        world_size: int,
+        timeout: float,
+        *,
+        left: deque[Mailbox],
+        addresses: Callable[[], Sequence[str]],
+    ) -> None:
         """Prepare; nothing is sent before the context is entered.
 
         Args:
@@ -46,6 +57,7 @@ class Operation:
             world_size: how many ranks take part.
             timeout: seconds that a rank may be late to join, or silent.
             left: mailboxes of operations that this rank has left and others had not; swept here, and added to.
+            addresses: returns this host's addresses, as the other ranks may see them; called in a thread.
 
         """
         self._mailbox = mailbox
@@ -60,6 +72,8 @@ class Operation:
         self._waits_for = ""
         self._steps = 0
         self._beats = 0
+        self._addresses = addresses
+        self._mesh: Mesh | None = None
 
     def __repr__(self) -> str:
         """Show what is being done and how far it is."""
@@ -67,7 +81,7 @@ class Operation:
 
     # -- the context --------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Operation:
+    async def __aenter__(self) -> Self:
         """Say hello and start to watch."""
         self._leaving = anyio.Event()
         self._liveness = Liveness(self._others, anyio.current_time())
@@ -87,16 +101,20 @@ class Operation:
     ) -> bool:
         """Tell the others of an error, stop watching, leave; then raise the verdict, if there is one."""
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+        self._leaving.set()
         if error is not None and self._verdict is None and not isinstance(error, PeerError):
             await self._tell(Abort(self._hello.rank, _describe(error)))
-        self._leaving.set()
+        if self._mesh is not None:
+            self._mesh.close()
         try:
-            # Only a cancellation is the task group's business. Other errors are raised here as they are, not in a group.
+            # only a cancellation is the task group's business; other errors come out as they are, not in a group
             swallowed = await self._group.__aexit__(*((kind, error, traceback) if cancelled else (None, None, None)))
         finally:
+            if self._mesh is not None:
+                self._mesh.disconnect()
             await self._farewell()
         if self._verdict is not None:
-            if error is None or swallowed:
+            if error is None or (cancelled and swallowed):
                 raise self._verdict from None
             error.add_note(f"meanwhile, the operation had ended: {self._verdict}")
         return False
@@ -146,6 +164,8 @@ class Operation:
     async def _look(self, *, beat: bool) -> None:
         """Look once; sets the verdict if there is one."""
         signs, abort = await self._call(partial(self._exchange_signs, beat=beat))
+        if self._leaving.is_set():  # the abort may be our own
+            return
         if abort is not None:
             self._told = True
             self._verdict = _error_of(abort)
@@ -224,6 +244,44 @@ class Operation:
                 await self._call(self._mailbox.post, f"{number}/out", answer)
             return answer
 
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+        """Send bytes to every rank and receive bytes from every rank, over sockets of this operation."""
+        if len(send) != self._world_size or len(receive) != self._world_size:
+            raise InputError(
+                f"{len(send)} buffers and {len(receive)} sizes for {self._world_size} ranks; give one each"
+            )
+        if memoryview(send[self._hello.rank]).nbytes != receive[self._hello.rank]:
+            raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
+        with self._step("all_to_all"):
+            if self._mesh is None:
+                self._mesh = Mesh(self._hello.rank, await in_thread(self._addresses))
+                self._group.start_soon(self._serve, self._mesh)
+                await self._call(self._mailbox.publish, "card", self._mesh.card)
+            try:
+                return await self._mesh.exchange(send, receive, self._card_of)
+            except PeerError as error:
+                # a rank that fails aborts before it closes its sockets: what it says is the better message
+                abort = await self._call(self._mailbox.aborted)
+                if abort is not None:
+                    raise _error_of(abort) from error
+                raise await self._blame(error.rank, error.cause) from error
+
+    async def _serve(self, mesh: Mesh) -> None:
+        """Accept connections; if that fails, the operation does."""
+        try:
+            await mesh.serve()
+        except Exception as error:  # noqa: BLE001 -- raised where the context ends
+            self._verdict = self._verdict or error
+            self._group.cancel_scope.cancel()
+
+    async def _card_of(self, rank: int) -> bytes:
+        """Return what a rank has published for those who connect to it."""
+        pause = _FIRST_PAUSE
+        while (card := await self._call(self._mailbox.published, "card", rank)) is None:
+            await anyio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return card
+
     @contextmanager
     def _step(self, verb: str) -> Iterator[tuple[int, str]]:
         """Number the step, and let messages name it."""
@@ -246,7 +304,7 @@ class Operation:
         names = {rank: _in(number, rank) for rank in self._others}
         await self._arrival(names)
         gathered = [mine]
-        for rank, message in enumerate(await self._call(self._take_all, names.values()), start=1):
+        for rank, message in enumerate(await self._call(self._take_all, list(names.values())), start=1):
             end = 4 + int.from_bytes(message[:4], "big")
             if (theirs := message[4:end].decode()) != verb:
                 raise await self._disagree(rank, theirs, verb)

@@ -13,9 +13,10 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from bcp.coordinators.mailbox import Hello, Mailbox
+from bcp.coordinators.mesh import own_addresses
 from bcp.coordinators.operation import Operation
 from bcp.errors import InputError
 from bcp.protocols import Agreement
@@ -39,7 +40,7 @@ class StoreCoordinator:
 
     _groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = WeakKeyDictionary()
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, prefix: str = "bcp") -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "bcp") -> None:
         """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator."""
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
@@ -84,7 +85,7 @@ class StoreCoordinator:
         """Show rank and place."""
         return f"<StoreCoordinator of rank {self.rank} of {self.world_size}, {self._prefix!r}>"
 
-    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:  # noqa: ASYNC109 -- the protocol's
+    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
         """Take this rank's place in the next operation."""
         if os.getpid() != self._pid:
             raise InputError(
@@ -92,9 +93,15 @@ class StoreCoordinator:
                 "can take part; pass coordinator=SoloCoordinator() to save or load alone"
             )
         mailbox = Mailbox(self._store, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
-        return Operation(mailbox, Hello.of(self.rank, what), self.world_size, timeout, self._left)
+        hello = Hello.of(self.rank, what)
+        return Operation(mailbox, hello, self.world_size, timeout, left=self._left, addresses=self._addresses)
 
-    def _linger(self, server: dist.Store) -> None:
+    def _addresses(self) -> list[str]:
+        """Return this host's addresses, first the one on the way to the store's server."""
+        inner = _innermost(self._store)
+        return own_addresses((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
+
+    def _linger(self, server: Store) -> None:
         """At exit, wait shortly for ranks that still read the last answer; ``server`` is kept alive meanwhile."""
         del server
         deadline = time.monotonic() + _LINGER_SECONDS
@@ -106,32 +113,32 @@ class StoreCoordinator:
                     time.sleep(0.01)
 
 
-def private_connection(store: dist.Store) -> dist.Store:
+def private_connection(store: Store) -> Store:
     """Return a connection of our own to a store, so that nobody's long wait holds up our signs of life.
 
     A TCPStore client does one call at a time, and ``init_process_group`` and ``new_group`` wait for minutes in one.
     Stores without connections are returned as they are.
     """
     clone = getattr(store, "clone", None)  # torch 2.13 has it
-    private: dist.Store = reconnected(store) if clone is None else clone()
-    if isinstance(_innermost(private), dist.TCPStore):
+    private: Store = reconnected(store) if clone is None else clone()
+    if isinstance(_innermost(private), TCPStore):
         private.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return private
 
 
-def reconnected(store: dist.Store) -> dist.Store:
+def reconnected(store: Store) -> Store:
     """Return a new client of a TCPStore's server, or the store itself; the way of torch before ``Store.clone``.
 
     Prefixes are lost: torch does not tell them.
     """
     inner = _innermost(store)
-    if not isinstance(inner, dist.TCPStore):
+    if not isinstance(inner, TCPStore):
         return store
-    return dist.TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False)
+    return TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False)
 
 
-def _innermost(store: dist.Store) -> dist.Store:
+def _innermost(store: Store) -> Store:
     """Return the store inside of all prefixes."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from bcp.plan.layout import Layout
+from bcp.plan.lookup import rows_of
 from bcp.plan.shards import Ints
 
 __all__ = ["Assignment", "Chunk", "Transfer", "assign"]
@@ -63,10 +65,9 @@ class Assignment:
     Attributes:
         rounds: how many rounds every rank takes part in.
         file, start, stop, reader, round: int64[c], as in :class:`Chunk`.
-        need_chunk: int64[m], row of a chunk; not decreasing.
-        need_rank: int64[m], a rank that needs part of it and is not its reader.
-        need_lo: int64[m], first byte it needs, in the file's data section.
-        need_hi: int64[m], one past the last; bytes between may not be needed.
+        group: int64[c], row in ``ranks``.
+        ranks: who wants the chunks of a group, ascending; the reader is one of them.
+        ranges: what every rank wants, disjoint rows (file, start, stop), sorted.
     """
 
     rounds: int
@@ -75,10 +76,9 @@ class Assignment:
     stop: Ints
     reader: Ints
     round: Ints
-    need_chunk: Ints
-    need_rank: Ints
-    need_lo: Ints
-    need_hi: Ints
+    group: Ints
+    ranks: Sequence[Sequence[int]]
+    ranges: Sequence[Ints]
 
     def items(self, rank: int) -> list[Chunk]:
         """Return what a rank does, in order: one chunk for each round, its private chunks spread evenly between.
@@ -102,24 +102,28 @@ class Assignment:
 
     def sends(self, rank: int, number: int) -> dict[int, Transfer]:
         """Return what a rank sends in a round: to whom, and what of its chunk."""
-        rows = np.flatnonzero((self.reader == rank) & (self.round == number))
-        needs = np.flatnonzero(np.isin(self.need_chunk, rows)).tolist()
-        return {int(self.need_rank[need]): self._transfer(need) for need in needs}
+        rows = np.flatnonzero((self.reader == rank) & (self.round == number)).tolist()
+        return {peer: self._transfer(row, peer) for row in rows for peer in self.ranks[self.group[row]] if peer != rank}
 
     def receives(self, rank: int, number: int) -> dict[int, Transfer]:
         """Return what a rank receives in a round: from whom, and what of that rank's chunk."""
-        needs = np.flatnonzero((self.need_rank == rank) & (self.round[self.need_chunk] == number)).tolist()
-        return {int(self.reader[self.need_chunk[need]]): self._transfer(need) for need in needs}
+        rows = np.flatnonzero((self.reader != rank) & (self.round == number)).tolist()
+        wanted = (row for row in rows if rank in self.ranks[self.group[row]])
+        return {int(self.reader[row]): self._transfer(row, rank) for row in wanted}
 
     def _chunk(self, row: int) -> Chunk:
         """Return one chunk as a record."""
         columns = (self.file, self.start, self.stop, self.reader, self.round)
         return Chunk(*(int(column[row]) for column in columns))
 
-    def _transfer(self, need: int) -> Transfer:
-        """Return one need as a record."""
-        file = int(self.file[self.need_chunk[need]])
-        return Transfer(file, int(self.need_lo[need]), int(self.need_hi[need]))
+    def _transfer(self, row: int, peer: int) -> Transfer:
+        """Return the hull of what a rank wants of a chunk; it wants something."""
+        file, lo, hi = int(self.file[row]), int(self.start[row]), int(self.stop[row])
+        first, stop = rows_of(self.ranges[peer][:, 0], file)
+        _, starts, stops = self.ranges[peer][first:stop].T
+        begin = int(starts[np.searchsorted(stops, lo, side="right")])
+        end = int(stops[np.searchsorted(starts, hi) - 1])
+        return Transfer(file, max(lo, begin), min(hi, end))
 
 
 def assign(
@@ -146,21 +150,17 @@ def assign(
 
     """
     line = _Line.of(layout, block_bytes or layout.block_bytes)
-    rank, first, stop = _runs(line, ranges)
-    if share:
-        first, stop, member_at, members, member_rank = _intervals(rank, first, stop)
-    else:
-        member_at, members, member_rank = np.arange(len(rank)), np.ones_like(rank), rank
+    runs = _runs(line, ranges)
+    first, stop, ranks = _intervals(*runs) if share else (*runs[1:], [(rank,) for rank in runs[0].tolist()])
+    shared = np.array([len(members) > 1 for members in ranks], dtype=np.bool_)
     fair = int((stop - first).sum()) * line.block // (len(ranges) * CHUNKS_PER_RANK)
     travelling = min(read_bytes, exchange_bytes // len(ranges), fair)
-    cap = np.maximum(1, np.where(members > 1, travelling, read_bytes) // line.block)
-    chunk_first, chunk_stop, source = _cut(first, stop, cap)
-    file, start, end = line.bytes_of(chunk_first, chunk_stop)
-    wanting = [member_rank[a : a + n].tolist() for a, n in zip(member_at[source], members[source], strict=True)]
-    reader = _readers((end - start).tolist(), wanting, len(ranges))
-    number = _numbered(reader, members[source] > 1)
-    needs = _needs(line, ranges, (chunk_first, chunk_stop), wanting, reader)
-    return Assignment(int(number.max(initial=-1)) + 1, file, start, end, reader, number, *needs)
+    cap = np.maximum(1, np.where(shared, travelling, read_bytes) // line.block)
+    first, stop, group = _cut(first, stop, cap)
+    file, start, end = line.bytes_of(first, stop)
+    reader = _readers((end - start).tolist(), group.tolist(), ranks, len(ranges))
+    number = _numbered(reader, shared[group])
+    return Assignment(int(number.max(initial=-1)) + 1, file, start, end, reader, number, group, ranks, ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,20 +199,17 @@ def _runs(line: _Line, ranges: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
     return rank[heads], first[heads], stop[tails]
 
 
-def _intervals(rank: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Cut overlapping runs into intervals, each wanted as a whole by a set of ranks.
-
-    Returns first and last block + 1 of the intervals; where the ranks of each begin in the last column, and how
-    many they are; and that column, the ranks of all intervals.
-    """
+def _intervals(rank: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints, list[tuple[int, ...]]]:
+    """Cut overlapping runs into intervals: first and last block + 1, and the ranks that want it, all of it."""
     edges = np.unique(np.concatenate((first, stop)))
     begin = np.searchsorted(edges, first)
     counts = np.searchsorted(edges, stop) - begin
     interval = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
     members = np.repeat(rank, counts)
     order = np.lexsort((members, interval))
-    wanted, at, sizes = np.unique(interval[order], return_index=True, return_counts=True)
-    return edges[wanted], edges[wanted + 1] if len(wanted) else edges, at, sizes, members[order]
+    wanted, at = np.unique(interval[order], return_index=True)
+    ranks = [tuple(some.tolist()) for some in np.split(members[order], at[1:])] if len(wanted) else []
+    return edges[wanted], edges[wanted + 1], ranks
 
 
 def _cut(first: Ints, stop: Ints, cap: Ints) -> tuple[Ints, Ints, Ints]:
@@ -225,15 +222,15 @@ def _cut(first: Ints, stop: Ints, cap: Ints) -> tuple[Ints, Ints, Ints]:
     return origin + index * length // chunks, origin + (index + 1) * length // chunks, source
 
 
-def _readers(nbytes: Sequence[int], wanting: Sequence[Sequence[int]], world_size: int) -> Ints:
+def _readers(nbytes: Sequence[int], group: Sequence[int], ranks: Sequence[tuple[int, ...]], world_size: int) -> Ints:
     """Choose a reader for every chunk: those with the least choice first, the largest first, to the least loaded."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for chunk, ranks in enumerate(wanting):
-        groups.setdefault(tuple(ranks), []).append(chunk)
+    chunks_of: dict[tuple[int, ...], list[int]] = {}
+    for chunk, row in enumerate(group):
+        chunks_of.setdefault(ranks[row], []).append(chunk)
     load = [0] * world_size
     reader = np.empty(len(nbytes), dtype=np.int64)
-    for ranks, chunks in sorted(groups.items(), key=lambda group: (len(group[0]), group[0])):
-        heap = [(load[rank], rank) for rank in ranks]
+    for members, chunks in sorted(chunks_of.items(), key=lambda entry: (len(entry[0]), entry[0])):
+        heap = [(load[rank], rank) for rank in members]
         heapq.heapify(heap)
         for chunk in sorted(chunks, key=lambda chunk: (-nbytes[chunk], chunk)):
             busy, rank = heap[0]
@@ -244,31 +241,10 @@ def _readers(nbytes: Sequence[int], wanting: Sequence[Sequence[int]], world_size
     return reader
 
 
-def _numbered(reader: Ints, shared: np.typing.NDArray[np.bool_]) -> Ints:
+def _numbered(reader: Ints, shared: npt.NDArray[np.bool_]) -> Ints:
     """Number the shared chunks of each reader 0, 1, 2 ... in file order; -1 for private ones."""
     number = np.full(len(reader), -1, dtype=np.int64)
     for rank in np.unique(reader[shared]).tolist():
         rows = np.flatnonzero(shared & (reader == rank))
         number[rows] = np.arange(len(rows))
     return number
-
-
-def _needs(
-    line: _Line, ranges: Sequence[Ints], chunks: tuple[Ints, Ints], wanting: Sequence[Sequence[int]], reader: Ints
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (chunk, rank, first byte, last byte + 1) for every rank that needs part of a chunk another one reads."""
-    first, stop = chunks
-    chunk = np.repeat(np.arange(len(first)), [len(ranks) for ranks in wanting])
-    rank = np.array([rank for ranks in wanting for rank in ranks], dtype=np.int64)
-    others = rank != reader[chunk]
-    chunk, rank = chunk[others], rank[others]
-    low, high = first[chunk] * line.block, stop[chunk] * line.block
-    for other in np.unique(rank).tolist():
-        rows = np.flatnonzero(rank == other)
-        origin = line.base[ranges[other][:, 0]] * line.block
-        start, end = origin + ranges[other][:, 1], origin + ranges[other][:, 2]
-        begins = start[np.searchsorted(end, low[rows], side="right")]
-        ends = end[np.searchsorted(start, high[rows]) - 1]
-        low[rows], high[rows] = np.maximum(low[rows], begins), np.minimum(high[rows], ends)
-    file, _, _ = line.bytes_of(first[chunk], stop[chunk])
-    return chunk, rank, low - line.base[file] * line.block, high - line.base[file] * line.block

@@ -21,7 +21,7 @@ from bcp.plan.shards import KINDS, Ints, TensorTable
 __all__ = ["check_block_bytes", "check_layout"]
 
 LARGEST = 1 << 62
-"""No tensor has more elements, and all files together no more bytes; sums of two such numbers fit in int64."""
+"""All tensors together have fewer elements, and all files fewer bytes: such numbers can be added in int64."""
 
 LARGEST_WORLD = 1 << 31
 LARGEST_BLOCK = 1 << 40
@@ -79,6 +79,8 @@ def _check_tensors(tensors: TensorTable) -> None:
     _refuse((tensors.shape < 0).any(axis=1) | (tensors.stride < 0).any(axis=1), "tensor with negative shape or stride")
     numel = tensors.shape.astype(np.float64).prod(axis=1)  # floats do not wrap around
     _refuse(numel * tensors.itemsize >= LARGEST, "tensor with impossible shape")
+    if float(numel.sum()) >= LARGEST:
+        raise ValueError("tensors with an impossible total size")
 
 
 def _check_ties(layout: Layout) -> None:

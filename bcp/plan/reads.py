@@ -17,7 +17,7 @@ from bcp.plan.assign import Assignment, Chunk, Transfer, assign
 from bcp.plan.box import Box, flat_boxes
 from bcp.plan.layout import Layout
 from bcp.plan.lookup import find, resolve, rows_of
-from bcp.plan.shards import KINDS, Ints, ShardTable
+from bcp.plan.shards import KINDS, Ints, ShardTable, matrix
 
 __all__ = [
     "Assignment",
@@ -120,17 +120,7 @@ def wants(layout: Layout, table: ShardTable) -> Wants:
     assumed to be equal (checked before); dtypes need not be: sizes are those of the saved one.
     """
     tensor = np.array([_stored(layout, table, row) for row in range(len(table))], dtype=np.int64)
-    parts = [
-        part for row in np.flatnonzero(tensor >= 0).tolist() for part in _wanted(layout, table, row, int(tensor[row]))
-    ]
-    row, segment, low, high = np.concatenate([np.empty((4, 0), dtype=np.int64), *parts], axis=1)
-    # A flat shard may meet a segment with its head, its body and its tail: one part, their hull.
-    keys, inverse = np.unique(row * max(1, len(layout.segment_length)) + segment, return_inverse=True)
-    first = np.full(len(keys), np.iinfo(np.int64).max)
-    last = np.zeros(len(keys), dtype=np.int64)
-    np.minimum.at(first, inverse, low)
-    np.maximum.at(last, inverse, high)
-    row, segment = np.divmod(keys, max(1, len(layout.segment_length)))
+    row, segment, first, last = _hulls(layout, _meetings(layout, table, tensor))
     file, start = layout.segment_file[segment], layout.segment_offset[segment]
     itemsize = layout.tensors.itemsize[layout.piece_tensor[layout.segment_piece[segment]]]
     stop = start + (last - layout.segment_start[segment]) * itemsize
@@ -139,9 +129,7 @@ def wants(layout: Layout, table: ShardTable) -> Wants:
     return Wants(table, tensor, row[order], segment[order], file[order], start[order], stop[order])
 
 
-def placements(  # noqa: PLR0917 -- two tables, what is wanted of them, and a run of bytes, which is three numbers
-    layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: int, hi: int
-) -> Iterator[Placement]:
+def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: int, hi: int) -> Iterator[Placement]:
     """Say where everything goes that this rank wants of bytes [lo, hi) of a file's data section.
 
     Runs that tile the file write every wanted element exactly once. Irregular intervals are decomposed into boxes here,
@@ -169,51 +157,90 @@ def _stored(layout: Layout, table: ShardTable, row: int) -> int:
     return -1 if found is None else resolve(layout, found)
 
 
-def _wanted(layout: Layout, table: ShardTable, row: int, tensor: int) -> Iterator[Ints]:
-    """Yield int64[4, k] arrays (row, segment, first, stop) for one shard; positions are elements of the piece."""
-    targets = [target for _, target in _targets(table, row)]
-    for piece in _pieces_meeting(layout, tensor, table.box(row)):
-        box = _piece_box(layout, piece)
-        for target in targets:
-            shared = target.intersect(box)
-            if shared is not None:
-                segments, first, stop = _segments_meeting(layout, piece, box, shared)
-                yield np.stack((np.full_like(segments, row), segments, first, stop))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Meetings:
+    """Where target boxes and pieces share elements, one row each; columns as matrices of the layout's width.
+
+    ``row`` of the target shard, ``piece`` of the layout, its ``length``; ``low`` and ``extent`` of the shared block, in
+    the piece's own coordinates.
+    """
+
+    row: Ints
+    piece: Ints
+    length: Ints
+    low: Ints
+    extent: Ints
+
+    def take(self, rows: Ints) -> _Meetings:
+        """Return some of the rows, some of them repeatedly."""
+        return _Meetings(self.row[rows], self.piece[rows], self.length[rows], self.low[rows], self.extent[rows])
+
+    def before(self, flat: Ints) -> Ints:
+        """Count the elements of each block that come before flat position 0 <= p <= numel of its piece."""
+        rest_row, rest_block = self.length.prod(axis=1), self.extent.prod(axis=1)
+        index, rest = np.divmod(flat, rest_row)
+        count, follows = index * rest_block, index == 0
+        for length, low, extent in zip(self.length.T, self.low.T, self.extent.T, strict=True):
+            rest_row, rest_block = rest_row // length, rest_block // extent
+            index, rest = np.divmod(rest, rest_row)
+            count = count + follows * np.clip(index - low, 0, extent) * rest_block
+            follows = follows & (index >= low) & (index < low + extent)  # elsewhere the other indices do not matter
+        return np.asarray(count, dtype=np.int64)
+
+    def position(self, ordinal: Ints) -> Ints:
+        """Return the flat position in its piece of an element of each block, given by its row-major number."""
+        flat, rest, rest_block = np.zeros_like(ordinal), ordinal, self.extent.prod(axis=1)
+        for length, low, extent in zip(self.length.T, self.low.T, self.extent.T, strict=True):
+            rest_block = rest_block // extent
+            index, rest = np.divmod(rest, rest_block)
+            flat = flat * length + low + index
+        return flat
 
 
-def _pieces_meeting(layout: Layout, tensor: int, box: Box) -> list[int]:
-    """Return the pieces of a tensor that share an element with the box."""
-    first, stop = rows_of(layout.piece_tensor, tensor)
-    ndim = len(box.lengths)
-    offset, length = layout.offset[first:stop, :ndim], layout.length[first:stop, :ndim]
-    corner, extent = np.array(box.offsets, dtype=np.int64), np.array(box.lengths, dtype=np.int64)
-    shared = np.minimum(offset + length, corner + extent) > np.maximum(offset, corner)
-    meeting: list[int] = (first + np.flatnonzero(shared.all(axis=1))).tolist()
-    return meeting
+def _meetings(layout: Layout, table: ShardTable, tensor: Ints) -> _Meetings:
+    """Intersect every target box with the pieces of the tensor that is stored for it."""
+    width = layout.offset.shape[1]
+    found: list[tuple[Ints, ...]] = []
+    for row in np.flatnonzero(tensor >= 0).tolist():
+        first, stop = rows_of(layout.piece_tensor, int(tensor[row]))
+        offset, length = layout.offset[first:stop], layout.length[first:stop]
+        for _, box in _targets(table, row):
+            (corner,), (extent,) = matrix([box.offsets], width, 0), matrix([box.lengths], width, 1)
+            low = np.maximum(offset, corner)
+            shared = np.minimum(offset + length, corner + extent) - low
+            hit = np.flatnonzero((shared > 0).all(axis=1))
+            found.append((np.full_like(hit, row), first + hit, length[hit], (low - offset)[hit], shared[hit]))
+    if not found:
+        none, empty = np.empty(0, dtype=np.int64), np.empty((0, width), dtype=np.int64)
+        return _Meetings(none, none, empty, empty, empty)
+    return _Meetings(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _segments_meeting(layout: Layout, piece: int, box: Box, shared: Box) -> tuple[Ints, Ints, Ints]:
-    """Return the segments that hold elements of the block ``shared`` of a piece, and the hull of these in each."""
-    low, high = box.hull(shared)
-    begin, end = rows_of(layout.segment_piece, piece)
-    starts = layout.segment_start[begin:end]
-    first = begin + int(np.searchsorted(starts, low, side="right")) - 1
-    segments = np.arange(first, begin + int(np.searchsorted(starts, high)), dtype=np.int64)
-    start = np.maximum(layout.segment_start[segments], low)
-    stop = np.minimum(layout.segment_start[segments] + layout.segment_length[segments], high)
-    if high - low == shared.numel:  # contiguous in the piece: all between is needed
-        return segments, start, stop
-    bounds = zip(start.tolist(), stop.tolist(), strict=True)
-    hulls = np.array([_hull(box, shared, a, b) for a, b in bounds], dtype=np.int64)
-    hit = hulls[:, 0] < hulls[:, 1]
-    return segments[hit], hulls[hit, 0], hulls[hit, 1]
+def _hulls(layout: Layout, met: _Meetings) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (row, segment, first, last + 1): the hull of what each shard needs of a segment, in elements of its piece.
 
-
-def _hull(box: Box, shared: Box, start: int, stop: int) -> tuple[int, int]:
-    """Return the hull of those elements of a block that lie in flat interval [start, stop) of its box; or (0, 0)."""
-    blocks = (_outward(inner, box).intersect(shared) for _, inner in flat_boxes(box.lengths, start, stop))
-    hulls = [box.hull(block) for block in blocks if block is not None]
-    return (hulls[0][0], hulls[-1][1]) if hulls else (0, 0)  # they come in flat order
+    All pieces are put behind each other, so that one binary search finds the segments of all meetings.
+    """
+    numel = layout.length.prod(axis=1)
+    base = np.cumsum(numel) - numel
+    starts = base[layout.segment_piece] + layout.segment_start
+    count = met.extent.prod(axis=1)
+    begin = np.searchsorted(starts, base[met.piece] + met.position(np.zeros_like(count)), side="right") - 1
+    segments = np.searchsorted(starts, base[met.piece] + met.position(count - 1), side="right") - begin
+    each = met.take(np.repeat(np.arange(len(count)), segments))
+    segment = np.arange(len(each.row)) - np.repeat(np.cumsum(segments) - segments - begin, segments)
+    before = each.before(layout.segment_start[segment])
+    until = each.before(layout.segment_start[segment] + layout.segment_length[segment])
+    hit = np.flatnonzero(before < until)  # a segment may lie between two rows of a block
+    each, segment = each.take(hit), segment[hit]
+    first, last = each.position(before[hit]), each.position(until[hit] - 1) + 1
+    # A flat shard may meet a segment with its head, its body and its tail: one hull.
+    order = np.lexsort((segment, each.row))
+    row, segment = each.row[order], segment[order]
+    heads = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0))
+    if not len(heads):
+        return row, segment, first, last
+    return row[heads], segment[heads], np.minimum.reduceat(first[order], heads), np.maximum.reduceat(last[order], heads)
 
 
 def _copies(

@@ -6,7 +6,7 @@ import torch
 
 from bcp.plan.box import Box, flat_boxes
 
-__all__ = ["block_of", "flat_to_bytes", "torch_dtype", "typed"]
+__all__ = ["block_of", "bytes_of", "flat_to_bytes", "torch_dtype", "typed"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -15,6 +15,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"this torch ({torch.__version__}) has no dtype {name!r}")
     return dtype
+
+
+def bytes_of(data: torch.Tensor) -> memoryview:
+    """View a uint8 tensor in host memory as bytes; writable."""
+    return memoryview(data.numpy().data)
 
 
 def typed(data: torch.Tensor, at: int, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from bcp.plan.reads import Wants, placements
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Backend, Buffer, Codec
 from bcp.stages.device import cuda_devices, on_side_stream
-from bcp.stages.flat import block_of, torch_dtype, typed
+from bcp.stages.flat import block_of, bytes_of, torch_dtype, typed
 from bcp.stages.items import Loaded, ReadItem, Stored
 from bcp.stages.staging import Lease
 
@@ -69,13 +69,9 @@ class LoadContext:
 
 def load_graph(context: LoadContext, *, copy_workers: int, io_workers: int) -> Pipeline[ReadItem, None]:
     """Build the graph that fills one rank's tensors."""
-    return (
-        Pipeline[ReadItem, ReadItem]()
-        .then(read(context, io_workers))
-        .then(deserialize(context, copy_workers))
-        .then(h2d(context, copy_workers))
-        .then(exchange(context))
-    )
+    start: Pipeline[ReadItem, ReadItem] = Pipeline()
+    loaded = start.then(read(context, io_workers)).then(deserialize(context, copy_workers))
+    return loaded.then(h2d(context, copy_workers)).then(exchange(context))
 
 
 def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
@@ -90,7 +86,7 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
         start = int(file.blocks.stored_start[rows][0])
         nbytes = int(file.blocks.stored_length[rows].sum())
         buffer = context.lease.take(nbytes)
-        await context.backend.read_into(item.key, start, memoryview(buffer.numpy())[:nbytes])
+        await context.backend.read_into(item.key, start, bytes_of(buffer)[:nbytes])
         context.read_nbytes += nbytes
         return Stored(item, buffer, nbytes, rows)
 
@@ -126,7 +122,7 @@ def _verify(stored: Stored, rank: int) -> None:
     item = stored.item
     assert item.file is not None  # noqa: S101 -- for the type checker; _deserialize looked
     assert stored.buffer is not None  # noqa: S101 -- same
-    blocks, view, at = item.file.blocks, memoryview(stored.buffer.numpy()), 0
+    blocks, view, at = item.file.blocks, bytes_of(stored.buffer), 0
     for row in range(stored.blocks.start, stored.blocks.stop):
         length = int(blocks.stored_length[row])
         found = xxhash.xxh3_128_digest(view[at : at + length])
@@ -145,7 +141,7 @@ def _decode(context: LoadContext, stored: Stored) -> torch.Tensor:
     item = stored.item
     assert item.file is not None  # noqa: S101 -- for the type checker; _deserialize looked
     assert stored.buffer is not None  # noqa: S101 -- same
-    blocks, view, at = item.file.blocks, memoryview(stored.buffer.numpy()), 0
+    blocks, view, at = item.file.blocks, bytes_of(stored.buffer), 0
     pieces: list[np.ndarray] = []
     for row in range(stored.blocks.start, stored.blocks.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
@@ -207,7 +203,7 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     sends = context.assignment.sends(context.rank, loaded.item.round)
     receives = context.assignment.receives(context.rank, loaded.item.round)
     outgoing: list[Buffer] = [b""] * context.world_size
-    view = memoryview(loaded.data.numpy())
+    view = bytes_of(loaded.data)
     for peer, slice_ in sends.items():
         base = loaded.item.chunk.start if loaded.item.chunk else 0
         outgoing[peer] = view[slice_.lo - base : slice_.hi - base]

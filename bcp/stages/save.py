@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,7 +16,7 @@ from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
 from bcp.protocols import Buffer, Codec, PartWriter
 from bcp.stages.device import Fence, cuda_devices, on_side_stream
-from bcp.stages.flat import flat_to_bytes
+from bcp.stages.flat import bytes_of, flat_to_bytes
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.staging import Lease
 
@@ -49,11 +48,8 @@ def save_graph(
     context: SaveContext, codecs: Sequence[Codec], *, copy_workers: int, io_workers: int
 ) -> Pipeline[WriteItem, PartReceipt]:
     """Build the graph that stores one rank's parts."""
-    graph: Pipeline[WriteItem, Any] = (
-        Pipeline[WriteItem, WriteItem]()
-        .then(d2h(context, copy_workers))
-        .then(Stage("serialize", serialize(context.block_bytes)))
-    )
+    start: Pipeline[WriteItem, WriteItem] = Pipeline()
+    graph: Pipeline[WriteItem, Blob] = start.then(d2h(context, copy_workers)).then(serialize(context.block_bytes))
     for codec in codecs:
         graph = graph.then(encode(codec))
     graph = graph.then(Stage("checksum", checksum, workers=copy_workers))
@@ -92,17 +88,16 @@ def _copy(part: HostPart, fence: Fence) -> None:
             flat_to_bytes(tensor, span.start - first, span.stop - first, out)
 
 
-def serialize(block_bytes: int) -> Callable[[HostPart], Any]:
+def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
     """Put the header in front of a file's first part, and name the blocks."""
 
     async def run(part: HostPart) -> Blob:
         header = part.item.header
-        image = part.buffer.numpy()
-        image[: len(header)] = np.frombuffer(header, np.uint8)
-        data = memoryview(image)[: part.nbytes]
+        data = bytes_of(part.buffer)[: part.nbytes]
+        data[: len(header)] = header
         return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, block_bytes))
 
-    return run
+    return Stage("serialize", run)
 
 
 def _blocks(header: int, nbytes: int, block_bytes: int) -> np.ndarray:

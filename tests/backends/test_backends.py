@@ -44,6 +44,7 @@ class TestChild(BackendSuite):
         return child(child(MemoryBackend("whole"), "some"), "where/else")
 
     def reopen(self, backend: Backend) -> Backend:
+        assert "whole" in repr(backend)
         return child(MemoryBackend("whole"), "some/where/else")
 
 

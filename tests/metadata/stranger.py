@@ -1,7 +1,4 @@
-"""A reader for bcp checkpoints that knows docs/format.md and nothing of bcp: pyarrow, safetensors, numpy.
-
-It reads plain data files (no codecs) and verifies no checksum.
-"""
+"""Reads bcp checkpoints from docs/format.md alone, with pyarrow, safetensors and numpy; no codecs, no checksums."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_every_truncation_is_noticed() -> None:
         decode_metadata(b"", WHERE)
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_damage_to_any_byte_is_noticed() -> None:
     for position in range(len(DATA)):
         damaged = bytearray(DATA)
         damaged[position] ^= 1 << position % 8

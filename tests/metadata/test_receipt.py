@@ -49,7 +49,7 @@ def test_encoding_is_deterministic() -> None:
     assert receipt_digest(encode_receipt(other)) == xxhash.xxh3_128(encode_receipt(RECEIPT)).digest()
 
 
-def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:
+def test_every_truncation_and_damage_to_any_byte_is_noticed() -> None:
     data = encode_receipt(RECEIPT)
     for position in range(len(data)):
         with pytest.raises((CorruptError, NotACheckpointError), match=WHERE):

@@ -1,0 +1,376 @@
+"""One event loop on one thread, for those who call bcp without a loop of their own.
+
+The hard moments are all here: Ctrl-C while waiting, a fork while something is under way (dataloader workers), and the
+end of the process. bcp's loop knows nothing of the caller's loop, so a synchronous call works inside a running one too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
+
+import anyio
+
+__all__ = ["Background", "run", "start"]
+
+T = TypeVar("T")
+Operation = Callable[[Callable[[], None]], Awaitable[T]]
+Outcome = tuple[T, None] | tuple[None, BaseException]
+
+log = logging.getLogger("bcp")
+
+
+def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call") -> T:
+    """Await ``function()`` on bcp's loop; block until it has ended, and return or raise what it does.
+
+    It sees the caller's context variables. Works inside a running event loop too, which it blocks meanwhile, as any
+    synchronous call does. Whatever interrupts the waiting (Ctrl-C, a signal handler that raises) cancels the operation,
+    waits until that has cleaned up, and goes on its way; a second Ctrl-C cuts this waiting short. Under
+    ``asyncio.run`` it takes one more: Python turns the first into a cancellation of the main task, which is blocked.
+
+    Raises RuntimeError on bcp's own loop, which would wait for itself.
+    """
+    _refuse_on_own_thread(f"wait for {what}")
+    return Background[T](what)._join(lambda _: function())  # noqa: SLF001 -- the two are one
+
+
+def start(function: Operation[T], *, what: str) -> Background[T]:
+    """Await ``function(started)`` on bcp's loop, in the background; it calls ``started()`` when the caller may go on.
+
+    ``what`` names the operation in messages, as in ``"save to /ckpt/100"``. It sees the caller's context variables.
+    """
+    background = Background[T](what)
+    background._launch(function)  # noqa: SLF001 -- the two are one
+    return background
+
+
+class Background(Generic[T]):
+    """An operation on bcp's loop. Awaitable from any event loop.
+
+    If it fails and nobody asks, the failure is logged as an error when the object is forgotten or the process ends.
+    In a forked child it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
+
+    Attributes:
+        what: names the operation in messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        """Prepare the operation called ``what``; :func:`start` makes and launches one."""
+        self.what = what
+        self._pid = os.getpid()
+        self._loop: _Loop | None = None
+        self._task: asyncio.Task[Outcome[T]] | None = None
+        self._started: Future[bool] = Future()  # False: ended before it got so far
+        self._finished: Future[None] = Future()
+        self._started.set_running_or_notify_cancel()  # from now on, cancelling a waiter cannot cancel these two
+        self._finished.set_running_or_notify_cancel()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._cancelled = False
+        self._seen = False
+
+    def wait_started(self) -> None:
+        """Block until the operation says that the caller may go on, or has ended; raise its error if it failed before.
+
+        What interrupts the waiting cancels the operation, as in :func:`run`.
+        """
+        self._check()
+        try:
+            self._started.result()
+        except BaseException:
+            self._abort()
+            raise
+        if not self._started.result():
+            self._take()
+
+    async def astarted(self) -> None:
+        """Do the same from any event loop, without blocking it.
+
+        Cancelling this cancels the operation and waits until it has cleaned up.
+        """
+        self._check_process()
+        try:
+            await asyncio.wrap_future(self._started)
+        except asyncio.CancelledError:
+            self.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wrap_future(self._finished)
+            raise
+        if not self._started.result():
+            self._take()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the operation has ended; return its result or raise its error. May be called many times.
+
+        TimeoutError after ``timeout`` seconds, or Ctrl-C, end the waiting and leave the operation running.
+        Raises ``concurrent.futures.CancelledError`` if it was cancelled.
+        """
+        self._check()
+        try:
+            self._finished.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on") from None
+        return self._take()
+
+    async def result(self) -> T:
+        """Do the same from any event loop, without blocking it. Cancelling this leaves the operation running."""
+        self._check_process()
+        await asyncio.wrap_future(self._finished)
+        return self._take()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Await :meth:`result`."""
+        return self.result().__await__()
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not. Never waits, never raises."""
+        return self._ended
+
+    def failed(self) -> bool:
+        """Say whether it has ended with an error or was cancelled. Never waits, never raises."""
+        return self._ended and self._error is not None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it ended with; None if it ended well or still runs. Never waits."""
+        self._seen = self._seen or self._ended
+        return self._error
+
+    def cancel(self) -> None:
+        """Ask the operation to stop. It ends when it has cleaned up; ``wait`` then raises CancelledError."""
+        self._check_process()
+        if self._loop is not None and not self._ended:
+            self._cancelled = True
+            self._loop.asyncio_loop.call_soon_threadsafe(self._cancel_task)
+
+    def __repr__(self) -> str:
+        """Show what it is and how it stands."""
+        if self._pid != os.getpid():
+            state = f"belongs to process {self._pid}"
+        elif not self._ended:
+            state = "cancelling" if self._cancelled else "running"
+        else:
+            state = "done" if self._error is None else repr(self._error)
+        return f"<Background {self.what}: {state}>"
+
+    def __del__(self) -> None:
+        """Do not let an error go unnoticed."""
+        if self._pid == os.getpid():
+            self._tell_unseen()
+
+    # -- the caller's side ---------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        """Refuse in a forked child, where nobody would ever wake a waiter."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.what} was begun by process {self._pid}, and this is its forked child {os.getpid()}: "
+                "wait for it or cancel it in the parent"
+            )
+
+    def _check(self) -> None:
+        """Refuse to wait where that would last for ever."""
+        self._check_process()
+        _refuse_on_own_thread(f"wait for {self.what}")
+
+    def _launch(self, function: Operation[T]) -> None:
+        try:
+            with _lock:
+                self._loop = _current_loop()
+                self._loop.running.add(self)
+                # This copies the caller's context variables, and the task copies them from there.
+                self._loop.asyncio_loop.call_soon_threadsafe(self._begin, function)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _join(self, function: Operation[T]) -> T:
+        """Launch, wait and return or raise the outcome."""
+        try:
+            self._launch(function)
+            self._finished.result()
+        except BaseException:
+            self._abort()
+            raise
+        try:
+            return self._take()
+        finally:
+            self._error = None  # its traceback leads here: a cycle, which would keep the state's tensors alive
+
+    def _abort(self) -> None:
+        """Cancel, and wait until the operation has cleaned up."""
+        if self._loop is not None:
+            self.cancel()
+            self._finished.result()
+
+    def _take(self) -> T:
+        """Return or raise the outcome of the ended operation."""
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set, where there is no error
+
+    def _tell_unseen(self) -> None:
+        """Log an error that nobody has asked for. A cancellation that was asked for is none."""
+        asked = self._cancelled and isinstance(self._error, CancelledError)
+        if self._error is not None and not self._seen and not asked:
+            self._seen = True
+            log.error("%s failed, and nobody waited for it", self.what, exc_info=self._error)
+
+    # -- the loop's side -----------------------------------------------------------------------
+
+    def _begin(self, function: Operation[T]) -> None:
+        # The task must not know this object: its error would, and an error nobody asks for could not be told in time.
+        settled = _settled(function, partial(_set_once, self._started))
+        self._task = asyncio.get_running_loop().create_task(settled, name=f"bcp {self.what}")
+        self._task.add_done_callback(self._end)
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self._ended:  # the launch was interrupted
+            self._settle(None, asyncio.CancelledError())
+
+    def _end(self, task: asyncio.Task[Outcome[T]]) -> None:
+        self._task = None
+        # A task that is cancelled before its first step never gets to return an outcome.
+        result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+        self._settle(result, error)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        """Keep the outcome and wake who waits."""
+        assert self._loop is not None  # noqa: S101 -- this runs on it
+        if isinstance(error, asyncio.CancelledError):
+            cancelled = CancelledError(f"{self.what} was cancelled")  # asyncio's own would cancel the one who waits
+            cancelled.__cause__ = error
+            error = cancelled
+        self._result, self._error, self._ended = result, error, True
+        if error is not None:
+            self._loop.failed.add(self)
+        self._loop.running.discard(self)
+        _set_once(self._started, reached=False)
+        self._finished.set_result(None)
+
+
+async def _settled(function: Operation[T], started: Callable[[], None]) -> Outcome[T]:
+    """Await the function; hand an error over as a value, since an interrupt raised in a task would stop the loop."""
+    try:
+        return await function(started), None
+    except BaseException as error:  # noqa: BLE001 -- raised again by who waits, and logged if nobody does
+        return None, error
+
+
+def _set_once(future: Future[bool], *, reached: bool = True) -> None:
+    with suppress(InvalidStateError):
+        future.set_result(reached)
+
+
+# -- the loop and its thread -------------------------------------------------------------------
+
+
+class _Loop:
+    """An event loop on a daemon thread, which does not keep the process alive while it is idle.
+
+    Attributes:
+        running: operations that have not ended. Sets change atomically under the interpreter, so any thread may.
+        failed: those that have failed and still have somebody who may ask for the error.
+    """
+
+    def __init__(self) -> None:
+        self.asyncio_loop = asyncio.new_event_loop()
+        self.running: set[Background[Any]] = set()
+        self.failed: WeakSet[Background[Any]] = WeakSet()
+        self.thread = threading.Thread(target=self._serve, name="bcp-loop", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.asyncio_loop):  # leaving it closes all that the loop has open
+            self.asyncio_loop.run_forever()
+
+    def wait_until_idle(self) -> None:
+        """Block until no operation is running."""
+        while self.running:
+            for background in list(self.running):
+                background._finished.result()  # noqa: SLF001 -- the two are one
+
+    def close(self) -> None:
+        """Log what nobody asked for, stop the loop and wait for its thread."""
+        for background in list(self.failed):
+            background._tell_unseen()  # noqa: SLF001 -- the two are one
+        if self.thread.is_alive():
+            self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
+            self.thread.join()
+
+
+_lock = threading.RLock()  # re-entrant: a signal handler may save, and interrupt one who holds it
+_current: _Loop | None = None
+_inherited: list[_Loop] = []
+
+
+def _current_loop() -> _Loop:
+    """Return the loop of this process; start one where there is none. The caller holds the lock."""
+    global _current  # noqa: PLW0603 -- one a process
+    if _current is None or not _current.thread.is_alive():  # a SystemExit in somebody's task ends a loop
+        _current = _Loop()
+    return _current
+
+
+def _refuse_on_own_thread(what: str) -> None:
+    """Raise where waiting would block the very thread that is waited for."""
+    if _current is not None and threading.current_thread() is _current.thread:
+        raise RuntimeError(f"cannot {what} on bcp's own event loop: it would wait for itself; await the async twin")
+
+
+def _forget_in_child() -> None:
+    """Give a forked child a fresh start: it has the objects of the parent's loop, but not its thread.
+
+    They are kept: were they collected, the parent's coroutines would run their ``finally`` blocks here, too.
+    """
+    global _lock, _current  # noqa: PLW0603 -- one a process
+    if _current is not None:
+        _inherited.append(_current)
+    _lock = threading.RLock()
+    _current = None
+
+
+def _finish_at_exit(*, late: bool) -> None:
+    """Wait for what is running before the process ends; the first Ctrl-C cancels it, the second gives it up.
+
+    ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
+    """
+    global _current  # noqa: PLW0603 -- one a process
+    while (loop := _current) is not None:
+        if loop.running:
+            names = ", ".join(background.what for background in list(loop.running))
+            log.warning("waiting for %d operations before the process ends: %s", len(loop.running), names)
+            if late:
+                log.error("what they still need worker threads for is lost; wait() for them before the program ends")
+        try:
+            loop.wait_until_idle()
+        except KeyboardInterrupt:
+            log.error("interrupted; cancelling %d operations", len(loop.running))  # noqa: TRY400 -- no traceback needed
+            for background in list(loop.running):
+                background.cancel()
+            loop.wait_until_idle()
+        with _lock:
+            if loop.running:
+                continue  # another thread has started something meanwhile
+            _current = None
+        loop.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+# atexit alone is too late for worker threads. The better hook is private; where it is missing, the late one tells.
+atexit.register(_finish_at_exit, late=True)
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_finish_at_exit, late=False)  # noqa: SLF001 -- the only hook that comes in time

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import weakref
+
+import anyio
+import pytest
+
+from bcp.pipeline import in_thread
+from bcp.pipeline.threads import MAX_THREADS
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_runs_elsewhere_and_returns() -> None:
+    assert await in_thread(divmod, 7, 3) == (2, 1)
+    assert await in_thread(threading.get_ident) != threading.get_ident()
+
+
+async def test_sees_the_callers_context() -> None:
+    where = contextvars.ContextVar[str]("where")
+    where.set("here")
+    assert await in_thread(where.get) == "here"
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyError("k"), Odd("odd"), asyncio.CancelledError("stray")])
+async def test_an_error_comes_out_as_itself(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await in_thread(fail)
+    assert caught.value is error
+    assert any(entry.name == "fail" for entry in caught.traceback)
+
+
+async def test_stop_iteration_does_not_hang() -> None:
+    with anyio.fail_after(10), pytest.raises(RuntimeError, match="StopIteration"):
+        await in_thread(next, iter(()))
+
+
+async def test_an_error_is_no_cycle_that_keeps_memory() -> None:
+    class Buffer:
+        pass
+
+    def fail(_: Buffer) -> None:
+        raise OSError("disk")
+
+    async def attempt(buffer: Buffer) -> None:
+        try:
+            await in_thread(fail, buffer)
+        except OSError:
+            pass
+
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = Buffer()
+        alive = weakref.ref(buffer)
+        await attempt(buffer)
+        del buffer
+        await in_thread(int)  # the worker forgets a call with its next one at the latest
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+class Gate:
+    """A call that says when it has begun, and ends when it is let."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.begun = asyncio.Event()
+        self.let = threading.Event()
+        self.ended = False
+
+    def __call__(self) -> None:
+        self.loop.call_soon_threadsafe(self.begun.set)
+        assert self.let.wait(10)
+        self.ended = True
+
+
+async def test_cancelled_by_a_scope_it_waits_for_the_thread() -> None:
+    gate = Gate()
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(in_thread, gate)
+            await gate.begun.wait()
+            scope.cancel()
+            group.cancel_scope.shield = True
+            gate.let.set()
+    assert gate.ended
+
+
+async def test_cancelled_by_asyncio_even_twice_it_waits_for_the_thread() -> None:
+    gate = Gate()
+    task = asyncio.create_task(in_thread(gate))
+    await gate.begun.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.wait([task], timeout=0)
+        await asyncio.wait([task], timeout=0)
+        assert not task.done()
+    gate.let.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gate.ended
+
+
+async def test_a_call_that_no_thread_has_begun_is_not_begun_any_more() -> None:
+    gates = [Gate() for _ in range(MAX_THREADS)]
+    calls = list[str]()
+    async with anyio.create_task_group() as group:
+        for gate in gates:
+            group.start_soon(in_thread, gate)
+        for gate in gates:
+            await gate.begun.wait()
+        waiting = asyncio.create_task(in_thread(calls.append, "begun"))
+        await asyncio.wait([waiting], timeout=0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for gate in gates:
+            gate.let.set()
+    assert calls == []
+
+
+def test_more_threads_than_anyio_gives_and_none_left_when_the_loop_is_gone() -> None:
+    async def main() -> None:
+        gates = [Gate() for _ in range(60)]
+        async with anyio.create_task_group() as group:
+            for gate in gates:
+                group.start_soon(in_thread, gate)
+            for gate in gates:
+                await gate.begun.wait()  # all sixty at once: none can end before
+            for gate in gates:
+                gate.let.set()
+
+    asyncio.run(main())
+    gc.collect()
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("bcp-worker")]
+    for thread in mine:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in mine)
