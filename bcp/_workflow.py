@@ -36,8 +36,9 @@ async def asave(job: SaveJob) -> SaveReport:
             stock = await local(saving.take_stock, job) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = saving.write_items(held, plan, opening.operation, job.rank, job.options)
+            values = await in_thread(saving.owned_values, held, plan)
             stored, snapshot = await _write(job, held, items)
-            receipt = saving.make_receipt(items, stored, held, plan, opening.operation, job.rank, job.options)
+            receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
             digest = await saving.put_receipt(job.backend, receipt)
             await agree(agreement, "commit", job.rank, digest, root.commit)
     return saving.report(job, held, opening, receipt, items, snapshot)

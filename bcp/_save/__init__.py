@@ -1,7 +1,7 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
 from bcp._save.held import Held, take_stock
-from bcp._save.parts import Snapshot, make_receipt, open_files, put_receipt, report, write_items
+from bcp._save.parts import Snapshot, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.root import BLOCK_BYTES, Opening, Root
 
@@ -15,6 +15,7 @@ __all__ = [
     "make_receipt",
     "only_save_to",
     "open_files",
+    "owned_values",
     "plan_writes",
     "put_receipt",
     "report",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -22,11 +22,16 @@ from bcp.plan.divide import Writes
 from bcp.plan.parts import DataFile, data_files
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
 from bcp.planners.values import encode_value
-from bcp.protocols import Backend, PartWriter
+from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.items import PartReceipt, WriteItem
 
-__all__ = ["Snapshot", "make_receipt", "open_files", "put_receipt", "report", "write_items"]
+__all__ = ["Snapshot", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+
+
+def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
+    """Write down the values that this rank owns, as they are now: training will change them."""
+    return {key: encode_value(held.shards.objects[key], where=" ".join(key)) for key in plan.objects}
 
 
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
@@ -83,19 +88,17 @@ async def open_files(
 def make_receipt(
     items: Sequence[WriteItem],
     stored: Sequence[PartReceipt],
-    held: Held,
-    plan: SavePlan,
+    objects: Mapping[ObjectKey, str],
     operation: str,
     rank: int,
     options: SaveOptions,
 ) -> Receipt:
-    """Sum up what this rank wrote."""
+    """Sum up what this rank wrote; ``objects`` are the values it owns, as text."""
     by_file: dict[str, list[PartReceipt]] = {}
     for item, receipt in zip(items, stored, strict=True):
         by_file.setdefault(item.key, []).append(receipt)
     headers = {item.key: len(item.header) for item in items if item.header}
     codecs = tuple(codec.name for codec in options.codecs)
-    objects = {key: encode_value(held.shards.objects[key]) for key in plan.objects}
     files = [_file_receipt(headers[key], parts, codecs) for key, parts in by_file.items()]
     return Receipt(rank, operation, files, objects)
 

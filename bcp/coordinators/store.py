@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
@@ -38,6 +38,7 @@ class StoreCoordinator:
         world_size: how many ranks take part.
     """
 
+    _lingering: ClassVar[WeakSet[StoreCoordinator]] = WeakSet()
     _groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = WeakKeyDictionary()
 
     def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "bcp") -> None:
@@ -78,7 +79,7 @@ class StoreCoordinator:
         prefix = f"bcp/{group.group_name}/{attempt}/{number}"
         coordinator = cls(private_connection(shared), rank, dist.get_world_size(group), prefix)
         if rank == 0:
-            atexit.register(coordinator._linger, shared)
+            cls._lingering.add(coordinator)
         return coordinator
 
     def __repr__(self) -> str:
@@ -101,16 +102,24 @@ class StoreCoordinator:
         inner = _innermost(self._store)
         return own_addresses((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
 
-    def _linger(self, server: Store) -> None:
-        """At exit, wait shortly for ranks that still read the last answer; ``server`` is kept alive meanwhile."""
-        del server
-        deadline = time.monotonic() + _LINGER_SECONDS
+    def _linger(self, deadline: float) -> None:
+        """Wait until all ranks have left the operations that this one has left."""
         with suppress(RuntimeError, OSError):
             while self._left and os.getpid() == self._pid and time.monotonic() < deadline:
                 if self._left[0].sweep():
                     self._left.popleft()
                 else:
                     time.sleep(0.01)
+
+    @classmethod
+    def _linger_all(cls) -> None:
+        """At exit of rank 0, whose process often is the store, wait shortly for ranks that still read an answer."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        for coordinator in list(cls._lingering):
+            coordinator._linger(deadline)  # noqa: SLF001 -- this class's own
+
+
+atexit.register(StoreCoordinator._linger_all)  # noqa: SLF001 -- this module's own
 
 
 def private_connection(store: Store) -> Store:

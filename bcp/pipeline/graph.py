@@ -39,7 +39,7 @@ O = TypeVar("O")  # noqa: E741 -- O for out
 X = TypeVar("X")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: with them Pipeline[A, B](...) is a TypeError before Python 3.14
 class Pipeline(Generic[A, O]):
     """Stages in a row. Never changes: every edit returns a new one.
 
@@ -170,8 +170,9 @@ class _Run:
         finally:
             self._streams.close()
             self._budget.release(self._borrowed_bytes)
-            if self._inside:
-                self._parcels.clear()  # the error may live long, and its traceback leads here: keep no buffers alive
+            if self._inside:  # the error may live long, and its traceback leads here: keep no buffers alive
+                for parcel in self._parcels:
+                    parcel.value = None
         self._failure.reraise()
         if self._inside:
             raise asyncio.CancelledError("a task of the pipeline was cancelled from outside")

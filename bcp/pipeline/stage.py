@@ -18,7 +18,7 @@ O = TypeVar("O")  # noqa: E741 -- same
 X = TypeVar("X")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: with them Stage[A, B](...) is a TypeError before Python 3.14
 class Stage(Generic[I, O]):
     """A named async function, and how many items it may work on at once.
 

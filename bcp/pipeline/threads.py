@@ -34,11 +34,12 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     ``asyncio.to_thread`` leaves the thread running. ``anyio.to_thread`` waits for it, except when the task is cancelled
     by asyncio itself: ``asyncio.timeout``, ``wait_for``, ``Task.cancel``, Ctrl-C under ``asyncio.run``.
     """
-    job = _threads().submit(copy_context().run, _outcome, partial(function, *args))
-    result, error = await _ended(job)
+    # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
+    box: list[Outcome[T]] = []
+    await _ended(_threads().submit(copy_context().run, _call, partial(function, *args), box))
+    result, error = box.pop()
     if error is None:
         return result  # type: ignore[return-value]  # the first of the two forms of an outcome
-    del job
     try:
         raise error
     finally:
@@ -54,21 +55,21 @@ def _threads() -> ThreadPoolExecutor:
     return pool
 
 
-def _outcome(call: Callable[[], T]) -> Outcome[T]:
-    """Make the call; hand its error over as a value.
+def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
+    """Call the function and put what comes of it into the box.
 
-    A future would hang on StopIteration (Python 3.11), and mistake a CancelledError for its own cancellation.
+    An error too: a future hangs on StopIteration (Python 3.11), and takes a CancelledError for its own cancellation.
     """
     try:
-        return call(), None
+        box.append((function(), None))
     except BaseException as error:  # noqa: BLE001 -- raised again by in_thread
-        return None, error
+        box.append((None, error))
 
 
-async def _ended(job: Future[Outcome[T]]) -> Outcome[T]:
+async def _ended(job: Future[None]) -> None:
     """Wait until the job has ended, also when cancelled."""
     try:
-        return await asyncio.wrap_future(job)
+        await asyncio.wrap_future(job)
     except asyncio.CancelledError:
         if not job.cancel():
             with anyio.CancelScope(shield=True):

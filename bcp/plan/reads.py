@@ -38,8 +38,6 @@ class Wants:
     """What one rank needs: n parts of segments, sorted by (file, start).
 
     Attributes:
-        table: the target shards.
-        tensor: int64[len(table)], row of the tensor in the layout that is stored for each shard; -1: there is none.
         row: int64[n], row of the target shard in this rank's table.
         segment: int64[n], row of the segment in the layout; no (row, segment) comes twice.
         file: int64[n], row of the file in the layout.
@@ -47,8 +45,6 @@ class Wants:
         stop: int64[n], one past the last. Bytes between may not be needed: it is a hull.
     """
 
-    table: ShardTable
-    tensor: Ints
     row: Ints
     segment: Ints
     file: Ints
@@ -58,10 +54,6 @@ class Wants:
     def __len__(self) -> int:
         """Return the number of parts."""
         return len(self.row)
-
-    def saved_tensor(self, row: int) -> int:
-        """Return the row in the layout of the tensor that is stored for a shard: its dtype is the saved one."""
-        return int(self.tensor[row])
 
     def ranges(self) -> Ints:
         """int64[k, 3]: disjoint, non-adjacent (file, start, stop) that hold everything, sorted."""
@@ -119,14 +111,13 @@ def wants(layout: Layout, table: ShardTable) -> Wants:
     Tensors that the layout does not have are skipped; a tied tensor is found where its data is. Shapes are
     assumed to be equal (checked before); dtypes need not be: sizes are those of the saved one.
     """
-    tensor = np.array([_stored(layout, table, row) for row in range(len(table))], dtype=np.int64)
-    row, segment, first, last = _hulls(layout, _meetings(layout, table, tensor))
+    row, segment, first, last = _hulls(layout, _meetings(layout, table))
     file, start = layout.segment_file[segment], layout.segment_offset[segment]
     itemsize = layout.tensors.itemsize[layout.piece_tensor[layout.segment_piece[segment]]]
     stop = start + (last - layout.segment_start[segment]) * itemsize
     start = start + (first - layout.segment_start[segment]) * itemsize
     order = np.lexsort((row, start, file))
-    return Wants(table, tensor, row[order], segment[order], file[order], start[order], stop[order])
+    return Wants(row[order], segment[order], file[order], start[order], stop[order])
 
 
 def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: int, hi: int) -> Iterator[Placement]:
@@ -150,11 +141,11 @@ def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: 
         yield from _copies(layout, list(_targets(table, int(wanted.row[index]))), wanted, index, (lo, hi))
 
 
-def _stored(layout: Layout, table: ShardTable, row: int) -> int:
-    """Return the row of the tensor that is stored for a shard, or -1."""
+def _pieces(layout: Layout, table: ShardTable, row: int) -> tuple[int, int]:
+    """Return the rows [first, stop) of the pieces of the tensor that is stored for a shard; none if there is none."""
     tensor = int(table.tensor[row])
     found = find(layout, KINDS[int(table.tensors.kind[tensor])], table.tensors.fqn[tensor])
-    return -1 if found is None else resolve(layout, found)
+    return (0, 0) if found is None else rows_of(layout.piece_tensor, resolve(layout, found))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,13 +188,15 @@ class _Meetings:
         return flat
 
 
-def _meetings(layout: Layout, table: ShardTable, tensor: Ints) -> _Meetings:
+def _meetings(layout: Layout, table: ShardTable) -> _Meetings:
     """Intersect every target box with the pieces of the tensor that is stored for it."""
     width = layout.offset.shape[1]
     found: list[tuple[Ints, ...]] = []
-    for row in np.flatnonzero(tensor >= 0).tolist():
-        first, stop = rows_of(layout.piece_tensor, int(tensor[row]))
+    for row in range(len(table)):
+        first, stop = _pieces(layout, table, row)
         offset, length = layout.offset[first:stop], layout.length[first:stop]
+        if first == stop:  # such a tensor may have more dimensions than any in the layout
+            continue
         for _, box in _targets(table, row):
             (corner,), (extent,) = matrix([box.offsets], width, 0), matrix([box.lengths], width, 1)
             low = np.maximum(offset, corner)

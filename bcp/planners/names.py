@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,30 +18,27 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
 
 
-class cleaner:  # noqa: N801 -- used like a function: clean = cleaner(module); clean(name)
-    """Maps the names that a wrapped module uses to those of the module inside.
+def cleaner(module: nn.Module) -> Callable[[str], str]:
+    """Return the function that maps the names a wrapped module uses to those of the module inside.
 
     ``torch.compile``, activation checkpointing and FSDP add a segment that nobody else uses. DDP adds ``module``,
     which users do use: it is dropped only where a DDP module really is the parent.
     """
+    added = {
+        tuple(filter(None, [*path.split("."), "module"]))
+        for path, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, _PARALLEL)
+    }
 
-    def __init__(self, module: nn.Module) -> None:
-        """Find the segments that DDP wrappers add."""
-        self._added = {
-            tuple(filter(None, [*path.split("."), "module"]))
-            for path, child in module.named_modules(remove_duplicate=False)
-            if isinstance(child, _PARALLEL)
-        }
-
-    def __call__(self, name: str) -> str:
-        """Return the name without the segments of wrappers."""
+    def clean(name: str) -> str:
         segments = name.split(".")
-        kept = [
+        return ".".join(
             segment
             for index, segment in enumerate(segments)
-            if segment not in _WRAPPERS and tuple(segments[: index + 1]) not in self._added
-        ]
-        return ".".join(kept)
+            if segment not in _WRAPPERS and not (segment == "module" and tuple(segments[: index + 1]) in added)
+        )
+
+    return clean
 
 
 def dotted(path: Path) -> str:

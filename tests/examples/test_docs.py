@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from bcp.protocols import Backend
-from bcp.testing import BackendSuite
+from bcp.testing.backend_suite import BackendSuite
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from anyio import wait_all_tasks_blocked
+from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,20 +73,15 @@ async def test_a_cancelled_waiter_leaves_nothing_and_lets_the_next_one_in() -> N
 async def test_bytes_granted_to_a_waiter_that_is_cancelled_meanwhile_go_to_the_next() -> None:
     budget = Budget(10)
     await budget.acquire(10)
-    async with anyio.create_task_group() as group:
-        scope = anyio.CancelScope()
-
-        async def want() -> None:
-            with scope:
-                await budget.acquire(10)
-
-        group.start_soon(want)
-        await wait_all_tasks_blocked()
-        group.start_soon(budget.acquire, 3)
-        await wait_all_tasks_blocked()
-        budget.release(10)  # granted to the first ...
-        assert budget.in_use == 10
-        scope.cancel()  # ... who is cancelled before it hears of it
+    first = asyncio.create_task(budget.acquire(10))
+    await wait_all_tasks_blocked()
+    second = asyncio.create_task(budget.acquire(3))
+    await wait_all_tasks_blocked()
+    budget.release(10)  # granted to the first ...
+    assert budget.in_use == 10
+    first.cancel()  # ... who is cancelled before it hears of it
+    await second
+    assert first.cancelled()
     assert budget.in_use == 3
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ class Plan:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    kinds = st.one_of(
-        st.tuples(st.integers(1, 4), st.just(False), st.booleans()), st.tuples(st.just(1), st.just(True), st.just(False))
+    kinds = st.tuples(st.integers(1, 4), st.booleans(), st.booleans()).map(
+        lambda kind: (1, *kind[1:]) if kind[1] else kind
     )
     stages = draw(st.lists(kinds, min_size=1, max_size=4))
     sizes = draw(st.lists(st.integers(0, 50), max_size=12))
@@ -63,7 +62,7 @@ class Watch:
         workers, ordered, threaded = self.plan.stages[number]
         return Stage(f"s{number}", partial(self.visit, number, threaded), workers=workers, ordered=ordered)
 
-    async def visit(self, number: int, threaded: bool, value: Crate | Value) -> Value:  # noqa: FBT001
+    async def visit(self, number: int, threaded: bool, value: Crate | Value) -> Value:  # noqa: FBT001 -- a random flag
         index, been = (int(value.name[1:]), ()) if isinstance(value, Crate) else value
         self.enter(number, index)
         for _ in range(self.plan.delays[number][index]):
@@ -136,7 +135,9 @@ async def test_an_ordered_stage_sees_plan_order_though_earlier_stages_finish_bac
         ordered.append(item.name)
         return item
 
-    pipeline = Pipeline[Crate, Crate]().then(stage("back", backwards, workers=5)).then(stage("note", note, ordered=True))
+    pipeline = (
+        Pipeline[Crate, Crate]().then(stage("back", backwards, workers=5)).then(stage("note", note, ordered=True))
+    )
     await pipeline.run(crates(1, 1, 1, 1, 1), budget=Budget(5))
 
     assert finished == ["w4", "w3", "w2", "w1", "w0"]
@@ -172,7 +173,9 @@ async def test_a_slow_last_stage_does_not_hold_up_the_first_while_the_budget_las
         await go.wait()
         return item
 
-    pipeline = Pipeline[Crate, Crate]().then(stage("copy", copy)).then(stage("same", same)).then(stage("upload", upload))
+    pipeline = (
+        Pipeline[Crate, Crate]().then(stage("copy", copy)).then(stage("same", same)).then(stage("upload", upload))
+    )
     with anyio.fail_after(10):
         await pipeline.run(crates(*[8] * 20), budget=Budget(160))
 
@@ -255,7 +258,6 @@ async def test_the_memory_of_an_item_is_free_when_it_has_left() -> None:
     pipeline = Pipeline[Crate, Any]().then(stage("fill", fill, workers=2)).then(stage("drop", drop, workers=2))
     await pipeline.run(crates(*[1] * 20), budget=Budget(1))
     assert most == 1
-    assert len(asyncio.all_tasks()) >= 1
 
 
 # -- edits -----------------------------------------------------------------------------------------

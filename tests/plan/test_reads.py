@@ -120,7 +120,7 @@ class Memory:
     def place(self, file: int, lo: int, hi: int) -> None:
         run = self.saved.files[file][lo:hi].tobytes()
         for p in placements(self.saved.layout, self.table, self.wants, file, lo, hi):
-            dtype = self.saved.layout.tensors.dtype[self.wants.saved_tensor(p.row)]
+            dtype = self.saved.layout.tensors.dtype[self.tensor(p.row)]
             count = int(np.prod(p.source_lengths, dtype=np.int64))
             source = np.frombuffer(run, dtype, count, p.source_at).reshape(p.source_lengths)[slices(p.source_box)]
             for target, new in ((self.values, source), (self.counts, None)):
@@ -184,8 +184,8 @@ def targets(draw: st.DrawFn, saved: Saved) -> ShardTable:
     rows = []
     for index in draw(st.lists(st.integers(0, len(saved.layout.tensors) - 1), max_size=4)):
         tensor = saved.layout.tensors[index]
-        low = [draw(st.integers(0, n)) for n in tensor.shape]
-        lengths = [draw(st.integers(0, n - a)) for n, a in zip(tensor.shape, low, strict=True)]
+        low = [draw(st.integers(0, max(0, n - 1))) for n in tensor.shape]
+        lengths = [draw(st.integers(min(1, n), n - a)) for n, a in zip(tensor.shape, low, strict=True)]
         box = Box(tuple(low), tuple(lengths))
         start = draw(st.integers(0, box.numel)) if draw(st.booleans()) else 0
         rows.append(ShardRow(tensor, box, start, draw(st.integers(start, box.numel)) if start else None))
@@ -409,9 +409,9 @@ def test_a_message_that_is_not_ranges_is_refused() -> None:
 def test_tied_tensors_are_read_where_they_are_stored_and_unknown_ones_not_at_all() -> None:
     stored, tied = meta("embed", (4, 2)), meta("head", (4, 2), tied_to="embed")
     saved = save([stored, tied], [Piece(stored, Box.whole((4, 2)), [(8, 0)])], 1, 16)
-    table = ShardTable.build([ShardRow(tied, Box((1, 0), (2, 2))), ShardRow(meta("other", (4, 2)), Box.whole((4, 2)))])
+    other = meta("other", (4, 2, 3))  # more dimensions than the layout has columns
+    table = ShardTable.build([ShardRow(tied, Box((1, 0), (2, 2))), ShardRow(other, Box.whole((4, 2, 3)))])
     found = wants(saved.layout, table)
-    assert found.tensor.tolist() == [0, -1]
     assert list(zip(found.row, found.start, found.stop, strict=True)) == [(0, 8, 24)]
 
 
@@ -434,3 +434,17 @@ def test_wants_of_a_column_shard_skip_segments_between_its_rows() -> None:
     found: Wants = wants(saved.layout, ShardTable.build([ShardRow(tensor, Box((0, 1), (4, 2)))]))
     assert found.file.tolist() == [0, 0, 0, 0]  # the right halves of all rows are in file 1
     assert (found.stop - found.start).tolist() == [2, 2, 2, 2]
+
+
+def test_wants_end_with_the_last_needed_row_of_a_segment_that_goes_on() -> None:
+    tensor = meta("w", (4, 8), "uint8")
+    saved = save([tensor], [Piece(tensor, Box.whole((4, 8)), [(26, 0), (6, 0)])], 1, 16)
+    found = wants(saved.layout, ShardTable.build([ShardRow(tensor, Box((0, 1), (2, 2)))]))
+    assert list(zip(found.segment, found.start, found.stop, strict=True)) == [(0, 1, 11)]
+
+
+def test_an_empty_shard_wants_nothing() -> None:
+    tensor = meta("w", (4, 8), "uint8")
+    saved = save([tensor], [Piece(tensor, Box.whole((4, 8)), [(32, 0)])], 1, 16)
+    rows = [ShardRow(tensor, Box((4, 0), (0, 8))), ShardRow(tensor, Box((0, 0), (4, 8)), 5, 5)]
+    assert len(wants(saved.layout, ShardTable.build(rows))) == 0

@@ -37,7 +37,7 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def step(model, *optimizers, seed=0):
+def step(model, *optimizers: optim.Optimizer, seed=0):
     torch.manual_seed(seed)
     model(torch.randn(5, 3)).pow(2).sum().backward()
     for optimizer in optimizers:
@@ -137,7 +137,7 @@ def test_names_follow_the_flattened_convention():
     assert keys == {f"param_groups.{fqn}.{key}" for fqn in model.state_dict() for key in expected}
 
 
-def groups(model, *, reverse=False, **hypers):
+def groups(model, *, reverse=False, **hypers: object):
     parts = [{"params": model[0].parameters(), **hypers}, {"params": model[1].parameters()}]
     return optim.AdamW(parts[::-1] if reverse else parts, lr=0.1)
 
@@ -223,7 +223,8 @@ def test_parameters_are_found_by_memory_in_a_plain_state_dict():
 
 def test_the_model_is_needed_for_names():
     model = net()
-    for states in ({"optimizer": optim.SGD(model.parameters())}, {"model": net(), "optimizer": optim.SGD(model.parameters())}):
+    optimizer = optim.SGD(model.parameters())
+    for states in ({"optimizer": optimizer}, {"model": net(), "optimizer": optimizer}):
         with pytest.raises(StateError, match=r"of shape \(4, 3\) that is not in states\['model'\]; pass the model"):
             PLAIN.local_shards(states)
 
@@ -262,10 +263,10 @@ def test_plain_optimizer_state_dicts():
 class Sketchy(optim.Optimizer):
     """Keeps states of every shape: nested tensors, numbers, strings."""
 
-    def __init__(self, params):
+    def __init__(self, params) -> None:
         super().__init__(params, {"lr": 0.1})
 
-    def step(self, closure=None):
+    def step(self):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state.update(count=state.get("count", 0) + 1, mode="warm", history=[1, 2])
@@ -292,7 +293,7 @@ def test_nested_and_other_states():
 
 def test_states_that_are_no_tensors_are_made_up_in_finish():
     class Counting(Sketchy):
-        def step(self, closure=None):
+        def step(self):
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter].update(count=7, ema=torch.ones(3))
 

@@ -18,7 +18,9 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(-9, 9), inner, max_size=4)
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-9, 9), inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -42,7 +44,16 @@ def test_values_come_back_as_they_were(value):
 
 @pytest.mark.parametrize(
     "value",
-    [torch.bfloat16, torch.device("cuda", 1), torch.Size([2, 3]), 1 << 20000, {1, 2}, 1 + 2j, {(1, 2): "a"}, [{"tuple": 1}]],
+    [
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        torch.Size([2, 3]),
+        1 << 20000,
+        {1, 2},
+        1 + 2j,
+        {(1, 2): "a"},
+        [{"tuple": 1}],
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_other_types(value):
@@ -63,7 +74,7 @@ def test_values_are_readable():
 
 
 class Custom:
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Custom)
 
     __hash__ = None
@@ -76,14 +87,16 @@ def test_own_classes_need_trust():
     assert decode_value(text, trust=True, where="x") == Custom()
 
 
-@pytest.mark.parametrize("text", ["{", '{"nope":1}', '{"dtype":"nn"}', '{"bytes":"?"}', "{}", '{"torch":"AAAA"}', '{"int":3}'])
+@pytest.mark.parametrize(
+    "text", ["{", '{"nope":1}', '{"dtype":"nn"}', '{"bytes":"?"}', "{}", '{"torch":"AAAA"}', '{"int":3}']
+)
 def test_damaged_values(text):
     with pytest.raises(CheckpointError, match="the value of k cannot be read"):
         decode_value(text, trust=False, where="k")
 
 
 def test_values_that_cannot_be_encoded():
-    with pytest.raises(StateError, match="the key k cannot be serialized.*pass plain values"):
+    with pytest.raises(StateError, match=r"the key k cannot be serialized.*pass plain values"):
         encode_value(lambda: 0, where="the key k")
     loop: list[object] = []
     loop.append(loop)
@@ -92,7 +105,7 @@ def test_values_that_cannot_be_encoded():
 
 
 class Counter:
-    def __init__(self, count=0):
+    def __init__(self, count=0) -> None:
         self.state = {"count": count, "ema": torch.tensor([float(count)])}
 
     def state_dict(self):
@@ -130,7 +143,8 @@ def test_extra_states_round_trip_with_statefuls_and_random_states():
 
 
 def test_snapshots_do_not_change_with_their_source():
-    source = {"c": Counter(1), "list": [1], "bytes": bytearray(b"a"), "array": np.zeros(2), "view": torch.arange(8)[2:4]}
+    source = {"c": Counter(1), "list": [1], "bytes": bytearray(b"a"), "array": np.zeros(2)}
+    source["view"] = torch.arange(8)[2:4]
     snapshot = collect(source)
     source["c"].state["ema"].fill_(9)
     source["c"].state["count"] = 9
@@ -184,7 +198,7 @@ def test_restore_refuses_what_cannot_change(target, loaded):
 
 def test_failing_owners_are_named():
     class Picky(Counter):
-        def load_state_dict(self, state):
+        def load_state_dict(self, _):
             raise KeyError("gone")
 
     with pytest.raises(KeyError) as caught:
@@ -197,7 +211,7 @@ def test_extras_refuse_what_is_not_here():
         collect({"a": [torch.empty(1, device="meta")]})
     with pytest.raises(StateError, match=r"extra_states\.a is on the meta device"):
         pack({"a": torch.empty(1, device="meta")})
-    with pytest.raises(StateError, match="cannot be serialized.*pass plain values"):
+    with pytest.raises(StateError, match=r"cannot be serialized.*pass plain values"):
         pack({"f": lambda: 0})
 
 

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake"
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+from bcp.coordinators import SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
+from bcp.coordinators.liveness import LEFT, Liveness
+from bcp.coordinators.store import private_connection, reconnected
+from bcp.errors import InputError
+from bcp.protocols import Agreement, Coordinator
+from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
+
+
+class TestMemory(CoordinatorSuite):
+    def coordinators(self, world_size: int) -> Sequence[Coordinator]:
+        return memory_coordinators(world_size)
+
+
+@pytest.fixture(scope="module")
+def server() -> TCPStore:
+    """Return a server; shared, since every tenth start of one takes 5 s in torch."""
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+class TestTCPStore(CoordinatorSuite):
+    """One private connection a rank, as in a job."""
+
+    @pytest.fixture(autouse=True)
+    def _job(self, server: TCPStore, request: pytest.FixtureRequest) -> None:
+        self.store = PrefixStore(request.node.name, server)
+
+    def coordinators(self, world_size: int) -> Sequence[Coordinator]:
+        return [StoreCoordinator(private_connection(self.store), rank, world_size) for rank in range(world_size)]
+
+
+@pytest.mark.anyio
+async def test_file_store(tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+    coordinators = [StoreCoordinator(FileStore(path, 2), rank, 2) for rank in range(2)]
+    assert await run_ranks(coordinators, answer) == [b"01", b"01"]
+    assert await run_ranks(coordinators, answer) == [b"01", b"01"]
+
+
+async def answer(rank: int, agreement: Agreement) -> bytes:
+    async def join(gathered: Sequence[bytes]) -> bytes:
+        return b"".join(gathered)
+
+    await agreement.divide("plan", b"", list)
+    await agreement.all_to_all([b"x", b""] if rank == 1 else [b"", b""], [0, 1] if rank == 0 else [0, 0])
+    return await agreement.decide("commit", b"%d" % rank, join)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("failing", [None, 0, 1])
+async def test_no_key_stays_in_the_store(failing: int | None) -> None:
+    store = HashStore()
+    coordinators = [StoreCoordinator(store, rank, 2) for rank in range(2)]
+
+    async def body(rank: int, agreement: Agreement) -> None:
+        if rank == failing:
+            raise ZeroDivisionError
+        await agreement.divide("plan", bytes(5 << 20), list)
+        if failing is None:
+            await agreement.all_to_all([b"xy", b"xy"], [2, 2])
+
+    await run_ranks(coordinators, body)
+    await run_ranks(coordinators, body)  # deletes what nobody has read in the first
+    await run_ranks(coordinators, _nothing)
+    assert store.num_keys() == 0
+
+
+async def _nothing(_rank: int, _agreement: Agreement) -> None:
+    return
+
+
+@pytest.mark.parametrize("connect", [private_connection, reconnected])
+def test_a_private_connection_does_not_wait_for_others(connect: object, server: TCPStore) -> None:
+    assert callable(connect)
+    private: Store = connect(PrefixStore("group", server))
+    waiting = threading.Thread(target=server.get, args=[connect.__name__])
+    waiting.start()
+    private.set("a", "1")  # would wait until the other thread has its answer, on the same connection
+    assert private.get("a") == b"1"
+    assert waiting.is_alive()
+    reconnected(server).set(connect.__name__, "")
+    waiting.join()
+
+
+def test_rank_has_to_be_in_the_world() -> None:
+    with pytest.raises(InputError, match="rank 2 is not one of"):
+        StoreCoordinator(HashStore(), 2, 2)
+
+
+def test_a_fork_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = memory_coordinators(1)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(InputError, match="fork"):
+        ranks[0].begin("save", 1.0)
+
+
+@pytest.mark.anyio
+async def test_solo() -> None:
+    async with SoloCoordinator().begin("save", 1.0) as agreement:
+        assert await agreement.divide("plan", b"1", lambda gathered: [gathered[0] + b"!"]) == b"1!"
+        assert await agreement.all_to_all([b"xyz"], [3]) == [b"xyz"]
+        with pytest.raises(InputError):
+            await agreement.all_to_all([b"xyz"], [4])
+    with pytest.raises(ZeroDivisionError):
+        async with SoloCoordinator().begin("save", 1.0):
+            raise ZeroDivisionError
+
+
+# -- which coordinator -----------------------------------------------------------------------
+
+
+def test_the_given_one_is_used() -> None:
+    solo = SoloCoordinator()
+    assert coordinator(solo) is solo
+
+
+def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert isinstance(coordinator(), SoloCoordinator)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert isinstance(coordinator(), SoloCoordinator)
+
+
+def test_a_launcher_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(InputError, match=r"WORLD_SIZE=8.*init_process_group.*SoloCoordinator"):
+        coordinator()
+    with pytest.raises(InputError, match="init_process_group"):
+        StoreCoordinator.over()
+
+
+def test_one_coordinator_for_each_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for _ in range(2):
+        dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
+        try:
+            first = coordinator()
+            assert coordinator() is first
+            assert (first.rank, first.world_size) == (1, 2)
+            seen.append(first)
+            assert repr(StoreCoordinator.over()) != repr(first)  # no key in common
+        finally:
+            dist.destroy_process_group()
+    assert seen[0] is not seen[1]
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert isinstance(coordinator(), SoloCoordinator)
+
+
+# -- who is alive ----------------------------------------------------------------------------
+
+
+def test_liveness_blames_the_one_that_is_silent_longest() -> None:
+    liveness = Liveness([1, 2, 3], now=100.0)
+    assert liveness.lost(5.0, now=105.0) is None
+    liveness.note(1, b"1", now=103.0)
+    liveness.note(2, b"1", now=101.0)
+    assert liveness.lost(5.0, now=106.0) == (3, 6.0, False)
+    liveness.note(3, b"1", now=106.0)
+    liveness.note(1, b"1", now=107.0)  # the same sign again is no sign
+    assert liveness.lost(5.0, now=107.0) == (2, 6.0, True)
+    liveness.note(2, LEFT, now=107.0)
+    assert liveness.lost(5.0, now=107.5) is None
+    assert liveness.lost(5.0, now=108.5) == (1, 5.5, True)
+    assert (liveness.left, liveness.watched) == ({2}, [1, 3])
+
+
+def test_a_watcher_that_slept_blames_nobody() -> None:
+    liveness = Liveness([1], now=0.0)
+    liveness.note(1, b"1", now=1.0)
+    liveness.note(1, b"99", now=1000.0)  # the first look after a long sleep
+    assert liveness.lost(5.0, now=1000.0) is None
