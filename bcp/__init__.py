@@ -10,15 +10,18 @@ from bcp._pending import Pending
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.events import LoadReport, SaveReport, StageEvent
-from bcp.options import LoadOptions, SaveOptions
+from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
+from bcp.stages.items import HostPart
 
 __all__ = [
     "Agreement",
     "Backend",
     "Codec",
     "Coordinator",
+    "Graph",
+    "HostPart",
     "LoadOptions",
     "LoadReport",
     "PartWriter",

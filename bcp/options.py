@@ -12,10 +12,11 @@ from bcp.events import Observer, ignore
 from bcp.pipeline import Pipeline
 from bcp.protocols import Codec
 
-__all__ = ["LoadOptions", "SaveOptions", "with_overrides"]
+__all__ = ["Graph", "LoadOptions", "SaveOptions", "with_overrides"]
 
 MIB = 1 << 20
 Graph = Pipeline[Any, Any]
+"""A save or load graph, as ``SaveOptions(edit=...)`` and ``LoadOptions(edit=...)`` get and return it."""
 O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
 
 

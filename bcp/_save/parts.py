@@ -39,7 +39,7 @@ def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: 
     encoded = bool(options.codecs)
     items = _items(plan.files, held.shards.table, held.shards.tensors, operation, rank, encoded=encoded)
     for kind, data in held.extras.items():
-        meta = TensorMeta(kind, "state", "uint8", 1, (len(data),), (1,))
+        meta = TensorMeta(kind, EXTRA_NAME, "uint8", 1, (len(data),), (1,))
         table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
         one = np.zeros(1, np.int64)
         files = data_files(table, Writes(one, one, one + len(data), one), rank=rank, part_bytes=options.part_bytes)

@@ -1,0 +1,66 @@
+"""Runs small programs that use the bridge, each in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# An empty package in the place of bcp's own __init__, which imports torch: seconds that these programs can do without.
+HEAD = f"""
+import sys, types
+package = types.ModuleType("bcp")
+package.__path__ = [{str(ROOT / "bcp")!r}]
+sys.modules["bcp"] = package
+import asyncio, os, threading, time
+from pathlib import Path
+{{before}}
+from bcp import _bridge
+from bcp.pipeline import in_thread
+folder = Path(sys.argv[1])
+
+def say(text):
+    print(text, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+def program(
+    folder: Path, body: str, *, before: str = "", interrupt: int | None = None, on: str = "now", times: int = 1
+) -> Ended:
+    """Run a program to its end; send it a signal each of the first ``times`` times that it says ``on``."""
+    source = HEAD.format(before=textwrap.dedent(before)) + textwrap.dedent(body)
+    process = subprocess.Popen(  # noqa: S603 -- a program of this test
+        [sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out = ""
+    with process:
+        assert process.stdout is not None
+        while interrupt is not None and times:
+            line = process.stdout.readline()
+            if not line:
+                break
+            out += line
+            if line.strip() == on:
+                process.send_signal(interrupt)
+                times -= 1
+        try:
+            rest, err = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"the program hangs; it said {out!r}") from None
+    return Ended(process.returncode, out + rest, err)
+
+
+KILLED_BY_CTRL_C = -signal.SIGINT
