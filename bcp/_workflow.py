@@ -35,7 +35,7 @@ async def asave(job: SaveJob) -> SaveReport:
         async with together(job.operation) as agreement:
             stock = await local(saving.take_stock, job) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
-            items = saving.write_items(held, plan, opening.operation, job.rank, job.options)
+            items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
             values = await in_thread(saving.owned_values, held, plan)
             stored, snapshot = await _write(job, held, items)
             receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
@@ -95,11 +95,12 @@ async def _read(
 ) -> loading.Read:
     """Fill the tensors, fetch the values, and wait until every rank has done so."""
     options = job.options
-    sources = loading.extra_sources(metadata.layout, job.states, job.rank)
-    ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources, job.rank)
-    receipts = await loading.fetch_receipts(job.backend, metadata, ranks)
-    items = loading.read_items(reading, wanted, metadata, receipts, job.rank)
     with ExitStack() as stack:
+        stack.enter_context(_own_errors())
+        sources = loading.extra_sources(metadata.layout, job.states, job.rank)
+        ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources, job.rank)
+        receipts = await loading.fetch_receipts(job.backend, metadata, ranks)
+        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts, job.rank)
         pinned = bool(cuda_devices(wanted.targets.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         context = loading.load_context(job, agreement, metadata, wanted, reading, lease)
@@ -107,11 +108,10 @@ async def _read(
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
-        stack.enter_context(_own_errors())
         graph = options.edit(load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers))
         await graph.run(items, budget=Budget(options.budget_bytes), observe=job.clock)
         extras = await loading.read_extras(context, metadata, receipts, sources, options)
-        objects = loading.read_objects(wanted, metadata.layout, receipts, options)
+        objects = await in_thread(loading.read_objects, wanted, metadata.layout, receipts, options)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return loading.Read(context, objects, extras)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
-import anyio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from bcp._agree import agree
-from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
+from bcp.errors import CorruptError, NotACheckpointError, UncommittedError
 from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
-from bcp.pipeline import in_thread
+from bcp.pipeline import Budget, Pipeline, Stage, in_thread
 from bcp.protocols import Agreement, Backend
 from bcp.receipt import Receipt, decode_receipt, receipt_digest
 
@@ -51,33 +49,26 @@ async def _read_metadata(backend: Backend, path: str) -> bytes:
     raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A receipt to fetch, as an item of a graph."""
+
+    rank: int
+    name: str
+    nbytes: int = 1
+
+
 async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[int]) -> dict[int, Receipt]:
     """Read what those ranks wrote down when they saved, and check it against the commit record."""
-    found: dict[int, Receipt] = {}
-    limiter = anyio.CapacityLimiter(RECEIPTS_AT_ONCE)
 
-    async def fetch(rank: int) -> None:
-        async with limiter:
-            found[rank] = await _fetch_receipt(backend, metadata, rank)
+    async def fetch(wanted: _Wanted) -> Receipt:
+        return await _fetch_receipt(backend, metadata, wanted.rank)
 
-    failures: list[BcpError] = []
-    try:
-        async with anyio.create_task_group() as tasks:
-            for rank in sorted(set(ranks)):
-                tasks.start_soon(fetch, rank)
-    except* BcpError as group:
-        failures.extend(_leaves(group))
-    if failures:
-        raise failures[0]
-    return found
-
-
-def _leaves(group: BaseExceptionGroup[Any]) -> Iterator[BcpError]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    start: Pipeline[_Wanted, _Wanted] = Pipeline()
+    wanted = [_Wanted(rank, receipt_key(rank, metadata.commit.operation)) for rank in sorted(set(ranks))]
+    graph = start.then(Stage("receipts", fetch, workers=RECEIPTS_AT_ONCE))
+    receipts = await graph.run(wanted, budget=Budget(max(len(wanted), 1)))
+    return {receipt.rank: receipt for receipt in receipts}
 
 
 async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Receipt:

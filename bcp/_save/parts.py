@@ -14,7 +14,7 @@ from bcp._save.held import Held
 from bcp._save.plan import SavePlan
 from bcp._save.root import Opening
 from bcp.events import SaveReport
-from bcp.metadata import data_key, receipt_key
+from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
 from bcp.pipeline import Budget, in_thread
 from bcp.plan.box import Box

@@ -220,13 +220,17 @@ class Operation:
                 self._watch.liveness.left & names.keys()
             )  # before the look: a rank that has left sends nothing any more
             if await call_store(self._mailbox.posted, list(names.values())):
-                return
+                break
             for rank in left:
                 if not await call_store(self._mailbox.posted, [names[rank]]):
                     raise await self._watch.blame(rank, f"{self._watch.name(rank)} has left early")
             await anyio.sleep(pause)
             # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
             pause = min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
+        # The payloads may be those of ranks that have given up since: nothing may be decided with them.
+        abort = await call_store(self._mailbox.aborted)
+        if abort is not None:
+            raise error_of(abort)
 
     def _post_all(self, payloads: Mapping[str, bytes]) -> None:
         """Publish payloads, in one call in a thread."""

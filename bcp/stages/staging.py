@@ -31,6 +31,7 @@ class StagingPool:
         self._free: list[torch.Tensor] = []
         self._lock = Lock()
         self._leases = 0
+        self._used: set[int] = set()
 
     def __repr__(self) -> str:
         """Show what the pool holds."""
@@ -74,8 +75,10 @@ class StagingPool:
             self._free.extend(lease.out.values())
             lease.out.clear()
             self._leases -= 1
+            self._used |= lease.used
             if self._leases == 0:
-                self._free = [b for b in self._free if id(b) in lease.used]
+                self._free = [b for b in self._free if id(b) in self._used]
+                self._used.clear()
 
     def clear(self) -> None:
         """Give all free buffers back to the operating system."""

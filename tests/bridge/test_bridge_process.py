@@ -126,7 +126,8 @@ def test_a_forked_child_has_a_loop_of_its_own_and_leaves_the_parents_alone(tmp_p
     if (child := os.fork()) == 0:
         assert _bridge.run(seven) == 7
         assert _bridge.start(lambda started: seven(), what="own").wait() == 7
-        for ask in (background.wait, background.wait_started, background.cancel, lambda: asyncio.run(background.result())):
+        result = lambda: asyncio.run(background.result())
+        for ask in (background.wait, background.wait_started, background.cancel, result):
             try:
                 ask()
             except RuntimeError as error:

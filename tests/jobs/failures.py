@@ -1,0 +1,74 @@
+"""What the ranks of ``ranks4`` do when one of them fails in the middle of a save or a load."""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+import bcp
+from bcp.backends import resolve
+from bcp.testing.storage_fakes import FaultyBackend
+
+GUILTY = 2
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {f"w{n}": torch.full((700_000,), float(n)) for n in range(8)}
+
+
+def outcome(function: Any) -> tuple[str, str, list[str], float]:
+    """Return the type, text, notes and seconds of what a call raises."""
+    started = time.monotonic()
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
+        return type(error).__name__, str(error), list(getattr(error, "__notes__", [])), time.monotonic() - started
+    return "nothing", "", [], time.monotonic() - started
+
+
+def save(path: Path, operation: str, key: str) -> tuple[str, str, list[str], float]:
+    """Save where one rank's storage fails; afterwards save again, for real."""
+    fault = OSError(errno.ENOSPC, "No space left on device") if dist.get_rank() == GUILTY else _nothing
+    backend = FaultyBackend(resolve(path), operation, fault, key=key)
+    result = outcome(lambda: bcp.save(backend, {"model": state()}, options=bcp.SaveOptions(part_bytes=1 << 20)))
+    bcp.save(path, {"model": state()})
+    return result
+
+
+def load(path: Path, operation: str, key: str) -> tuple[str, str, list[str], float]:
+    """Load where one rank's storage fails; afterwards load again, for real."""
+    bcp.save(path, {"model": state()}, overwrite=True)
+    fault = OSError(errno.EIO, "Input/output error") if dist.get_rank() == GUILTY else _nothing
+    backend = FaultyBackend(resolve(path), operation, fault, key=key)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
+    result = outcome(lambda: bcp.load(backend, {"model": target}))
+    bcp.load(path, {"model": target})
+    assert all(torch.equal(target[name], tensor) for name, tensor in state().items())
+    return result
+
+
+def stage(path: Path, name: str) -> tuple[str, str, list[str], float]:
+    """Save with a custom stage that fails on one rank."""
+
+    async def fail(part: bcp.HostPart) -> bcp.HostPart:
+        if dist.get_rank() == GUILTY:
+            raise RuntimeError("a bug in a stage")
+        return part
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.Stage("mine", fail)))
+    return outcome(lambda: bcp.save(path, {"model": state()}, options=options))
+
+
+def different_calls(path: Path) -> tuple[str, str, list[str], float]:
+    """Save to another path on one rank."""
+    own = path / ("b" if dist.get_rank() == GUILTY else "a")
+    return outcome(lambda: bcp.save(own, {"model": state()}))
+
+
+async def _nothing(_: str) -> None:
+    pass

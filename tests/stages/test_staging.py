@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from bcp.stages.staging import StagingPool
+
+
+def test_the_second_save_finds_every_buffer_of_the_first() -> None:
+    pool = StagingPool()
+    with pool.lease() as lease:
+        first = {lease.take(nbytes).data_ptr() for nbytes in (5000, 1 << 20, 3 << 20)}
+    with pool.lease() as lease:
+        assert {lease.take(nbytes).data_ptr() for nbytes in (3 << 20, 5000, 1 << 20)} == first
+
+
+def test_buffers_are_page_aligned_and_long_enough() -> None:
+    with StagingPool().lease() as lease:
+        for nbytes in (0, 1, 4096, 4097, (1 << 20) + 3):
+            buffer = lease.take(nbytes)
+            assert buffer.data_ptr() % 4096 == 0
+            assert buffer.numel() >= nbytes
+
+
+def test_a_buffer_given_back_early_is_used_again() -> None:
+    with StagingPool().lease() as lease:
+        buffer = lease.take(1 << 20)
+        lease.give(buffer)
+        lease.give(buffer)
+        assert lease.take(1 << 20) is buffer
+        assert lease.take(1 << 20) is not buffer
+
+
+def test_a_much_larger_buffer_is_not_wasted_on_a_small_part() -> None:
+    pool = StagingPool()
+    with pool.lease() as lease:
+        lease.take(1 << 20)
+    with pool.lease() as lease:
+        assert lease.take(4096).numel() == 4096
+
+
+def test_after_an_error_everything_is_back() -> None:
+    pool = StagingPool()
+    with pytest.raises(RuntimeError, match="boom"), pool.lease() as lease:
+        lease.take(4096)
+        raise RuntimeError("boom")
+    assert pool.free_nbytes == 4096
+
+
+def test_what_the_last_operation_did_not_need_is_given_up() -> None:
+    pool = StagingPool()
+    with pool.lease() as lease:
+        lease.take(1 << 20)
+        lease.take(4096)
+    with pool.lease() as lease:
+        lease.take(4096)
+    assert pool.free_nbytes == 4096
+    pool.clear()
+    assert "0 free buffers" in repr(pool)
+
+
+def test_operations_that_overlap_do_not_share_buffers() -> None:
+    pool = StagingPool()
+    with pool.lease() as one, pool.lease() as two:
+        assert one.take(4096).data_ptr() != two.take(4096).data_ptr()
+    assert pool.free_nbytes == 8192
