@@ -1,8 +1,8 @@
 """Bulk data between the ranks of one operation: an all-to-all over a gloo group of its own.
 
-The group is private: it is not registered with ``torch.distributed``, nobody else ever sees it, and it lives as long as the
-operation. A collective that one rank abandons would hold up the others, even at exit, until gloo's timeout. So every round
-begins with one byte from everyone to everyone, "go on" or "I leave", and a rank that fails says the latter.
+The group is private: it is not registered with ``torch.distributed``, nobody else ever sees it, and it lives as long
+as the operation. A collective that one rank abandons would hold up the others, even at exit, until gloo's timeout. So
+every round begins with one byte from everyone to everyone, "go on" or "I leave", and a rank that fails says the latter.
 """
 
 from __future__ import annotations

@@ -203,6 +203,9 @@ class Operation:
         """Return what every rank has given, by rank; on rank 0."""
         names = {rank: _in(number, rank) for rank in self._others}
         await self._arrival(names)
+        abort = await call_store(self._mailbox.aborted)  # ranks may have given up since they sent; decide nothing then
+        if abort is not None:
+            raise error_of(abort)
         gathered = [mine]
         for rank, message in enumerate(await call_store(self._take_all, list(names.values())), start=1):
             head, data = _without_head(message)
@@ -216,9 +219,7 @@ class Operation:
         """Return once all payloads are there; ``names`` has them by the rank that sends each."""
         pause = _FIRST_PAUSE
         while names:
-            left = (
-                self._watch.liveness.left & names.keys()
-            )  # before the look: a rank that has left sends nothing any more
+            left = self._watch.liveness.left & names.keys()  # before the look: who has left sends nothing any more
             if await call_store(self._mailbox.posted, list(names.values())):
                 break
             for rank in left:
@@ -227,10 +228,6 @@ class Operation:
             await anyio.sleep(pause)
             # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
             pause = min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
-        # The payloads may be those of ranks that have given up since: nothing may be decided with them.
-        abort = await call_store(self._mailbox.aborted)
-        if abort is not None:
-            raise error_of(abort)
 
     def _post_all(self, payloads: Mapping[str, bytes]) -> None:
         """Publish payloads, in one call in a thread."""

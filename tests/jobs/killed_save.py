@@ -85,7 +85,8 @@ def main() -> None:
     if mode == "overwrite":
         bcp.save(directory / "newer", state(2))
     victim = dist.get_rank() == point.rank
-    options = bcp.SaveOptions(part_bytes=1 << 20, overwrite=True, edit=killer(point) if victim and point.stage else same)
+    edit = killer(point) if victim and point.stage else same
+    options = bcp.SaveOptions(part_bytes=1 << 20, overwrite=True, edit=edit)
     fault = akill if victim and point.operation else anothing
     backend = FaultyBackend(resolve(directory / "newer"), point.operation or "put", fault, nth=point.nth, key=point.key)
     bcp.save(backend, state(3), options=options)

@@ -28,7 +28,7 @@ def write(path: Path, scale: int, balance: str) -> tuple[int, int, int]:
     return written, report.state_nbytes, report.dedup_saved_bytes
 
 
-def read(path: Path, scale: int, overlap: bool) -> tuple[int, int, int, bool]:
+def read(path: Path, scale: int, *, overlap: bool = True) -> tuple[int, int, int, bool]:
     """Load; return bytes read from data files, bytes received, bytes placed, and whether all is right."""
     backend = CountingBackend(resolve(path))
     target = {name: torch.zeros_like(tensor) for name, tensor in model(0, scale).items()}
@@ -37,6 +37,11 @@ def read(path: Path, scale: int, overlap: bool) -> tuple[int, int, int, bool]:
     assert read_nbytes == report.read_nbytes
     right = all(torch.equal(target[name], tensor) for name, tensor in model(0, scale).items())
     return read_nbytes, report.received_nbytes, report.nbytes, right
+
+
+def read_alone(path: Path, scale: int) -> tuple[int, int, int, bool]:
+    """Load without sharing the reading."""
+    return read(path, scale, overlap=False)
 
 
 def disagree(path: Path) -> str:

@@ -25,11 +25,7 @@ def round_trip(case: Case, path: Path) -> list[str]:
         expected = _state(case, case.loaded)
         target = {name: _blank(tensor) for name, tensor in expected.items()}
         bcp.load(path, {"model": target}, overlap_loading=case.overlap, coordinator=coordinator_of(case.loaded.size))
-        wrong = [
-            name
-            for name, tensor in expected.items()
-            if not same_bits(tensor.to_local(), target[name].to_local())
-        ]
+        wrong = [name for name, tensor in expected.items() if not same_bits(tensor.to_local(), target[name].to_local())]
     dist.barrier()
     return wrong
 

@@ -40,9 +40,14 @@ def test_a_much_larger_buffer_is_not_wasted_on_a_small_part() -> None:
 
 def test_after_an_error_everything_is_back() -> None:
     pool = StagingPool()
-    with pytest.raises(RuntimeError, match="boom"), pool.lease() as lease:
-        lease.take(4096)
-        raise RuntimeError("boom")
+
+    def fail() -> None:
+        with pool.lease() as lease:
+            lease.take(4096)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
     assert pool.free_nbytes == 4096
 
 
