@@ -8,19 +8,17 @@ is either bytes or an error, and an error in the reply is raised on all ranks on
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeVar, TypeVarTuple, Unpack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import TypeVar
 
 from bcp import errors
 from bcp.errors import BcpError, PeerError, StageError
-from bcp.pipeline import in_thread
 from bcp.protocols import Agreement
 
-__all__ = ["agree", "agree_shares", "local", "together"]
+__all__ = ["agree", "agree_shares", "attempt", "own_errors", "together"]
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 BYTES, ERROR = b"\0", b"\1"
 Mine = bytes | BcpError
 
@@ -46,12 +44,26 @@ async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIt
         raise agreed
 
 
-async def local(function: Callable[[Unpack[Ts]], T], *args: *Ts) -> T | BcpError:
-    """Do this rank's part in a thread; an error is returned, so that it can be told to the others."""
+async def attempt(work: Awaitable[T]) -> T | BcpError:
+    """Do this rank's part; an error of bcp's own is returned, so that it can be told to the others."""
     try:
-        return await in_thread(function, *args)
+        with own_errors():
+            return await work
     except BcpError as error:
         return error
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
+    try:
+        yield
+    except StageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, BcpError):
+            raise
+        cause.add_note(f"In stage {error.stage!r}, on {error.item}.")
+        raise cause from cause.__cause__
 
 
 async def agree(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, overload
 
@@ -307,6 +307,13 @@ def _load_job(
     )
 
 
+def _words(path: Path) -> str:
+    """Name the place: the same on every rank, so without what a backend's repr may say of this one."""
+    if isinstance(path, Backend):
+        return type(path).__name__
+    return str(path) if "://" in str(path) else str(pathlib.Path(path).absolute())
+
+
 def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     """Choose the planner later, where an error can be told to the other ranks."""
     if framework is None or isinstance(framework, str):
@@ -316,7 +323,12 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
 
 def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend]:
     """Return where the checkpoint is, in words and as storage, after a look at the arguments."""
-    unknown = sorted(set(states) - set(KINDS))
+    if not isinstance(states, Mapping):
+        raise InputError(
+            f"states is {type(states).__name__}, not a mapping; pass {{'model': ..., 'optimizer': ..., "
+            "'dataloader': ..., 'extra_states': ...}, any subset of them"
+        )
+    unknown = sorted(map(str, set(states) - set(KINDS)))
     if unknown or not states:
         raise InputError(f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them")
     if role is not None and (role in RESERVED or not ROLE.fullmatch(role)):
@@ -325,5 +337,5 @@ def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend]:
             f"{', '.join(RESERVED)}"
         )
     backend = resolve(path)
-    where = str(path) if isinstance(path, Backend) or "://" in str(path) else str(pathlib.Path(path).absolute())
+    where = _words(path)
     return (where, backend) if role is None else (f"{where}/{role}", child(backend, role))

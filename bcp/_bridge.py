@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import anyio
+import anyio._backends._asyncio  # anyio imports it at first use; a fork just then leaves the child with half a module
 
 __all__ = ["Background", "run", "start"]
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import agree, local, together
+from bcp._agree import agree, attempt, own_errors, together
 from bcp._job import LoadJob, SaveJob
-from bcp.errors import BcpError, StageError
+from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
-from bcp.pipeline import Budget, in_thread
+from bcp.options import Graph
+from bcp.pipeline import Budget, Pipeline, in_thread
 from bcp.planners import check_unchanged, versions
 from bcp.protocols import Agreement
 from bcp.stages.device import cuda_devices
@@ -32,14 +33,16 @@ async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     with saving.only_save_to(job.path, job.rank) as refusal:
-        async with together(job.operation) as agreement:
-            stock = await local(saving.take_stock, job) if refusal is None else refusal
+        async with saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
+            stock = await attempt(in_thread(saving.take_stock, job)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
             values = await in_thread(saving.owned_values, held, plan)
+            undo.begin(opening.operation, items)
             stored, snapshot = await _write(job, held, items)
             receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
             digest = await saving.put_receipt(job.backend, receipt)
+            undo.leave_to_rank_0()
             await agree(agreement, "commit", job.rank, digest, root.commit)
     return saving.report(job, held, opening, receipt, items, snapshot)
 
@@ -64,14 +67,16 @@ async def _write(
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
-        stack.enter_context(_own_errors())
+        stack.enter_context(own_errors())
+        context = SaveContext(lease, {}, saving.BLOCK_BYTES, job.fence, len(items), on_snapshot)
+        graph = _edited(
+            save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers),
+            options.edit,
+        )
         async with saving.open_files(job.backend, items, encoded=bool(options.codecs)) as writers:
+            context.writers.update(writers)
             if not items:
                 on_snapshot()
-            context = SaveContext(lease, writers, saving.BLOCK_BYTES, job.fence, len(items), on_snapshot)
-            graph = options.edit(
-                save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers)
-            )
             stored = await graph.run(items, budget=snapshot.budget, observe=job.clock)
     return stored, snapshot
 
@@ -83,8 +88,8 @@ async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with together(job.operation) as agreement:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
-        targets = await local(loading.find_targets, job, metadata)
-        wanted, reading = await loading.plan_reads(agreement, job.rank, targets, metadata, job.options)
+        asked = await attempt(loading.ask(job, metadata))
+        wanted, reading = await loading.plan_reads(agreement, job.rank, asked, metadata, job.options)
         read = await _read(job, agreement, metadata, wanted, reading)
     await in_thread(loading.put_values, wanted, job.states, read)
     return loading.report(job, metadata, wanted, reading, read.context)
@@ -96,10 +101,10 @@ async def _read(
     """Fill the tensors, fetch the values, and wait until every rank has done so."""
     options = job.options
     with ExitStack() as stack:
-        stack.enter_context(_own_errors())
+        stack.enter_context(own_errors())
         sources = loading.extra_sources(metadata.layout, job.states, job.rank)
         ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources, job.rank)
-        receipts = await loading.fetch_receipts(job.backend, metadata, ranks)
+        receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
         items = await in_thread(loading.read_items, reading, wanted, metadata, receipts, job.rank)
         pinned = bool(cuda_devices(wanted.targets.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
@@ -108,22 +113,18 @@ async def _read(
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
-        graph = options.edit(load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers))
+        graph = _edited(
+            load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
+        )
         await graph.run(items, budget=Budget(options.budget_bytes), observe=job.clock)
         extras = await loading.read_extras(context, metadata, receipts, sources, options)
-        objects = await in_thread(loading.read_objects, wanted, metadata.layout, receipts, options)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
-    return loading.Read(context, objects, extras)
+    return loading.Read(context, extras)
 
 
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
-    try:
-        yield
-    except StageError as error:
-        cause = error.__cause__
-        if not isinstance(cause, BcpError):
-            raise
-        cause.add_note(f"In stage {error.stage!r}, on {error.item}.")
-        raise cause from cause.__cause__
+def _edited(graph: Graph, edit: Callable[[Graph], Graph]) -> Graph:
+    """Let the caller edit the graph; what comes back has to be one."""
+    edited = edit(graph)
+    if not isinstance(edited, Pipeline):
+        raise InputError(f"options.edit returned {edited!r}; it has to return the graph to run: return g.after(...)")
+    return edited

@@ -6,10 +6,13 @@ conformance suites that every implementation, ours included, has to pass.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from bcp.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,7 @@ __all__ = [
     "Planner",
     "Stateful",
     "States",
+    "Sweeper",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -81,11 +85,16 @@ class LoadTargets:
     Attributes:
         shards: live, writable memory, as in :class:`LocalShards`; ``objects`` holds the current values of
             the leaves that the target wants.
-        finish: called once, after all tensors are in place, with the values of the objects that the
-            checkpoint has; sets them in the target. Keys may be more or fewer than ``shards.objects``.
+        check: called with the values of the objects that the checkpoint has, before any tensor is loaded. Raises
+            :class:`~bcp.errors.MismatchError` where they cannot be put into the target, as hyper-parameters of one
+            target group that differ between its parameters. Touches nothing.
+        finish: called once, after all tensors are in place, with the same values; sets them in the target. What can
+            only be compared then (hyper-parameters that are themselves tensors) it compares before it sets anything.
+            Keys may be more or fewer than ``shards.objects``.
     """
 
     shards: LocalShards
+    check: Callable[[Mapping[ObjectKey, Any]], None]
     finish: Callable[[Mapping[ObjectKey, Any]], None]
 
 
@@ -163,6 +172,17 @@ class Backend(Protocol):
         """Let go of connections. Idempotent."""
 
 
+@runtime_checkable
+class Sweeper(Protocol):
+    """What a backend offers besides, if its unfinished writes can outlive their writer."""
+
+    async def sweep(self, stale: Callable[[str], bool]) -> None:
+        """Remove what writers that died have left behind unfinished, of the keys for which ``stale`` is true.
+
+        Finished objects are not touched.
+        """
+
+
 # -- agreement between ranks ------------------------------------------------------------------
 
 
@@ -231,3 +251,8 @@ class Codec:
     encode: Callable[[Buffer], Buffer]
     decode: Callable[[Buffer], Buffer]
     workers: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuse a name that would not do on storage."""
+        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
+            raise InputError(f"codec name {self.name!r}: use lower-case letters, digits, '-', '_' and '.'")

@@ -3,17 +3,17 @@
 from bcp._load.opening import fetch_receipts, open_checkpoint
 from bcp._load.reads import Reading, plan_reads, read_items
 from bcp._load.report import everyone_is_done, load_context, report, say_if_half_loaded
-from bcp._load.targets import Wanted, find_targets
-from bcp._load.values import Read, extra_sources, needed_receipts, put_values, read_extras, read_objects
+from bcp._load.targets import Wanted
+from bcp._load.values import Read, ask, extra_sources, needed_receipts, put_values, read_extras
 
 __all__ = [
     "Read",
     "Reading",
     "Wanted",
+    "ask",
     "everyone_is_done",
     "extra_sources",
     "fetch_receipts",
-    "find_targets",
     "load_context",
     "needed_receipts",
     "open_checkpoint",
@@ -21,7 +21,6 @@ __all__ = [
     "put_values",
     "read_extras",
     "read_items",
-    "read_objects",
     "report",
     "say_if_half_loaded",
 ]

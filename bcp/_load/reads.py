@@ -108,16 +108,20 @@ def _split(data: bytes) -> Iterator[bytes]:
 
 def _unexpected(layout: Layout, asked: Sequence[_Asked]) -> list[str]:
     """List the names that no rank wants, of the kinds that any rank loads; a tied name goes with its holder."""
-    wanted = np.zeros(len(layout.tensors), bool)
+    count = len(layout.tensors)
+    wanted = np.zeros(count + len(layout.objects), bool)
     kinds = 0
     for one in asked:
         wanted[one.rows] = True
         kinds |= one.kinds
-    return [
+    tensors = [
         f"{KINDS[int(layout.tensors.kind[row])]}: {layout.tensors.fqn[row]}"
-        for row in np.flatnonzero(~wanted).tolist()
+        for row in np.flatnonzero(~wanted[:count]).tolist()
         if kinds >> int(layout.tensors.kind[row]) & 1 and not wanted[resolve(layout, row)]
     ]
+    model = kinds >> KINDS.index("model") & 1  # an optimizer's hyper-parameters come and go with torch's versions
+    left = [layout.objects[place] for place in np.flatnonzero(~wanted[count:]).tolist()]
+    return tensors + [f"{kind}: {path}" for kind, path in left if model and kind == "model"]
 
 
 def read_items(

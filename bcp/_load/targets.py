@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from bcp.metadata import Metadata, find
 from bcp.plan.layout import Layout
 from bcp.plan.reads import Wants, wants
 from bcp.plan.shards import KINDS, Ints, ShardTable
-from bcp.protocols import LoadTargets, States
+from bcp.protocols import LoadTargets, ObjectKey, States
+from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
 
 __all__ = ["EXTRA_KINDS", "Wanted", "extra_ranks", "find_targets", "some"]
@@ -28,10 +30,12 @@ class Wanted:
 
     Attributes:
         targets: live memory, and where values go.
-        rows: the checkpoint's tensors that this rank wants.
+        rows: the checkpoint's names that this rank wants: rows of its tensors, and behind these of its objects.
         kinds: codes of the kinds that this rank loads.
         missing: names that the checkpoint lacks.
         wants: where the bytes are.
+        receipts: of the ranks that own values of these kinds.
+        objects: these values.
     """
 
     targets: LoadTargets
@@ -39,6 +43,8 @@ class Wanted:
     kinds: tuple[int, ...]
     missing: tuple[str, ...]
     wants: Wants
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)
+    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
 
 
 def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
@@ -55,6 +61,12 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
             missing.append(f"{meta.kind}: {meta.fqn}")
         else:
             rows.append(row)
+    places = {key: place for place, key in enumerate(layout.objects, start=len(layout.tensors))}
+    for key in targets.shards.objects:
+        if key in places:
+            rows.append(places[key])
+        elif key[0] == "model":  # hyper-parameters of an optimizer come and go with torch's versions
+            missing.append(": ".join(key))
     missing += [f"{kind} of any rank" for kind in EXTRA_KINDS if kind in states and not extra_ranks(layout, kind)]
     if missing and options.strict:
         raise FqnMismatchError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from bcp._job import LoadJob
+from bcp._load.opening import fetch_receipts
 from bcp._load.reads import Reading, file_of
-from bcp._load.targets import EXTRA_KINDS, Wanted, extra_ranks
+from bcp._load.targets import EXTRA_KINDS, Wanted, extra_ranks, find_targets
+from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, Pipeline, in_thread
@@ -22,15 +25,14 @@ from bcp.stages.flat import bytes_of
 from bcp.stages.items import ReadItem
 from bcp.stages.load import LoadContext, deserialize, read
 
-__all__ = ["Read", "extra_sources", "needed_receipts", "put_values", "read_extras", "read_objects"]
+__all__ = ["Read", "ask", "extra_sources", "needed_receipts", "put_values", "read_extras"]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read on this rank: tensors are in place, values and opaque objects still have to be set."""
+    """What was read on this rank: tensors are in place, opaque objects still have to be set."""
 
     context: LoadContext
-    objects: Mapping[ObjectKey, Any]
     extras: Mapping[str, Any]
 
 
@@ -45,10 +47,20 @@ def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
 
 
 def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout, extras: Mapping[str, int], rank: int) -> set[int]:
-    """Return the ranks whose receipts this rank has to read."""
+    """Return the ranks whose receipts this rank still has to read."""
     files = {chunk.file for chunk in reading.assignment.items(rank) if chunk.stop > chunk.start}
-    owners = (rank for (kind, _), rank in _objects(layout) if KINDS.index(kind) in wanted.kinds)
-    return {int(layout.file_rank[file]) for file in files} | set(owners) | set(extras.values())
+    return ({int(layout.file_rank[file]) for file in files} | set(extras.values())) - set(wanted.receipts)
+
+
+async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
+    """Find what this rank wants, with the values of what is no tensor; raises what keeps it from being loaded."""
+    layout = metadata.layout
+    wanted = await in_thread(find_targets, job, metadata)
+    owners = {owner for (kind, _), owner in _objects(layout) if KINDS.index(kind) in wanted.kinds}
+    receipts = await fetch_receipts(job.backend, metadata, owners)
+    objects = await in_thread(_read_objects, wanted, layout, receipts, job.options)
+    await in_thread(wanted.targets.check, objects)
+    return replace(wanted, receipts=receipts, objects=objects)
 
 
 def _objects(layout: Layout) -> Iterator[tuple[ObjectKey, int]]:
@@ -84,20 +96,24 @@ def _unpack(data: bytes, key: str, options: LoadOptions) -> Any:
     return unpack(data, trust=options.trust, where=key)
 
 
-def read_objects(
+def _read_objects(
     wanted: Wanted, layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
 ) -> dict[ObjectKey, Any]:
     """Decode the values of the leaves that are not tensors."""
     values = {}
     for (kind, path), owner in _objects(layout):
         if KINDS.index(kind) in wanted.kinds:
-            text = receipts[owner].objects[kind, path]
+            text = receipts[owner].objects.get((kind, path))
+            if text is None:
+                raise CorruptError(
+                    f"the receipt of rank {owner} lacks the value of {kind}: {path}; restore the receipt"
+                )
             values[kind, path] = decode_value(text, trust=options.trust, where=f"{kind}: {path}")
     return values
 
 
 def put_values(wanted: Wanted, states: States, read: Read) -> None:
     """Set what is not a tensor in the target; called when every rank has all its tensors."""
-    wanted.targets.finish(read.objects)
+    wanted.targets.finish(wanted.objects)
     for kind, value in read.extras.items():
         restore(states[kind], value, kind)

@@ -4,6 +4,7 @@ from bcp._save.held import Held, take_stock
 from bcp._save.parts import Snapshot, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.root import BLOCK_BYTES, Opening, Root
+from bcp._save.undo import Undo, undone_on_error
 
 __all__ = [
     "BLOCK_BYTES",
@@ -12,6 +13,7 @@ __all__ = [
     "Root",
     "SavePlan",
     "Snapshot",
+    "Undo",
     "make_receipt",
     "only_save_to",
     "open_files",
@@ -20,5 +22,6 @@ __all__ = [
     "put_receipt",
     "report",
     "take_stock",
+    "undone_on_error",
     "write_items",
 ]

@@ -19,7 +19,7 @@ from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache, plan_id
 from bcp.plan.divide import divide
 from bcp.plan.wire import decode_table, encode_writes
-from bcp.protocols import Backend
+from bcp.protocols import Backend, Sweeper
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
 
@@ -59,6 +59,7 @@ class Root:
         found: digest of the metadata that was there when the save began; b"" for none.
         key: of the plan.
         layout: encoded; the unchanging part of the metadata.
+        committing: the metadata has been written, or may have been.
         operation: id of the save.
     """
 
@@ -70,6 +71,7 @@ class Root:
     found: bytes = b""
     key: bytes = b""
     layout: bytes = b""
+    committing: bool = False
     operation: str = field(default_factory=lambda: secrets.token_hex(8))
 
     async def open(self, hellos: Sequence[bytes]) -> bytes:
@@ -117,17 +119,25 @@ class Root:
             version=__version__,
             receipts=dict(enumerate(digests)),
         )
+        self.committing = True
         await self.backend.put(METADATA_KEY, encode_metadata(self.layout, record))
         await self._sweep()
         return b""
 
     async def _sweep(self) -> None:
         """Delete what the replaced checkpoint and saves that died have left behind; the new one is safe already."""
+
+        def stale(key: str) -> bool:
+            # a key with more than one slash belongs to a role; no put of the metadata is under way any more
+            other = operation_of(key) not in {None, self.operation} and key.count("/") == 1
+            return other or key == METADATA_KEY
+
         try:
-            left = [o.key for o in await self.backend.list() if operation_of(o.key) not in (None, self.operation)]
-            own = [key for key in left if key.count("/") == 1]  # deeper ones belong to roles
-            if own:
-                await self.backend.delete(own)
+            if isinstance(self.backend, Sweeper):
+                await self.backend.sweep(stale)
+            left = [info.key for info in await self.backend.list() if stale(info.key) and info.key != METADATA_KEY]
+            if left:
+                await self.backend.delete(left)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=self.path, operation=self.operation, error=repr(error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ __all__ = [
     "pread_all",
     "prune",
     "remove",
+    "sweep",
     "sync_directory",
     "temp_path",
     "unlink_all",
@@ -42,7 +44,23 @@ def sync_directory(path: Path) -> None:
 
 def temp_path(final: Path) -> Path:
     """Return an unused name next to ``final``; creates nothing."""
-    return final.parent / f".{secrets.token_hex(12)}{TEMP_SUFFIX}"
+    return final.parent / f".{final.name}.{secrets.token_hex(12)}{TEMP_SUFFIX}"
+
+
+def final_name(temp: str) -> str:
+    """Return the name that the file of a temporary name was to have."""
+    return temp[1:].removesuffix(TEMP_SUFFIX).rpartition(".")[0]
+
+
+def sweep(root: Path, stale: Callable[[str], bool]) -> None:
+    """Remove the temporary files whose final key is stale, and the directories that became empty."""
+    for folder, _, names in os.walk(root, topdown=False, onerror=_unless_absent):
+        base = Path(folder).relative_to(root).as_posix()
+        for name in names:
+            final = final_name(name)
+            if name.endswith(TEMP_SUFFIX) and stale(final if base == "." else f"{base}/{final}"):
+                remove(Path(folder, name))
+                prune(root, Path(folder))
 
 
 def create_empty(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -21,6 +21,15 @@ from bcp.protocols import Buffer, ObjectInfo
 
 __all__ = ["LocalBackend"]
 
+_IN_THE_WAY = "a file is where a directory has to be: save to another path, or move the file away"
+_HINTS = {
+    errno.ENOSPC: "free some space, or save elsewhere",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EACCES: "check the permissions of the directory",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: _IN_THE_WAY,
+    errno.EEXIST: _IN_THE_WAY,
+}
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
@@ -29,7 +38,7 @@ class LocalBackend:
 
     An object is a file. It is written under a temporary name in its own directory, fsynced, renamed, and the
     directory is fsynced: after a crash there is the old object or the new one. A process that is killed
-    leaves files that end in ``.bcp-tmp``; they are never listed and may be removed. Symbolic links that lead
+    leaves files that end in ``.bcp-tmp``; they are never listed, and ``sweep`` removes them. Symbolic links that lead
     out of the root are refused.
     """
 
@@ -75,6 +84,7 @@ class LocalBackend:
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await _discard(file, error)
+                await in_thread(files.prune, self._root, path.parent)
             raise
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
@@ -110,6 +120,11 @@ class LocalBackend:
         with self._errors("delete", ", ".join(keys[:3])):
             await in_thread(files.unlink_all, self._root, paths)
 
+    async def sweep(self, stale: Callable[[str], bool]) -> None:
+        """Remove temporary files of processes that were killed."""
+        with self._errors("sweep", ""):
+            await in_thread(files.sweep, self._root, stale)
+
     async def aclose(self) -> None:
         """Do nothing: no file stays open."""
 
@@ -132,7 +147,8 @@ class LocalBackend:
         except OSError as error:
             if operation in ("get", "read") and isinstance(error, _ABSENT):
                 raise FileNotFoundError(errno.ENOENT, f"{self!r} has no such object", key) from error
-            translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}")
+            hint = _HINTS.get(error.errno or 0, "see the system's log")
+            translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}; {hint}")
             translated.errno = error.errno
             raise translated from error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from bcp.backends.keys import check_key
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Sweeper
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -64,6 +64,12 @@ class PrefixedBackend:
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
         await self.whole.delete([self._key(key) for key in keys])
+
+    async def sweep(self, stale: Callable[[str], bool]) -> None:
+        """Remove unfinished objects of the view, where the whole backend can."""
+        skip = len(self.prefix) + 1
+        if isinstance(self.whole, Sweeper):
+            await self.whole.sweep(lambda key: key.startswith(f"{self.prefix}/") and stale(key[skip:]))
 
     async def aclose(self) -> None:
         """Do nothing: the whole backend is its opener's to close."""

@@ -10,18 +10,20 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
+from typing import Any
 
 import anyio
 
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Buffer
 
-__all__ = ["Mesh", "own_addresses"]
+__all__ = ["Mesh", "own_address"]
 
 _DIAL_SECONDS = 10.0  # for one address of a rank that has said that it listens
 _TOKEN_BYTES = 16
 _HEAD_BYTES = 8  # the length of what follows
 _WELCOME = b"+"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Mesh:
@@ -31,12 +33,12 @@ class Mesh:
     bytes, nothing that is received is interpreted.
     """
 
-    def __init__(self, rank: int, addresses: Sequence[str]) -> None:
-        """Listen on a port of the system's choice; ``addresses`` are this host's, for the other ranks."""
+    def __init__(self, rank: int, address: str) -> None:
+        """Listen on a port of the system's choice, on this one address of this host."""
         self._rank = rank
-        self._addresses = list(addresses)
+        self._address = address
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._listener = _listen()
+        self._listener = _listen(address)
         self._dialled: dict[int, socket.socket] = {}
         self._accepted: dict[int, socket.socket] = {}
         self._news = anyio.Event()
@@ -50,8 +52,7 @@ class Mesh:
     def card(self) -> bytes:
         """What other ranks need to connect."""
         port = self._listener.getsockname()[1]
-        card = {"host": socket.gethostname(), "addresses": self._addresses, "port": port, "token": self._token.hex()}
-        return json.dumps(card).encode()
+        return json.dumps({"address": self._address, "port": port, "token": self._token.hex()}).encode()
 
     async def serve(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -118,27 +119,25 @@ class Mesh:
                 raise InputError(f"rank {rank} sent {nbytes} bytes where rank {self._rank} expected {len(out)}")
             await _read(connection, out)
 
-    async def _dial(self, rank: int, card: dict[str, object]) -> socket.socket:
-        """Connect to a rank by the first of its addresses that leads to it."""
-        addresses = [str(address) for address in card["addresses"]]  # type: ignore[attr-defined]  # our own list
-        if card["host"] == socket.gethostname():
-            addresses.insert(0, "127.0.0.1")
-        failures = []
-        for address in addresses:
-            connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            connection.settimeout(0)
-            try:
-                with anyio.fail_after(_DIAL_SECONDS):
-                    await self._shake_hands(connection, (address, card["port"]), str(card["token"]))
-            except OSError as error:  # TimeoutError is one, too
-                connection.close()
-                failures.append(f"{address}: {error or type(error).__name__}")
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                return connection
-        raise PeerError(rank, f"rank {self._rank} cannot connect to port {card['port']} of {'; '.join(failures)}")
+    async def _dial(self, rank: int, card: dict[str, Any]) -> socket.socket:
+        """Connect to a rank."""
+        address, port = card["address"], card["port"]
+        connection = socket.socket(_family(address))
+        connection.settimeout(0)
+        try:
+            with anyio.fail_after(_DIAL_SECONDS):
+                await self._shake_hands(connection, (address, port), card["token"])
+        except OSError as error:  # TimeoutError is one, too
+            connection.close()
+            cause = (
+                f"rank {self._rank} cannot connect to it at {address} port {port}: {error or type(error).__name__}; "
+                "if the ranks' network is another one, say so: StoreCoordinator.over(address=...)"
+            )
+            raise PeerError(rank, cause) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     async def _shake_hands(self, connection: socket.socket, address: tuple[str, object], token: str) -> None:
         """Connect, show the token and this rank, and wait to be welcomed."""
@@ -186,28 +185,34 @@ async def _read(connection: socket.socket, out: bytearray) -> bytearray:
     return out
 
 
-def _listen() -> socket.socket:
-    """Return a non-blocking listener on all interfaces."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=1024)
+def _listen(address: str) -> socket.socket:
+    """Return a non-blocking listener on that address alone."""
+    listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
     listener.settimeout(0)
     return listener
 
 
-def own_addresses(other: tuple[str, int] | None) -> list[str]:
-    """Return this host's addresses, the likeliest first: the one on the way to ``other``, and the one on the way out.
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
-    No packet is sent, so hosts without a way out wait for nothing. Many hosts call themselves 127.0.1.1, which is
-    why the first is not enough on the host of the store. Loopback comes last, it is for a lone host without a network.
+
+def own_address(server: tuple[str, int] | None) -> str:
+    """Return this host's address in the job's network: the one on the way to the store's server, loopback without one.
+
+    Where the way to the server is a loopback although the server's name is not one (many hosts call themselves
+    127.0.1.1), it is the address on the way out. No packet is sent: hosts without a way out wait for nothing.
     """
-    found = []
-    for there in (other, ("10.255.255.255", 9)):
-        if there is None:
-            continue
-        with suppress(OSError):
-            for family, kind, _, _, address in socket.getaddrinfo(*there, type=socket.SOCK_DGRAM)[:1]:
-                with socket.socket(family, kind) as probe:
-                    probe.connect(address)
-                    found.append(str(probe.getsockname()[0]))
-    return sorted(dict.fromkeys([*found, "127.0.0.1"]), key=lambda address: ip_address(address).is_loopback)
+    if server is None or server[0] in _LOOPBACK:
+        return "127.0.0.1"
+    found = [_source(*server), _source("10.255.255.255", 9)]
+    return next((address for address in found if address and not ip_address(address).is_loopback), "127.0.0.1")
+
+
+def _source(host: str, port: int) -> str | None:
+    """Return the address from which packets to a host would leave this one."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return None

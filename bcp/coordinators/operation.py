@@ -40,7 +40,7 @@ class Operation:
         timeout: float,
         *,
         left: deque[Mailbox],
-        addresses: Callable[[], Sequence[str]],
+        address: Callable[[], str],
     ) -> None:
         """Prepare; nothing is sent before the context is entered.
 
@@ -50,7 +50,7 @@ class Operation:
             world_size: how many ranks take part.
             timeout: seconds that a rank may be late to join, or silent.
             left: mailboxes of operations that this rank has left and others had not; swept here, and added to.
-            addresses: returns this host's addresses, as the other ranks may see them; called in a thread.
+            address: returns this host's address in the job's network; called in a thread.
 
         """
         self._mailbox = mailbox
@@ -60,7 +60,7 @@ class Operation:
         self._left = left
         self._others = range(1, world_size) if hello.rank == 0 else range(1)
         self._steps = 0
-        self._addresses = addresses
+        self._address = address
         self._mesh: Mesh | None = None
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Operation:
             raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
         with self._step("all_to_all"):
             if self._mesh is None:
-                self._mesh = Mesh(self._hello.rank, await in_thread(self._addresses))
+                self._mesh = Mesh(self._hello.rank, await in_thread(self._address))
                 self._group.start_soon(self._serve, self._mesh)
                 await call_store(self._mailbox.publish, "card", self._mesh.card)
             try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from bcp.coordinators.mailbox import Hello, Mailbox
-from bcp.coordinators.mesh import own_addresses
+from bcp.coordinators.mesh import own_address
 from bcp.coordinators.operation import Operation
 from bcp.errors import InputError
 from bcp.protocols import Agreement
@@ -41,26 +41,34 @@ class StoreCoordinator:
     _lingering: ClassVar[WeakSet[StoreCoordinator]] = WeakSet()
     _groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = WeakKeyDictionary()
 
-    def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "bcp") -> None:
-        """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator."""
+    def __init__(
+        self, store: Store, rank: int, world_size: int, prefix: str = "bcp", address: str | None = None
+    ) -> None:
+        """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator.
+
+        ``address`` is this host's, for the bulk data of ``all_to_all``: nothing listens on any other one. None: the
+        one on the way to the store's server.
+        """
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self._store = store
         self._prefix = prefix
+        self._address = address
         self._numbers = itertools.count()
         self._left: deque[Mailbox] = deque()
         self._pid = os.getpid()
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup | None = None) -> StoreCoordinator:
+    def over(cls, group: dist.ProcessGroup | None = None, address: str | None = None) -> StoreCoordinator:
         """Coordinate the ranks of a process group, over a private connection to the group's own store.
 
         The group's collectives are not used. Every member has to call this equally often for one group.
 
         Args:
             group: None for the default group.
+            address: this host's, for bulk data; None: the one on the way to the store's server.
 
         Raises:
             InputError: torch.distributed is not initialised, or this rank is not a member.
@@ -77,7 +85,7 @@ class StoreCoordinator:
         # torchrun may keep its store over restarts of the workers, and older keys with it
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"bcp/{group.group_name}/{attempt}/{number}"
-        coordinator = cls(private_connection(shared), rank, dist.get_world_size(group), prefix)
+        coordinator = cls(private_connection(shared), rank, dist.get_world_size(group), prefix, address)
         if rank == 0:
             cls._lingering.add(coordinator)
         return coordinator
@@ -95,12 +103,12 @@ class StoreCoordinator:
             )
         mailbox = Mailbox(self._store, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
         hello = Hello.of(self.rank, what)
-        return Operation(mailbox, hello, self.world_size, timeout, left=self._left, addresses=self._addresses)
+        return Operation(mailbox, hello, self.world_size, timeout, left=self._left, address=self._own_address)
 
-    def _addresses(self) -> list[str]:
-        """Return this host's addresses, first the one on the way to the store's server."""
+    def _own_address(self) -> str:
+        """Return the given address, or this host's in the network of the store's server."""
         inner = _innermost(self._store)
-        return own_addresses((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
+        return self._address or own_address((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
 
     def _linger(self, deadline: float) -> None:
         """Wait until all ranks have left the operations that this one has left."""

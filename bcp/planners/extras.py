@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import CheckpointError, StateError
+from bcp.planners.leaves import state_dict_of
 from bcp.protocols import Stateful
 
 __all__ = ["collect", "pack", "restore", "unpack"]
@@ -39,11 +40,12 @@ def collect(value: Any, where: str = "extra_states") -> Any:
     Mappings become dicts. Tensors are copied to the CPU.
 
     Raises:
-        StateError: a tensor in it is a DTensor or on the meta device: extra states are this rank's own, whole values.
+        StateError: a tensor in it is a DTensor or on the meta device: extra states are this rank's own, whole values;
+            or a ``state_dict()`` raised, or a value cannot be copied.
 
     """
     if isinstance(value, Stateful):
-        return collect(value.state_dict(), where)
+        return collect(state_dict_of(value, where), where)
     if isinstance(value, torch.Tensor):
         return _plain(value, where).to("cpu", copy=True)
     if isinstance(value, Mapping):
@@ -51,7 +53,13 @@ def collect(value: Any, where: str = "extra_states") -> Any:
     if isinstance(value, list) or type(value) is tuple:
         items = [collect(child, f"{where}.{index}") for index, child in enumerate(value)]
         return tuple(items) if type(value) is tuple else items
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise StateError(
+            f"{where} is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}; "
+            "pass plain values"
+        ) from error
 
 
 def pack(obj: Any, where: str = "extra_states") -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -17,10 +19,18 @@ from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.planners.dtensor import dtensor_blocks, hooked_blocks, local_tensor
 from bcp.protocols import LocalShards, ObjectKey
 
-__all__ = ["Leaves", "dtype_name", "memory", "probe"]
+__all__ = ["Leaves", "dtype_name", "memory", "probe", "state_dict_of"]
 
 Name = tuple[str, str]
 """(kind, FQN)."""
+
+_HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
+"""By these methods, torch's own name for them, a tensor subclass says itself which blocks it holds."""
+
+
+def _rank() -> int:
+    """Return this rank, 0 outside of torch.distributed."""
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 @dataclass(slots=True)
@@ -30,28 +40,42 @@ class Leaves:
     Attributes:
         tensors: every tensor leaf as the user has it.
         objects: every other leaf.
+        aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
+        rank: this rank, for messages.
     """
 
     tensors: dict[Name, torch.Tensor] = field(default_factory=dict)
     objects: dict[ObjectKey, Any] = field(default_factory=dict)
+    aliases: dict[Name, str] = field(default_factory=dict)
+    rank: int = field(default_factory=_rank)
 
     def add(self, kind: str, fqn: str, value: object) -> None:
         """Take one leaf, a tensor or not.
 
         Raises:
-            StateError: there is a leaf of that name already.
+            StateError: there is a leaf of that name already, the name is no text, or the tensor cannot be read.
 
         """
         if isinstance(value, torch.Tensor):
-            self._refuse_second(kind, fqn)
-            self.tensors[kind, fqn] = value
+            name = self._new_name(kind, fqn)
+            if reason := _unsupported(value):
+                raise StateError(f"{self._label(name)} {reason}")
+            self.tensors[name] = value
         else:
-            self.add_object(kind, fqn, value)
+            self.objects[self._new_name(kind, fqn)] = value
 
     def add_object(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf that is stored as an object even if it is a tensor; raises as :meth:`add` does."""
-        self._refuse_second(kind, fqn)
-        self.objects[kind, fqn] = value
+        """Take one leaf that is stored as an object even if it is a tensor.
+
+        Raises:
+            StateError: there is a leaf of that name already, or the name is no text.
+
+        """
+        self.objects[self._new_name(kind, fqn)] = value
+
+    def add_alias(self, kind: str, fqn: str, tensor: str) -> None:
+        """Say that a tensor that was taken, by its FQN, has another name in the checkpoint; raises as :meth:`add`."""
+        self.aliases[self._new_name(kind, fqn)] = tensor
 
     def to_save(self) -> LocalShards:
         """Return what this rank holds. Of tensors that share all their memory, the first name holds the data.
@@ -66,12 +90,16 @@ class Leaves:
             first, *others = sorted(names)
             meta, blocks = self._shards(first, for_writing=False)
             rows += [(ShardRow(meta, box), view) for box, view in blocks]
-            more += [] if _numel(meta) else [meta]
+            more += [] if math.prod(meta.shape) else [meta]
             more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
         return self._finish(rows, more)
 
-    def to_load(self, saved: Collection[Name]) -> LocalShards:
-        """Return writable memory. Tensors that share all their memory appear once, by a name that was saved if any was.
+    def to_load(self, saved: Set[Name]) -> LocalShards:
+        """Return writable memory. Tensors that share all their memory are read once.
+
+        Of several names that the checkpoint has, the first in sorted order is read: where they were saved untied, with
+        different values, its values win. The others are in the table without shards, so that they are known to be
+        wanted. Names that the checkpoint lacks are left out as long as it has one of the same memory.
 
         Raises:
             StateError: a leaf cannot be written to.
@@ -80,27 +108,40 @@ class Leaves:
         rows: list[tuple[ShardRow, torch.Tensor]] = []
         more: list[TensorMeta] = []
         for names in self._tied():
-            first = min(names, key=lambda name: (name not in saved, name))
+            first, *others = sorted(saved.intersection(names) or names)
             meta, blocks = self._shards(first, for_writing=True)
             rows += [(ShardRow(meta, box), view) for box, view in blocks]
-            more += [] if _numel(meta) else [meta]
+            more += [] if math.prod(meta.shape) else [meta]
+            more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
+        more += [_meta(*name, self.tensors[name[0], fqn], tied_to=fqn) for name, fqn in self.aliases.items()]
         return self._finish(rows, more)
 
-    def _refuse_second(self, kind: str, fqn: str) -> None:
-        if (kind, fqn) in self.tensors or (kind, fqn) in self.objects:
-            raise StateError(f"two leaves of {kind} are named {fqn!r} on rank {_rank()}; rename one of them")
+    def _new_name(self, kind: str, fqn: str) -> Name:
+        """Return the leaf's name if it can be one."""
+        name = (kind, fqn)
+        if name in self.tensors or name in self.objects:
+            raise StateError(f"two leaves of {kind} are named {fqn!r} on rank {self.rank}; rename one of them")
+        if not fqn.isascii() and any("\ud800" <= char <= "\udfff" for char in fqn):
+            raise StateError(
+                f"the {kind} leaf {fqn!r} on rank {self.rank} has a lone surrogate in its name, which UTF-8 cannot "
+                "encode; rename it"
+            )
+        return name
+
+    def _label(self, name: Name) -> str:
+        """Name a tensor for messages."""
+        return f"{name[0]} tensor {name[1]!r} on rank {self.rank}"
 
     def _tied(self) -> list[list[Name]]:
         """Group the names of tensors that are the same memory seen in the same way."""
         groups: dict[object, list[Name]] = {}
-        for (kind, fqn), tensor in self.tensors.items():
-            _refuse_unsupported(tensor, _label(kind, fqn))
-            groups.setdefault((kind, memory(tensor) if tensor.numel() else fqn), []).append((kind, fqn))
+        for name, tensor in self.tensors.items():
+            groups.setdefault((name[0], memory(tensor) if tensor.numel() else name[1]), []).append(name)
         return list(groups.values())
 
     def _shards(self, name: Name, *, for_writing: bool) -> tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]:
         """Return one tensor's record, and the blocks of it that are here."""
-        tensor, label = self.tensors[name], _label(*name)
+        tensor, label = self.tensors[name], self._label(name)
         meta = _meta(*name, tensor)
         if for_writing:
             blocks = [(box, _writable(view, label)) for box, view in _blocks(tensor, label)]
@@ -127,14 +168,26 @@ def memory(tensor: torch.Tensor) -> object:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
+    """Return ``owner.state_dict(**how)``.
+
+    Raises:
+        StateError: it raised; the original error is the cause. ``where`` says which part of the states it is.
+
+    """
+    try:
+        return owner.state_dict(**how)
+    except Exception as error:
+        raise StateError(
+            f"state_dict() of the {type(owner).__name__} at {where} raised {type(error).__name__}: {error}; "
+            "repair it, or leave it out of the states"
+        ) from error
+
+
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the ``torch.``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _numel(meta: TensorMeta) -> int:
-    """Return how many elements the global tensor has."""
-    return Box.whole(meta.shape).numel
 
 
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
@@ -178,13 +231,19 @@ def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
         return hooked_blocks(tensor, label)
     if not tensor.numel():
         return []
-    return [(Box.whole(tuple(tensor.shape)), tensor.as_subclass(torch.Tensor).detach())]
+    plain = tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)
+    return [(Box.whole(tuple(tensor.shape)), plain.detach())]
 
 
-def _has_hooks(tensor: object) -> bool:
+def _has_hooks(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is no DTensor says itself which blocks it holds, as torch's planners ask it to."""
-    hooks = ("__create_chunk_list__", "__get_tensor_shard__")
-    return not isinstance(tensor, DTensor) and all(hasattr(tensor, hook) for hook in hooks)
+    return _is_hooked(type(tensor))
+
+
+@cache
+def _is_hooked(kind: type) -> bool:
+    """Whether tensors of that type have the hooks; asked thousands of times a save, of a few types."""
+    return not issubclass(kind, DTensor) and all(hasattr(kind, hook) for hook in _HOOKS)
 
 
 def _writable(view: torch.Tensor, label: str) -> torch.Tensor:
@@ -193,35 +252,43 @@ def _writable(view: torch.Tensor, label: str) -> torch.Tensor:
         raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
     if any(stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)):
         raise StateError(f"{label} is an expanded tensor whose elements share memory; load into a .contiguous() one")
+    if view.is_inference():
+        raise StateError(
+            f"{label} was made under torch.inference_mode(), outside of which torch refuses to write to it; "
+            "load into a .clone() of it, or make it under torch.no_grad()"
+        )
     return view
 
 
-def _refuse_unsupported(tensor: torch.Tensor, label: str) -> None:
-    """Raise :class:`~bcp.errors.StateError` for a tensor that has no plain memory here."""
+def _unsupported(tensor: torch.Tensor) -> str:
+    """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if is_lazy(tensor):
-        raise StateError(f"{label} is uninitialized; run one forward pass of its lazy module first")
+        return "is uninitialized; run one forward pass of its lazy module first"
     if local.is_meta:
-        raise StateError(f"{label} is on the meta device and has no values; materialise it with to_empty() first")
+        return "is on the meta device and has no values; materialise it with to_empty() first"
     if local.is_nested:
-        raise StateError(f"{label} is a nested tensor; pass its parts, as in tensor.unbind(), or a padded tensor")
+        return "is a nested tensor; pass its parts, as in tensor.unbind(), or a padded tensor"
     if local.is_quantized:
-        raise StateError(f"{label} is quantized; pass int_repr(), scale and zero point as leaves of their own")
+        return "is quantized; pass int_repr(), scale and zero point as leaves of their own"
     if local.layout is not torch.strided:
-        raise StateError(f"{label} has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own")
+        return f"has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own"
+    if not _copies(local.dtype):
+        return f"is {dtype_name(local.dtype)}, which torch cannot copy; pass a view of it, as in .view(torch.uint8)"
     wrapper = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if wrapper and not _has_hooks(local):
-        raise StateError(
-            f"{label} is a {type(local).__name__}, which does not say where its memory is; "
-            "pass the plain tensors inside it, or give it __create_chunk_list__ and __get_tensor_shard__"
+        return (
+            f"is a {type(local).__name__}, which does not say where its memory is; "
+            f"pass the plain tensors inside it, or give it {' and '.join(_HOOKS)}"
         )
+    return ""
 
 
-def _label(kind: str, fqn: str) -> str:
-    """Name a leaf for messages."""
-    return f"{kind} tensor {fqn!r} on rank {_rank()}"
-
-
-def _rank() -> int:
-    """Return this rank, 0 outside of torch.distributed."""
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+@cache
+def _copies(dtype: torch.dtype) -> bool:
+    """Whether torch can copy elements of that dtype and view them as bytes; of int4 and its like it only has a name."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone().view(torch.uint8)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True

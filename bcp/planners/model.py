@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
-from bcp.planners.leaves import Leaves, memory
+from bcp.planners.leaves import Leaves, memory, state_dict_of
 from bcp.planners.names import Path, cleaner, dotted, walk
 from bcp.protocols import ObjectKey
 
-__all__ = ["Finish", "ParamNames", "add_state", "put"]
+__all__ = ["Check", "Finish", "ParamNames", "add_state", "put"]
+
+Check = Callable[[Mapping[ObjectKey, Any]], None]
+"""Raises where the loaded objects cannot be put into a target; touches nothing."""
 
 Finish = Callable[[Mapping[ObjectKey, Any]], None]
 """Sets the loaded objects in a target, once its tensors are in place."""
@@ -55,36 +59,45 @@ def add_state(leaves: Leaves, kind: str, state: object) -> Finish:
 
 
 class ParamNames:
-    """Finds the FQN of a parameter by what it is, or by its memory where only a plain state dict was passed."""
+    """Finds the FQNs of a parameter by what it is, or by its memory where only a plain state dict was passed."""
 
-    def __init__(self, leaves: Leaves, state: object) -> None:
-        """Index the tensors of kind ``model``; of several names the first one in sorted order counts."""
-        self._by_id: dict[int, str] = {}
-        self._by_memory: dict[object, str] = {}
-        named = {fqn: tensor for (kind, fqn), tensor in leaves.tensors.items() if kind == "model"}
-        for fqn, tensor in sorted(named.items()):
-            self._by_id.setdefault(id(tensor), fqn)
+    def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
+        """Index the tensors of kind ``model``; names in ``saved`` come first, then the sorted order counts."""
+        named = [(fqn, tensor) for (kind, fqn), tensor in leaves.tensors.items() if kind == "model"]
+        self._named = sorted(named, key=lambda item: (("model", item[0]) not in saved, item[0]))
+        self._by_id: dict[int, list[str]] = {}
+        for fqn, tensor in self._named:
+            self._by_id.setdefault(id(tensor), []).append(fqn)
+        for fqn, parameter in sorted(_parameters(state), key=lambda item: item[0]):
+            names = self._by_id.setdefault(id(parameter), [])
+            if fqn not in names:  # a state_dict hook took it away
+                names.append(fqn)
+
+    @cached_property
+    def _by_memory(self) -> dict[object, list[str]]:
+        """The names by memory, which is slow to compare, and rarely needed."""
+        found: dict[object, list[str]] = {}
+        for fqn, tensor in self._named:
             if _has_memory(tensor):
-                self._by_memory.setdefault(memory(tensor), fqn)
-        for fqn, parameter in sorted(_parameters(state)):  # those that a state_dict hook took away
-            self._by_id.setdefault(id(parameter), fqn)
+                found.setdefault(memory(tensor), []).append(fqn)
+        return found
 
-    def __call__(self, parameter: torch.Tensor) -> str:
-        """Return the parameter's FQN.
+    def __call__(self, parameter: torch.Tensor) -> list[str]:
+        """Return the parameter's FQNs: that by which it goes, and those that are tied to it.
 
         Raises:
             StateError: the model does not have it.
 
         """
-        fqn = self._by_id.get(id(parameter))
-        if fqn is None and _has_memory(parameter):
-            fqn = self._by_memory.get(memory(parameter))
-        if fqn is None:
+        names = self._by_id.get(id(parameter))
+        if names is None and _has_memory(parameter):
+            names = self._by_memory.get(memory(parameter))
+        if names is None:
             raise StateError(
                 f"states['optimizer'] has a parameter of shape {tuple(parameter.shape)} that is not in states['model'];"
                 " pass the model that the optimizer was built for as well: parameters get their names from it"
             )
-        return fqn
+        return names
 
 
 def put(container: Any, path: Path, value: object, where: str) -> Any:
@@ -128,7 +141,8 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
     owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     made: dict[str, torch.Tensor] = {}
     names: dict[str, ObjectKey] = {}
-    for raw, value in module.state_dict(keep_vars=True).items():
+    where = f"states[{kind!r}]" + (f", {prefix[:-1]!r}" if prefix else "")
+    for raw, value in state_dict_of(module, where, keep_vars=True).items():
         fqn = prefix + clean(raw)
         if not isinstance(value, torch.Tensor) or raw.rpartition(".")[2] == "_extra_state":
             leaves.add_object(kind, fqn, value)
@@ -173,7 +187,7 @@ def _storage(tensor: torch.Tensor) -> object:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     try:
         return local.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
-    except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none; they are refused with a reason
+    except (RuntimeError, ValueError):  # sparse, opaque, uninitialized ones have none; they are refused with a reason
         return id(local)
 
 

@@ -34,12 +34,14 @@ class Slot:
         parameter: the parameter itself.
         group: the group it is in.
         state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
+        tied: its further names.
     """
 
     fqn: str
     parameter: torch.Tensor
     group: dict[str, Any]
     state: dict[torch.Tensor, dict[str, Any]] | None
+    tied: Sequence[str] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -54,6 +56,9 @@ class Slot:
     def leaves(self) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed."""
         for name, value in self.values.items():
+            if isinstance(value, torch.Tensor):
+                yield (name,), value
+                continue
             parts = list(walk(value, f"the state of {self.fqn!r}", (name,)))
             if any(isinstance(leaf, torch.Tensor) for _, leaf in parts):
                 yield from parts
@@ -84,7 +89,8 @@ def slots_of(optimizers: Sequence[torch.optim.Optimizer], names: ParamNames) -> 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = keeper.state if id(parameter) in kept else None
-                yield Slot(names(parameter), parameter, group, state)
+                fqn, *tied = names(parameter)
+                yield Slot(fqn, parameter, group, state, tied)
 
 
 def add_optimizers(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], names: ParamNames) -> None:
@@ -94,8 +100,11 @@ def add_optimizers(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], 
         StateError: a parameter is not in the model, or is in two optimizers.
 
     """
+    hypers: dict[int, dict[str, Any]] = {}
     for slot in slots_of(optimizers, names):
-        for key, value in slot.hyper.items():
+        if id(slot.group) not in hypers:
+            hypers[id(slot.group)] = slot.hyper
+        for key, value in hypers[id(slot.group)].items():
             leaves.add(OPTIMIZER, f"param_groups.{slot.fqn}.{key}", value)
         for path, value in slot.leaves():
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}", value)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from bcp.errors import CheckpointError, MismatchError, StateError
 from bcp.plan.shards import TensorMeta
 from bcp.planners.leaves import Leaves
-from bcp.planners.model import Finish, ParamNames, put
+from bcp.planners.model import Check, Finish, ParamNames, put
 from bcp.planners.names import Path, dotted, split
 from bcp.planners.optimizer import OPTIMIZER, Slot, slots_of
 from bcp.planners.saved import SavedNames
@@ -27,16 +27,18 @@ Change = tuple[dict[str, Any], str, Any]
 
 def optimizer_targets(
     leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, saved: SavedNames
-) -> Finish:
+) -> tuple[Check, Finish]:
     """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
 
     Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
-    versions of torch) are no mismatch.
+    versions of torch) are no mismatch. Of a parameter with several names, the states that were saved by the others
+    are known to be wanted, but not read.
 
     Returns:
-        The function that sets hyper-parameters and those states that are no tensors. It raises
-        :class:`~bcp.errors.MismatchError`, before it sets anything, where parameters of one group were saved
-        with different hyper-parameters.
+        The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
+        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors.
+        Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
+        raises the error, before it sets anything.
 
     Raises:
         StateError: a parameter is not in the model or in two optimizers, or a nested state would have to be made.
@@ -56,6 +58,10 @@ def optimizer_targets(
             leaves.add(*name, value)
             paths[name] = (slot, path)
         tensors |= _want_hyper(leaves, slot, hypers[slot.fqn], saved)
+    _want_tied(leaves, slots.values(), saved)
+
+    def check(objects: Mapping[ObjectKey, Any]) -> None:
+        _agreed(objects, slots)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
         changes = _agreed({**objects, **tensors}, slots)
@@ -64,7 +70,7 @@ def optimizer_targets(
             _set_hyper(group, key, value)
         _settle_steps(slots.values())
 
-    return finish
+    return check, finish
 
 
 def scalar_device(slot: Slot, key: str) -> torch.device:
@@ -136,6 +142,17 @@ def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: SavedNam
         else:
             leaves.add_object(*name, slot.group.get(key))
     return tensors
+
+
+def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: SavedNames) -> None:
+    """Want what was saved by the further names of parameters, which is what is wanted by the first."""
+    fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
+    for _, name in saved.names(OPTIMIZER) if fqns else ():
+        for section in ("state", "param_groups"):
+            if found := split(name, section, fqns):
+                first = f"{section}.{fqns[found[0]]}.{found[1]}"
+                if (OPTIMIZER, first) in leaves.tensors and (OPTIMIZER, name) in saved.rows:
+                    leaves.add_alias(OPTIMIZER, name, first)
 
 
 def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[Change]:

@@ -9,7 +9,7 @@ import torch
 
 from bcp.plan.layout import Layout
 from bcp.planners.leaves import Leaves, probe
-from bcp.planners.model import Finish, ParamNames, add_state
+from bcp.planners.model import Check, Finish, ParamNames, add_state
 from bcp.planners.optimizer import OPTIMIZER, add_optimizers, optimizers_in
 from bcp.planners.optimizer_load import optimizer_targets
 from bcp.planners.saved import SavedNames
@@ -23,6 +23,9 @@ class PlainPlanner:
 
     ``states["model"]`` is a module, wrapped or not, a list of modules (virtual pipeline chunks), or nested mappings
     and lists. ``states["optimizer"]`` is a torch optimizer, a list or mapping of them, or nested mappings.
+
+    Tensors of several names that are the same memory (tied) are stored once. Tied and untied states load into each
+    other; where a tied target meets several saved values, those of the first name in sorted order win.
     """
 
     name = "plain"
@@ -50,17 +53,18 @@ class PlainPlanner:
         """Say where this rank wants what to be put; see :meth:`bcp.protocols.Planner.load_targets`."""
         leaves, names = Leaves(), SavedNames.of(saved)
         finish_model = _add_plain(leaves, "model", states)
+        check: Check = _nothing
         if optimizers := optimizers_in(states.get(OPTIMIZER)):
-            params = ParamNames(leaves, states.get("model"))
-            finish_optimizer = optimizer_targets(leaves, optimizers, params, names)
+            params = ParamNames(leaves, states.get("model"), names.rows)
+            check, finish_optimizer = optimizer_targets(leaves, optimizers, params, names)
         else:
             finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
 
         def finish(objects: Mapping[ObjectKey, Any]) -> None:
-            finish_optimizer(objects)  # first: it may find a mismatch, and then nothing was set
+            finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
             finish_model(objects)
 
-        return LoadTargets(leaves.to_load(names.rows), finish)
+        return LoadTargets(leaves.to_load(names.rows.keys()), check, finish)
 
 
 class DdpPlanner(PlainPlanner):
@@ -76,4 +80,4 @@ def _add_plain(leaves: Leaves, kind: str, states: States) -> Finish:
 
 
 def _nothing(_: Mapping[ObjectKey, Any]) -> None:
-    """Set no object."""
+    """Find nothing wrong, set nothing."""

@@ -86,7 +86,13 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
         start = int(file.blocks.stored_start[rows][0])
         nbytes = int(file.blocks.stored_length[rows].sum())
         buffer = context.lease.take(nbytes)
-        await context.backend.read_into(item.key, start, bytes_of(buffer)[:nbytes])
+        try:
+            await context.backend.read_into(item.key, start, bytes_of(buffer)[:nbytes])
+        except FileNotFoundError as error:
+            raise CorruptError(
+                f"{item.key} is missing, but the checkpoint was committed with it (rank {context.rank}, {item.name}); "
+                "restore the file, or load another checkpoint"
+            ) from error
         context.read_nbytes += nbytes
         return Stored(item, buffer, nbytes, rows)
 
@@ -176,7 +182,8 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
     async def run(loaded: Loaded) -> Loaded:
         chunk = loaded.item.chunk
         if chunk is not None:
-            context.placed_nbytes += await in_thread(_place, context, loaded.data, chunk.file, chunk.start, chunk.stop)
+            placed = await in_thread(_place, context, loaded.data, chunk.file, chunk.start, chunk.stop)
+            context.placed_nbytes += placed  # apart from the await: other workers count too
         return loaded
 
     return Stage("h2d", run, workers=workers)
@@ -212,7 +219,8 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     for peer, slice_ in receives.items():
         data = torch.frombuffer(incoming[peer], dtype=torch.uint8)
         context.received_nbytes += data.numel()
-        context.placed_nbytes += await in_thread(_place, context, data, slice_.file, slice_.lo, slice_.hi)
+        placed = await in_thread(_place, context, data, slice_.file, slice_.lo, slice_.hi)
+        context.placed_nbytes += placed
 
 
 def _place(context: LoadContext, data: torch.Tensor, file: int, lo: int, hi: int) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +29,7 @@ class SaveContext:
 
     Attributes:
         lease: staging memory.
-        writers: for each data file, where its parts go.
+        writers: for each data file, where its parts go; filled once the graph is known to be one.
         block_bytes: unit of checksumming.
         fence: what the copies from devices have to wait for.
         count: how many parts there are.
@@ -37,7 +37,7 @@ class SaveContext:
     """
 
     lease: Lease
-    writers: Mapping[str, PartWriter]
+    writers: dict[str, PartWriter]
     block_bytes: int
     fence: Fence
     count: int

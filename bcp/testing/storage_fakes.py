@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from bcp.errors import InputError
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Sweeper
 
 __all__ = ["OPERATIONS", "CountingBackend", "FaultyBackend"]
 
-OPERATIONS = ("put", "open_write", "write_part", "commit", "read_into", "get", "list", "delete")
+OPERATIONS = ("put", "open_write", "write_part", "commit", "read_into", "get", "list", "delete", "sweep")
 """What can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
 
 
@@ -77,6 +77,12 @@ class CountingBackend:
         """Delete objects; counts as one call, with the keys joined by blanks."""
         await self.before("delete", " ".join(keys))
         await self.inner.delete(keys)
+
+    async def sweep(self, stale: Callable[[str], bool]) -> None:
+        """Remove unfinished objects, where the inner backend can."""
+        await self.before("sweep", "")
+        if isinstance(self.inner, Sweeper):
+            await self.inner.sweep(stale)
 
     async def aclose(self) -> None:
         """Close the inner backend."""

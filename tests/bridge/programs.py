@@ -26,6 +26,13 @@ folder = Path(sys.argv[1])
 
 def say(text):
     print(text, flush=True)
+
+async def say_when_main_waits(text):
+    def waits(frame):
+        return (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "wait")
+    while not waits(sys._current_frames()[threading.main_thread().ident]):
+        await asyncio.sleep(0.001)
+    say(text)
 """
 
 

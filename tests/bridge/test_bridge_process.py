@@ -12,8 +12,8 @@ from programs import KILLED_BY_CTRL_C, program
 
 INTERRUPTED = """
     async def operation(started=None):
-        say("now")
         try:
+            await say_when_main_waits("now")
             await asyncio.sleep(100)
         finally:
             await in_thread(time.sleep, 0.01)  # clean-up takes a while
@@ -61,7 +61,7 @@ def test_ctrl_c_in_wait_leaves_it_running(tmp_path: Path) -> None:
         """
     async def operation(started):
         started()
-        say("now")
+        await say_when_main_waits("now")
         await in_thread(go.wait, 10)
         return "result"
     go = threading.Event()
@@ -76,6 +76,32 @@ def test_ctrl_c_in_wait_leaves_it_running(tmp_path: Path) -> None:
         interrupt=signal.SIGINT,
     )
     assert (ended.out, ended.code, ended.err) == ("now\nFalse\nresult\n", 0, "")
+
+
+def test_under_asyncio_run_the_second_ctrl_c_interrupts(tmp_path: Path) -> None:
+    ended = program(
+        tmp_path,
+        """
+    async def operation():
+        try:
+            await say_when_main_waits("now")
+            while not main_task.cancelling():  # what asyncio.run makes of the first
+                await asyncio.sleep(0.001)
+            say("now")
+            await asyncio.sleep(100)
+        finally:
+            (folder / "cleaned").touch()
+    async def main():
+        global main_task
+        main_task = asyncio.current_task()
+        _bridge.run(operation)
+    asyncio.run(main())
+    """,
+        interrupt=signal.SIGINT,
+        times=2,
+    )
+    assert (ended.out, ended.code) == ("now\nnow\n", KILLED_BY_CTRL_C)
+    assert (tmp_path / "cleaned").exists()
 
 
 def test_a_signal_handler_that_raises_and_one_that_saves(tmp_path: Path) -> None:
@@ -332,4 +358,4 @@ def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> 
     assert "waiting for 1 operations before the process ends: save to /ckpt/9" in ended.err
     assert "what they still need worker threads for is lost" in ended.err
     assert "save to /ckpt/9 failed, and nobody waited for it" in ended.err
-    assert "cannot schedule new futures after shutdown" in ended.err
+    assert "RuntimeError: cannot schedule new futures after" in ended.err

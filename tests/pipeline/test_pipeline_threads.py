@@ -160,9 +160,9 @@ def test_more_threads_than_anyio_gives_and_none_left_when_the_loop_is_gone() -> 
             for gate in gates:
                 gate.let.set()
 
+    before = set(threading.enumerate())
     asyncio.run(main())
     gc.collect()
-    mine = [thread for thread in threading.enumerate() if thread.name.startswith("bcp-worker")]
-    for thread in mine:
+    for thread in set(threading.enumerate()) - before:
         thread.join(10)
-    assert not any(thread.is_alive() for thread in mine)
+    assert set(threading.enumerate()) <= before

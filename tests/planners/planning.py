@@ -55,7 +55,8 @@ def layout_of(*ranks: LocalShards) -> Layout:
 
 
 def fill(targets: LoadTargets, saved: Mapping[Name, torch.Tensor], layout: Layout, objects: Mapping[Name, Any]) -> None:
-    """Do a load: write every target from the saved tensors, following ties, then finish."""
+    """Do a load: check, write every target from the saved tensors, following ties, then finish."""
+    targets.check(objects)
     tied = dict(zip(layout.tensors.fqn, layout.tensors.tied_to, strict=True))
     for row, tensor in enumerate(targets.shards.tensors):
         meta, box = targets.shards.table.meta(row), targets.shards.table.box(row)
