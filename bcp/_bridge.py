@@ -10,8 +10,10 @@ import asyncio
 import atexit
 import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -27,6 +29,8 @@ __all__ = ["Background", "run", "start"]
 T = TypeVar("T")
 Operation = Callable[[Callable[[], None]], Awaitable[T]]
 Outcome = tuple[T, None] | tuple[None, BaseException]
+
+NAP_SECONDS = 0.2
 
 log = logging.getLogger("bcp")
 
@@ -88,7 +92,7 @@ class Background(Generic[T]):
         """
         self._check()
         try:
-            self._started.result()
+            _wait_for(self._started)
         except BaseException:
             self._abort()
             raise
@@ -118,10 +122,8 @@ class Background(Generic[T]):
         Raises ``concurrent.futures.CancelledError`` if it was cancelled.
         """
         self._check()
-        try:
-            self._finished.result(timeout)
-        except TimeoutError:
-            raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on") from None
+        if not _wait_for(self._finished, timeout):
+            raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on")
         return self._take()
 
     async def result(self) -> T:
@@ -199,7 +201,7 @@ class Background(Generic[T]):
         """Launch, wait and return or raise the outcome."""
         try:
             self._launch(function)
-            self._finished.result()
+            _wait_for(self._finished)
         except BaseException:
             self._abort()
             raise
@@ -212,7 +214,7 @@ class Background(Generic[T]):
         """Cancel, and wait until the operation has cleaned up."""
         if self._loop is not None:
             self.cancel()
-            self._finished.result()
+            _wait_for(self._finished)
 
     def _take(self) -> T:
         """Return or raise the outcome of the ended operation."""
@@ -276,6 +278,18 @@ def _set_once(future: Future[bool], *, reached: bool = True) -> None:
         future.set_result(reached)
 
 
+def _wait_for(future: Future[Any], timeout: float | None = None) -> bool:
+    """Block until the future is done, at most ``timeout`` seconds; say whether it is.
+
+    Sleeps in short naps: of a signal that arrives just before it falls asleep it would learn only when it wakes up.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while not future.done() and (left := deadline - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            future.result(min(left, NAP_SECONDS))
+    return future.done()
+
+
 # -- the loop and its thread -------------------------------------------------------------------
 
 
@@ -302,7 +316,7 @@ class _Loop:
         """Block until no operation is running."""
         while self.running:
             for background in list(self.running):
-                background._finished.result()  # noqa: SLF001 -- the two are one
+                _wait_for(background._finished)  # noqa: SLF001 -- the two are one
 
     def close(self) -> None:
         """Log what nobody asked for, stop the loop and wait for its thread."""

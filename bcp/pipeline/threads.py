@@ -36,7 +36,7 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
-    await _ended(_threads().submit(copy_context().run, _call, partial(function, *args), box))
+    await _ended(_submit(partial(copy_context().run, _call, partial(function, *args), box)))
     result, error = box.pop()
     if error is None:
         return result  # type: ignore[return-value]  # the first of the two forms of an outcome
@@ -64,6 +64,23 @@ def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
         box.append((function(), None))
     except BaseException as error:  # noqa: BLE001 -- raised again by in_thread
         box.append((None, error))
+
+
+def _submit(call: Callable[[], None]) -> Future[None]:
+    """Give the call to a thread. If none can be had, it is never made: the pool itself would keep it for later."""
+    job = Future[None]()
+
+    def run() -> None:
+        if job.set_running_or_notify_cancel():
+            call()
+            job.set_result(None)
+
+    try:
+        _threads().submit(run)
+    except RuntimeError:
+        if job.cancel():
+            raise
+    return job
 
 
 async def _ended(job: Future[None]) -> None:

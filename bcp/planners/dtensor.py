@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -26,6 +27,9 @@ _StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
 
 Run = tuple[int, int]
 """(first global index, how many); a local dimension is a list of runs, back to back."""
+
+Split = tuple[int, int]
+"""(tensor dimension, split factor) that one mesh dimension splits; the factor is 1 but for ``_StridedShard``."""
 
 Cut = tuple[int, int, int]
 """(parts, which of them is ours, split factor): how one mesh dimension cuts one tensor dimension."""
@@ -51,16 +55,17 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    runs = [runs_of(length, _cuts(tensor, dim, coordinate)) for dim, length in enumerate(tensor.shape)]
     local = local_tensor(tensor)
-    expected = tuple(sum(count for _, count in dim) for dim in runs)
+    expected, blocks = _traced(
+        tuple(tensor.shape), _splits(tensor), tuple(tensor.device_mesh.shape), tuple(coordinate), _stated_orders(tensor)
+    )
     if tuple(local.shape) != expected:
         raise StateError(
             f"{name}: placements {tensor.placements} of global shape {tuple(tensor.shape)} give this rank "
             f"{expected}, but its local tensor is {tuple(local.shape)}; build it with distribute_tensor, or pass "
             "shape and stride to DTensor.from_local"
         )
-    return [(box, _view(local, start, box.lengths)) for box, start in _boxes(runs)] if local.numel() else []
+    return [(box, _view(local, start, box.lengths)) for box, start in blocks] if local.numel() else []
 
 
 def hooked_blocks(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
@@ -114,20 +119,44 @@ def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
     return out
 
 
-def _cuts(tensor: DTensor, dim: int, coordinate: Sequence[int]) -> list[Cut]:
-    """Say how the mesh cuts one dimension, in the order in which the cuts count."""
-    cuts = {}
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if (factor := _factor(placement, dim, tensor.dim())) is not None:
-            cuts[mesh_dim] = (tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim], factor)
-    return [cuts[mesh_dim] for mesh_dim in _order(tensor, dim, list(cuts))]
+@lru_cache(maxsize=4096)
+def _traced(
+    shape: tuple[int, ...],
+    splits: tuple[Split | None, ...],
+    parts: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    orders: tuple[tuple[int, tuple[int, ...]], ...],
+) -> tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]:
+    """Return the local shape, and the blocks with the local index where each starts.
+
+    A model has thousands of tensors and a few layouts: remembering them takes a third off the planning.
+
+    Args:
+        shape: of the global tensor.
+        splits: what each mesh dimension splits, None where it replicates.
+        parts: how many parts each mesh dimension has.
+        coordinate: which of them are ours.
+        orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.
+
+    """
+    runs = []
+    for dim, length in enumerate(shape):
+        mesh_dims = _order(orders, dim, [at for at, split in enumerate(splits) if split and split[0] == dim])
+        factors = {at: split[1] for at, split in enumerate(splits) if split}
+        runs.append(runs_of(length, [(parts[at], coordinate[at], factors[at]) for at in mesh_dims]))
+    return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))
 
 
-def _factor(placement: Any, dim: int, ndim: int) -> int | None:
-    """Return the split factor of a placement that cuts this dimension, None for any other."""
-    if isinstance(placement, Replicate) or placement.dim % ndim != dim:
+def _splits(tensor: DTensor) -> tuple[Split | None, ...]:
+    """Say what each mesh dimension splits."""
+    return tuple(_split(placement, tensor.dim()) for placement in tensor.placements)
+
+
+def _split(placement: Any, ndim: int) -> Split | None:
+    """Return (tensor dimension, split factor) of a placement, None for one that splits nothing."""
+    if isinstance(placement, Replicate) or not ndim:
         return None
-    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+    return placement.dim % ndim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def _refuse_valueless(placement: Any, name: str) -> None:
@@ -141,10 +170,15 @@ def _refuse_valueless(placement: Any, name: str) -> None:
         )
 
 
-def _order(tensor: DTensor, dim: int, mesh_dims: list[int]) -> list[int]:
-    """Return the mesh dimensions in the order in which they cut: torch >= 2.10 may state one that is not mesh order."""
+def _stated_orders(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return (tensor dimension, mesh dimensions in the order in which they cut it); torch >= 2.10 may state them."""
     entries = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 -- not public yet
-    stated = [list(entry.mesh_dims) for entry in entries if entry.tensor_dim == dim]
+    return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in entries)
+
+
+def _order(orders: Sequence[tuple[int, Sequence[int]]], dim: int, mesh_dims: list[int]) -> Sequence[int]:
+    """Return the mesh dimensions in the order in which they cut: as stated, otherwise mesh order."""
+    stated = [mesh for tensor_dim, mesh in orders if tensor_dim == dim]
     return stated[0] if stated and sorted(stated[0]) == mesh_dims else mesh_dims
 
 
@@ -179,6 +213,8 @@ def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]
 def _view(local: torch.Tensor, start: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     """Return that block of the local tensor, as a view."""
     view = local.detach()
+    if tuple(view.shape) == tuple(lengths):
+        return view
     for dim, (first, count) in enumerate(zip(start, lengths, strict=True)):
         view = view.narrow(dim, first, count)
     return view

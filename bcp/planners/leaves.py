@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -84,17 +84,9 @@ class Leaves:
             StateError: a leaf cannot be saved.
 
         """
-        rows: list[tuple[ShardRow, torch.Tensor]] = []
-        more: list[TensorMeta] = []
-        for names in self._tied():
-            first, *others = sorted(names)
-            meta, blocks = self._shards(first, for_writing=False)
-            rows += [(ShardRow(meta, box), view) for box, view in blocks]
-            more += [] if math.prod(meta.shape) else [meta]
-            more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
-        return self._finish(rows, more)
+        return self._shards((sorted(names) for names in self._tied()), _readable)
 
-    def to_load(self, saved: Set[Name]) -> LocalShards:
+    def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
 
         Of several names that the checkpoint has, the first in sorted order is read: where they were saved untied, with
@@ -105,16 +97,8 @@ class Leaves:
             StateError: a leaf cannot be written to.
 
         """
-        rows: list[tuple[ShardRow, torch.Tensor]] = []
-        more: list[TensorMeta] = []
-        for names in self._tied():
-            first, *others = sorted(saved.intersection(names) or names)
-            meta, blocks = self._shards(first, for_writing=True)
-            rows += [(ShardRow(meta, box), view) for box, view in blocks]
-            more += [] if math.prod(meta.shape) else [meta]
-            more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
-        more += [_meta(*name, self.tensors[name[0], fqn], tied_to=fqn) for name, fqn in self.aliases.items()]
-        return self._finish(rows, more)
+        groups = (sorted([name for name in names if name in saved] or names) for names in self._tied())
+        return self._shards(groups, _writable)
 
     def _new_name(self, kind: str, fqn: str) -> Name:
         """Return the leaf's name if it can be one."""
@@ -139,19 +123,23 @@ class Leaves:
             groups.setdefault((name[0], memory(tensor) if tensor.numel() else name[1]), []).append(name)
         return list(groups.values())
 
-    def _shards(self, name: Name, *, for_writing: bool) -> tuple[TensorMeta, list[tuple[Box, torch.Tensor]]]:
-        """Return one tensor's record, and the blocks of it that are here."""
-        tensor, label = self.tensors[name], self._label(name)
-        meta = _meta(*name, tensor)
-        if for_writing:
-            blocks = [(box, _writable(view, label)) for box, view in _blocks(tensor, label)]
-        else:
-            blocks = [(box, view.resolve_conj().resolve_neg()) for box, view in _blocks(tensor, label)]
-        return meta, blocks
-
-    def _finish(self, rows: list[tuple[ShardRow, torch.Tensor]], more: list[TensorMeta]) -> LocalShards:
-        table = ShardTable.build([row for row, _ in rows], objects=list(self.objects), more=more)
-        return LocalShards(table, [view for _, view in rows], dict(self.objects))
+    def _shards(
+        self, groups: Iterable[Sequence[Name]], view_for: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> LocalShards:
+        """Make a table of names that are the same memory: the first of each group has shards, the others are tied."""
+        rows, views, more = [], [], []
+        for first, *others in groups:
+            tensor, label = self.tensors[first], self._label(first)
+            meta = _meta(*first, tensor)
+            for box, view in _blocks(tensor, label):
+                rows.append(ShardRow(meta, box))
+                views.append(view_for(view, label))
+            more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
+            if not math.prod(meta.shape):
+                more.append(meta)
+        more += [_meta(*name, self.tensors[name[0], first], tied_to=first) for name, first in self.aliases.items()]
+        table = ShardTable.build(rows, objects=list(self.objects), more=more)
+        return LocalShards(table, views, dict(self.objects))
 
 
 def memory(tensor: torch.Tensor) -> object:
@@ -246,6 +234,11 @@ def _is_hooked(kind: type) -> bool:
     return not issubclass(kind, DTensor) and all(hasattr(kind, hook) for hook in _HOOKS)
 
 
+def _readable(view: torch.Tensor, _: str) -> torch.Tensor:
+    """Return the view, or a copy with the same values of one that torch conjugates or negates when it is read."""
+    return view.resolve_conj().resolve_neg()
+
+
 def _writable(view: torch.Tensor, label: str) -> torch.Tensor:
     """Return the view if writing into it changes exactly its own elements, else refuse."""
     if view.is_conj() or view.is_neg():
@@ -260,7 +253,7 @@ def _writable(view: torch.Tensor, label: str) -> torch.Tensor:
     return view
 
 
-def _unsupported(tensor: torch.Tensor) -> str:
+def _unsupported(tensor: torch.Tensor) -> str:  # noqa: PLR0911 -- one line a reason
     """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if is_lazy(tensor):

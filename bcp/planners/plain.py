@@ -64,7 +64,7 @@ class PlainPlanner:
             finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
             finish_model(objects)
 
-        return LoadTargets(leaves.to_load(names.rows.keys()), check, finish)
+        return LoadTargets(leaves.to_load(names.rows), check, finish)
 
 
 class DdpPlanner(PlainPlanner):

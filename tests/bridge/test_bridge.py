@@ -90,6 +90,11 @@ def test_from_several_threads_at_once() -> None:
     assert sorted(places) == list(range(6))
 
 
+def test_a_signal_handler_may_interrupt_one_who_holds_the_lock() -> None:
+    with _bridge._lock:
+        assert _bridge.run(lambda: twice(1)) == 2
+
+
 def test_the_callers_context_is_seen_and_not_changed() -> None:
     where = contextvars.ContextVar[str]("where")
     where.set("outside")

@@ -6,12 +6,13 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import anyio
 import pytest
 
-from bcp.pipeline import in_thread
+from bcp.pipeline import in_thread, threads
 from bcp.pipeline.threads import MAX_THREADS
 
 pytestmark = pytest.mark.anyio
@@ -146,6 +147,30 @@ async def test_a_call_that_no_thread_has_begun_is_not_begun_any_more() -> None:
             await waiting
         for gate in gates:
             gate.let.set()
+    assert calls == []
+
+
+async def test_a_call_that_cannot_have_a_thread_is_not_made_later_either() -> None:
+    class Exhausted(ThreadPoolExecutor):
+        """Has one thread and gets no second, as where the number of processes is limited."""
+
+        def _adjust_thread_count(self) -> None:
+            if self._threads:
+                raise RuntimeError("can't start new thread")
+            super()._adjust_thread_count()
+
+    gate, calls = Gate(), list[str]()
+    with Exhausted() as pool:
+        token = threads._pool.set(pool)
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(in_thread, gate)
+                await gate.begun.wait()
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await in_thread(calls.append, "late")
+                gate.let.set()
+        finally:
+            threads._pool.reset(token)
     assert calls == []
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner, planner
-from bcp.planners.dtensor import _order, chunk, runs_of
+from bcp.planners.dtensor import _order, _stated_orders, chunk, runs_of
 from bcp.protocols import LocalShards
 
 FSDP2 = Fsdp2Planner()
@@ -65,9 +65,10 @@ def test_lone_strided_shards_are_as_torch_splits_them(length, parts, factor):
 
 def test_a_stated_shard_order_counts():
     entry = SimpleNamespace(tensor_dim=0, mesh_dims=(1, 0))
-    tensor = SimpleNamespace(_spec=SimpleNamespace(shard_order=(entry,)))
-    assert _order(tensor, 0, [0, 1]) == [1, 0]
-    assert _order(tensor, 1, [0]) == [0]
+    orders = _stated_orders(SimpleNamespace(_spec=SimpleNamespace(shard_order=(entry,))))
+    assert _order(orders, 0, [0, 1]) == (1, 0)
+    assert _order(orders, 1, [0]) == [0]
+    assert _stated_orders(SimpleNamespace(_spec=SimpleNamespace())) == ()
 
 
 # -- on four ranks ---------------------------------------------------------------------------------

@@ -164,6 +164,17 @@ def test_groups_that_cannot_be_joined_are_a_mismatch_and_nothing_is_set(tensor):
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["eps"]) == (0.2, 1e-3)
 
 
+def test_groups_that_cannot_be_joined_are_found_before_anything_is_loaded():
+    source, target = net(), net(seed=9)
+    optimizer, fresh = groups(source, lr=0.7), optim.AdamW(target.parameters(), lr=0.2)
+    shards = PLAIN.local_shards({"model": source, "optimizer": optimizer})
+    targets = PLAIN.load_targets({"model": target, "optimizer": fresh}, layout_of(shards))
+    with pytest.raises(MismatchError, match="put them into different groups before loading"):
+        targets.check(shards.objects)
+    targets.check({name: value for name, value in shards.objects.items() if not name[1].endswith(".lr")})
+    assert fresh.param_groups[0]["lr"] == 0.2
+
+
 def test_hyper_parameters_of_other_versions_are_no_mismatch():
     source, target = net(), net()
     optimizer, fresh = optim.AdamW(source.parameters()), optim.AdamW(target.parameters())

@@ -129,6 +129,8 @@ def test_tied_target_appears_once_under_a_saved_name():
     layout = layout_of(PLAIN.local_shards({"model": {"tok.weight": torch.zeros(5, 3)}}))
     targets = PLAIN.load_targets({"model": Tied()}, layout)
     assert names(targets.shards) == {"tok.weight": ""}
+    targets = PLAIN.load_targets({"model": Tied()}, layout_of())
+    assert names(targets.shards) == {"head.weight": "", "tok.weight": "head.weight"}
     untied = {"head.weight": torch.zeros(5, 3), "tok.weight": torch.zeros(5, 3)}
     targets = PLAIN.load_targets({"model": untied}, layout_of(PLAIN.local_shards({"model": Tied()})))
     assert names(targets.shards) == {"head.weight": "", "tok.weight": ""}
@@ -234,6 +236,55 @@ def test_refusals_say_what_to_do():
         for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
             with pytest.raises(StateError, match=rf"model tensor 'a\.0' on rank 0.*{message}.*;"):
                 method({"model": {"a": [make()]}})
+
+
+def test_lazy_modules_are_refused_until_they_ran_once():
+    net = nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
+        with pytest.raises(StateError, match=r"model tensor '1\.weight' on rank 0 is uninitialized; run one forward"):
+            method({"model": net, "optimizer": optimizer})
+    net(torch.ones(3, 4))
+    assert "2.weight" in names(PLAIN.local_shards({"model": net}))
+
+
+def test_dtypes_that_torch_cannot_copy_are_refused():
+    dtypes = [getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)]
+    for dtype in dtypes:
+        with pytest.raises(StateError, match=rf"'q' on rank 0 is {str(dtype)[6:]}, which torch cannot copy"):
+            PLAIN.local_shards({"model": {"q": torch.empty(2, dtype=dtype)}})
+
+
+def test_inference_tensors_are_saved_but_not_loaded_into():
+    with torch.inference_mode():
+        state = {"ok": torch.zeros(2), "made.there": torch.zeros(2)}
+    state["ok"] = state["ok"].clone()
+    assert len(PLAIN.local_shards({"model": state}).tensors) == 2
+    with pytest.raises(StateError, match=r"'made\.there' on rank 0 was made under torch\.inference_mode\(\)"):
+        PLAIN.load_targets({"model": state}, layout_of())
+
+
+def test_names_must_be_text():
+    for leaf in (torch.ones(1), 5):
+        with pytest.raises(StateError, match=r"the model leaf 'a\.\\ud800' on rank 0 has a lone surrogate"):
+            PLAIN.local_shards({"model": {"a": {"\ud800": leaf}}})
+    assert ("model", "größe") in PLAIN.local_shards({"model": {"größe": 5}}).objects
+
+
+def test_a_state_dict_that_raises_is_named():
+    class Broken(nn.Linear):
+        def get_extra_state(self):
+            raise KeyError("scale")
+
+    for states, where in (
+        ({"model": nn.Sequential(Broken(1, 1))}, r"Sequential at states\['model'\]"),
+        ({"model": {"actor": Broken(1, 1)}}, r"Broken at states\['model'\], 'actor'"),
+        ({"optimizer": {"scaler": Broken(1, 1)}}, r"Broken at states\['optimizer'\], 'scaler'"),
+    ):
+        for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
+            with pytest.raises(StateError, match=rf"of the {where} raised KeyError: 'scale'") as caught:
+                method(states)
+            assert type(caught.value.__cause__) is KeyError
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

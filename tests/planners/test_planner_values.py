@@ -215,6 +215,20 @@ def test_extras_refuse_what_is_not_here():
         pack({"f": lambda: 0})
 
 
+def test_what_fails_while_a_snapshot_is_taken_is_named():
+    class Broken(Counter):
+        def state_dict(self):
+            raise AttributeError("no optimizer yet")
+
+    with pytest.raises(
+        StateError, match=r"of the Broken at extra_states\.scheduler raised AttributeError: no opt"
+    ) as caught:
+        collect({"scheduler": Broken()})
+    assert type(caught.value.__cause__) is AttributeError
+    with pytest.raises(StateError, match=r"extra_states\.stream is a generator that cannot be copied: TypeError"):
+        collect({"stream": (i for i in range(3))})
+
+
 def test_unpack_says_what_is_wrong():
     with pytest.raises(CheckpointError, match=r"extra_states of rank 3 cannot be read.*Custom.*trust=True"):
         unpack(pack({"c": Custom()}), trust=False, where="extra_states of rank 3")
