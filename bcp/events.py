@@ -48,7 +48,8 @@ class SaveReport:
         state_nbytes: bytes of the tensors that this rank holds, replicas included.
         dedup_saved_bytes: bytes that this rank holds and did not have to write, because another replica did.
         seconds: from the call until the checkpoint was committed.
-        blocking_seconds: from the call until the snapshot was safe and training could go on.
+        blocking_seconds: from the call until the snapshot was safe; what training waits for with
+            ``async_checkpoint=True``. Without it, training waits for all of ``seconds``.
         stage_seconds: wall seconds from the first start to the last end of each stage.
         budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
         plan_cached: whether the layout was unchanged, so that only digests were exchanged.
