@@ -325,8 +325,8 @@ def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend]:
     """Return where the checkpoint is, in words and as storage, after a look at the arguments."""
     if not isinstance(states, Mapping):
         raise InputError(
-            f"states is {type(states).__name__}, not a mapping; pass {{'model': ..., 'optimizer': ..., "
-            "'dataloader': ..., 'extra_states': ...}, any subset of them"
+            f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any subset of them, as in "
+            "bcp.save(path, {'model': model})"
         )
     unknown = sorted(map(str, set(states) - set(KINDS)))
     if unknown or not states:

@@ -68,9 +68,7 @@ def main() -> None:
     changed = [name for name, value in before.items() if after.get(name) is not value]
     print(f"looked at {len(before)} functions, changed: {changed}")
     children = [
-        int(child)
-        for task in Path("/proc/self/task").iterdir()
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
     ]
     print(f"session {os.getsid(0)}, children {children}")
     bcp.save(path / "c", states, async_checkpoint=True)
@@ -202,7 +200,9 @@ def fail_and_save_again(path: Path) -> list[str]:
     async def fail(_: Any) -> Any:
         raise RuntimeError("a bug in a stage")
 
-    edit = (lambda graph: graph.after("d2h", bcp.Stage("mine", fail))) if dist.get_rank() == 1 else (lambda graph: graph)
+    edit = (
+        (lambda graph: graph.after("d2h", bcp.Stage("mine", fail))) if dist.get_rank() == 1 else (lambda graph: graph)
+    )
     said = []
     for _ in range(3):
         try:
