@@ -1,92 +1,268 @@
+"""What cannot be saved is refused with words that help, before anything is written."""
+
 from __future__ import annotations
 
+import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from checkpoints import MIB, Gate, entries, files, metadata, model, training
 from torch import nn
+from torch.distributed import HashStore
 
 import bcp
 from bcp.backends import MemoryBackend
-from bcp.coordinators import memory_coordinators
+from bcp.coordinators import SoloCoordinator, StoreCoordinator, memory_coordinators
 from bcp.metadata import METADATA_KEY
+from bcp.protocols import Coordinator
+
+QUICKLY = 2.0
+"""Seconds of silence after which a rank is given up, in tests where one is silent."""
 
 
-def entries(root: Path) -> list[str]:
-    """Return everything below a directory, directories too."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+def refused(path: Path, states: Any, kind: type[Exception], match: str, **how: Any) -> None:
+    """Check that a save and a load raise the same, and write nothing."""
+    before = files(path)
+    for call in (bcp.save, bcp.load):
+        with pytest.raises(kind, match=match):
+            call(path / "c", states, **how)
+    assert files(path) == before
 
 
-def model(value: float = 1.0, count: int = 1000) -> dict[str, Any]:
-    return {"model": {"w": torch.full((count,), value)}}
-
-
-# -- what cannot be saved ----------------------------------------------------------------------------
+# -- states ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("states", [nn.Linear(2, 2), None, [torch.ones(2)], 5], ids=["module", "None", "list", "int"])
 def test_states_that_are_no_mapping_are_refused(tmp_path: Path, states: Any) -> None:
-    with pytest.raises(bcp.InputError, match="model, optimizer, dataloader, extra_states"):
-        bcp.save(tmp_path / "c", states)
+    refused(tmp_path, states, bcp.InputError, "not a mapping; its keys are model, optimizer, dataloader, extra_states")
     assert entries(tmp_path) == []
 
 
-def test_a_module_that_is_still_lazy_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(bcp.StateError, match=r"model tensor 'weight' on rank 0 is uninitialized; run one forward"):
-        bcp.save(tmp_path / "c", {"model": nn.LazyLinear(3)})
+def test_no_states_are_refused(tmp_path: Path) -> None:
+    refused(tmp_path, {}, bcp.InputError, "states has nothing; its keys are model, optimizer, dataloader, extra_states")
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    states = {**model(), "modle": {}, "optim": {}}
+    refused(tmp_path, states, bcp.InputError, r"states has \['modle', 'optim'\]; its keys are model, optimizer, data")
+
+
+def test_an_empty_model_is_a_checkpoint(tmp_path: Path) -> None:
+    report = bcp.save(tmp_path, {"model": {}})
+    assert (report.nbytes, report.files) == (0, ())
+    assert bcp.load(tmp_path, {"model": {}}).nbytes == 0
+
+
+LEAVES: dict[str, tuple[Any, str]] = {
+    "lazy": (nn.LazyLinear(3), r"model tensor 'weight' on rank 0 is uninitialized; run one forward"),
+    "meta": ({"a": torch.empty(3, device="meta")}, r"model tensor 'a' on rank 0 is on the meta device.*to_empty\(\)"),
+    "sparse": (
+        {"a": torch.ones(3).to_sparse()},
+        r"model tensor 'a' on rank 0 has the layout torch.sparse_coo; pass to_",
+    ),
+    "twice": (
+        {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)},
+        r"two leaves of model are named 'a\.b' on rank 0; ren",
+    ),
+    "key": ({"a": {(1, 2): torch.ones(2)}}, r"states\['model'\] has the key \(1, 2\) of type tuple at a; use strings"),
+    "kind": (5, r"states\['model'\] is a int; pass a module, a list of modules or a nested mapping"),
+    "optimizer": (
+        {"o": training()["optimizer"]},
+        r"states\['model'\] has an optimizer at 'o'; pass it.* as states\['op",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_that_cannot_be_saved_is_named(tmp_path: Path, name: str) -> None:
+    leaf, match = LEAVES[name]
+    with pytest.raises(bcp.StateError, match=match):
+        bcp.save(tmp_path / "c", {"model": leaf})
     assert entries(tmp_path) == []
 
 
-def test_a_graph_that_cannot_run_leaves_not_even_a_directory(tmp_path: Path) -> None:
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("nowhere", bcp.Stage("x", anyio.sleep)))
-    with pytest.raises(bcp.InputError, match=r"no stage named 'nowhere'; there are \[d2h, serialize, checksum, upload"):
-        bcp.save(tmp_path / "c", model(), options=options)
+def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        bcp.StateError, match=r"a parameter of shape \(16, 8\) that is not in states\['model'\]; pass the"
+    ):
+        bcp.save(tmp_path / "c", {"optimizer": training()["optimizer"]})
     assert entries(tmp_path) == []
 
 
-# -- what cannot be loaded ---------------------------------------------------------------------------
+def test_extra_states_that_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    with pytest.raises(bcp.StateError, match=r"extra_states.*pass plain values"):
+        bcp.save(tmp_path / "c", {**model(), "extra_states": {"gate": Gate()}})
+    assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["model", "extra_states"])
-def test_a_data_file_that_is_gone_is_corruption(tmp_path: Path, kind: str) -> None:
-    states = model() | {"extra_states": {"step": 1}}
-    bcp.save(tmp_path, states)
-    (file,) = (tmp_path / kind).iterdir()
-    file.unlink()
-    with pytest.raises(bcp.CorruptError, match=f"{kind}/{file.name}"):
-        bcp.load(tmp_path, states)
+@pytest.mark.parametrize("mode", [False, True], ids=["sync", "async"])
+def test_a_state_that_changes_during_its_snapshot_is_refused(tmp_path: Path, *, mode: bool) -> None:
+    bcp.save(tmp_path, model(1, count=MIB))
+    before = files(tmp_path)
+    states = model(2, count=MIB)
+
+    async def train(item: Any) -> Any:
+        states["model"]["w"].add_(1)
+        return item
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("train", train)), part_bytes=MIB)
+    with pytest.raises(
+        bcp.StateChangedError, match=r"model tensor 'w' was written to \d times on rank 0 while its snap"
+    ):
+        bcp.save(tmp_path, states, overwrite=True, async_checkpoint=mode, options=options)
+    assert files(tmp_path) == before
+    bcp.save(tmp_path, model(3, count=MIB), overwrite=True)
 
 
-def two_groups(*, apart: bool) -> dict[str, Any]:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    groups: Any = [{"params": net[0].parameters(), "lr": 1e-3}, {"params": net[1].parameters(), "lr": 1e-2}]
-    return {"model": net, "optimizer": torch.optim.SGD(groups if apart else net.parameters(), lr=1e-3)}
+def test_without_the_guard_nobody_looks(tmp_path: Path) -> None:
+    states = model()
+
+    async def train(item: Any) -> Any:
+        states["model"]["w"].add_(1)
+        return item
+
+    edit = {"edit": lambda graph: graph.before("d2h", bcp.Stage("train", train))}
+    bcp.save(tmp_path, states, options=bcp.SaveOptions(guard=False, **edit))
 
 
-def test_hyper_parameters_that_do_not_fit_into_one_group_touch_nothing(tmp_path: Path) -> None:
-    bcp.save(tmp_path, two_groups(apart=True))
-    target = two_groups(apart=False)
-    before = [parameter.detach().clone() for parameter in target["model"].parameters()]
-    with pytest.raises(bcp.MismatchError, match=r"lr=0\.001, and .*, saved with lr=0\.01"):
-        bcp.load(tmp_path, target)
-    assert all(torch.equal(*pair) for pair in zip(before, target["model"].parameters(), strict=True))
+# -- paths, roles, frameworks, options ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_strict_looks_at_leaves_that_are_not_tensors(tmp_path: Path, *, saved: bool) -> None:
-    with_epoch = {"model": {"w": torch.ones(2), "epoch": 5}}
-    without = {"model": {"w": torch.ones(2)}}
-    bcp.save(tmp_path, with_epoch if saved else without)
-    target = without if saved else with_epoch
-    with pytest.raises(bcp.FqnMismatchError, match="model: epoch"):
-        bcp.load(tmp_path, target)
-    report = bcp.load(tmp_path, target, strict=False)
-    assert (report.unexpected if saved else report.missing) == ("model: epoch",)
+def test_an_older_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    bcp.save(tmp_path, model(1))
+    before = files(tmp_path)
+    with pytest.raises(
+        bcp.ExistsError, match=f"{tmp_path} holds a committed checkpoint; pass overwrite=True"
+    ) as caught:
+        bcp.save(tmp_path, model(2))
+    assert isinstance(caught.value, FileExistsError)
+    assert files(tmp_path) == before
+    bcp.save(tmp_path, model(2), options=bcp.SaveOptions(overwrite=True))
+
+
+@pytest.mark.parametrize("below", ["", "model", "receipts"])
+def test_a_file_in_the_way_of_a_directory(tmp_path: Path, below: str) -> None:
+    path = tmp_path / "c"
+    (path / below).parent.mkdir(exist_ok=True)
+    (path / below).write_bytes(b"mine")
+    with pytest.raises(bcp.StorageError, match="a file is where a directory has to be: save to another path"):
+        bcp.save(path, model())
+    assert list(files(tmp_path).values()) == [b"mine"]
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        path, match = Path("/proc/bcp"), "/proc/bcp"
+    else:
+        path, match = tmp_path / "locked", "check the permissions"
+        path.mkdir(mode=0o500)
+    with pytest.raises(bcp.StorageError, match=match):
+        bcp.save(path, model())
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", "foo://x", "file://host/x"])
+def test_an_unknown_scheme_is_refused(path: str) -> None:
+    for call in (bcp.save, bcp.load):
+        with pytest.raises(bcp.InputError, match=path):
+            call(path, model())
+
+
+@pytest.mark.parametrize(
+    "role", ["", "..", ".", "a/b", "/abs", "a b", "model", "optimizer", "receipts", "metadata.arrow"]
+)
+def test_a_role_that_is_no_name_is_refused(tmp_path: Path, role: str) -> None:
+    refused(
+        tmp_path, model(), bcp.InputError, "cannot name a directory of a checkpoint: use letters, digits", role=role
+    )
+
+
+def test_an_unknown_framework_is_refused(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", model())
+    match = "framework='fsdp9' is unknown; known are ddp, fsdp2, plain"
+    refused(tmp_path, model(), bcp.InputError, match, framework="fsdp9")
+
+
+BAD_SAVES: list[dict[str, Any]] = [
+    *({name: value} for name in ("part_bytes", "io_workers", "copy_workers", "timeout") for value in (0, -1)),
+    *({"budget_bytes": value} for value in (0, -1)),
+    {"part_bytes": MIB + 1},
+    {"balance": "best"},
+]
+BAD_LOADS: list[dict[str, Any]] = [
+    *({name: 0} for name in ("budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")),
+    {"read_bytes": MIB + 1},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_SAVES, ids=str)
+def test_bad_save_options_are_refused_when_they_are_made(bad: dict[str, Any]) -> None:
+    ((name, value),) = bad.items()
+    with pytest.raises(bcp.InputError, match=f"{name}='?{value}"):
+        bcp.SaveOptions(**bad)
+
+
+@pytest.mark.parametrize("bad", BAD_LOADS, ids=str)
+def test_bad_load_options_are_refused_when_they_are_made(bad: dict[str, Any]) -> None:
+    ((name, value),) = bad.items()
+    with pytest.raises(bcp.InputError, match=f"{name}='?{value}"):
+        bcp.LoadOptions(**bad)
+
+
+def test_misspelt_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="overwrit"):
+        bcp.SaveOptions(overwrit=True)  # type: ignore[call-arg]
+
+
+NONE = bcp.Codec("none", encode=bytes, decode=bytes)
+BAD_EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown stage": (
+        {"edit": lambda graph: graph.after("nowhere", bcp.Stage("x", anyio.sleep))},
+        r"no stage named 'nowhere'; there are \[d2h, serialize, checksum, upload",
+    ),
+    "same name": ({"edit": lambda graph: graph.then(bcp.Stage("d2h", anyio.sleep))}, "two stages named 'd2h'"),
+    "nothing": ({"edit": lambda graph: None}, r"options.edit returned None; it has to return the graph to run"),
+    "codec named as a stage": ({"codecs": [bcp.Codec("upload", bytes, bytes)]}, "two stages named 'upload'"),
+    "codec twice": ({"codecs": [NONE, NONE]}, "two stages named 'none'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EDITS)
+def test_a_graph_that_cannot_run_leaves_not_even_a_directory(tmp_path: Path, name: str) -> None:
+    options, match = BAD_EDITS[name]
+    with pytest.raises(bcp.InputError, match=match):
+        bcp.save(tmp_path / "c", model(), options=bcp.SaveOptions(**options))
+    assert entries(tmp_path) == []
 
 
 # -- ranks -------------------------------------------------------------------------------------------
+
+pytest_anyio = pytest.mark.anyio
+
+
+async def outcomes(coordinators: list[Coordinator], call: Callable[[Coordinator], Awaitable[Any]]) -> list[Any]:
+    """Let every rank call, all at once; return what each returned or raised."""
+    found: list[Any] = [None] * len(coordinators)
+
+    async def run(place: int) -> None:
+        try:
+            found[place] = await call(coordinators[place])
+        except Exception as error:  # noqa: BLE001 -- the tests look at whatever it is
+            found[place] = error
+
+    async with anyio.create_task_group() as group:
+        for place in range(len(coordinators)):
+            group.start_soon(run, place)
+    return found
+
+
+def saver(path: Any, *, timeout: float = 60.0, **how: Any) -> Callable[[Coordinator], Awaitable[Any]]:
+    """Return a save of the same model on every rank."""
+    options = bcp.SaveOptions(timeout=timeout, **how)
+    return lambda ranks: bcp.asave(path, model(), coordinator=ranks, options=options)
 
 
 class Bucket(MemoryBackend):
@@ -95,18 +271,74 @@ class Bucket(MemoryBackend):
     __repr__ = object.__repr__
 
 
-@pytest.mark.anyio
+@pytest_anyio
 async def test_every_rank_has_a_backend_object_of_its_own() -> None:
-    outcomes: list[Any] = [None, None]
-    coordinators = memory_coordinators(2)
-
-    async def save(rank: int) -> None:
-        outcomes[rank] = await bcp.asave(Bucket("two ranks"), model(), coordinator=coordinators[rank])
-
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(save, 0)
-            group.start_soon(save, 1)
+        await outcomes(memory_coordinators(2), lambda ranks: saver(Bucket("two ranks"))(ranks))
         assert METADATA_KEY in [info.key for info in await Bucket("two ranks").list()]
     finally:
         MemoryBackend.forget("two ranks")
+
+
+@pytest_anyio
+async def test_ranks_that_save_with_different_options_are_told_so(tmp_path: Path) -> None:
+    def call(ranks: Coordinator) -> Awaitable[Any]:
+        return saver(tmp_path, part_bytes=(1 + ranks.rank) * MIB)(ranks)
+
+    for error in await outcomes(memory_coordinators(2), call):
+        assert isinstance(error, bcp.InputError)
+        assert f"part_bytes={MIB}" in str(error)
+        assert f"part_bytes={2 * MIB}" in str(error)
+    assert files(tmp_path) == {}
+
+
+@pytest_anyio
+async def test_ranks_that_disagree_on_how_many_they_are(tmp_path: Path) -> None:
+    store = HashStore()
+    ranks: list[Coordinator] = [StoreCoordinator(store, 0, 2), StoreCoordinator(store, 1, 3)]
+    for error in await outcomes(ranks, saver(tmp_path, timeout=QUICKLY)):
+        assert isinstance(error, (bcp.InputError, bcp.PeerError)), error
+        assert "2" in str(error)
+    assert files(tmp_path) == {}
+
+
+@pytest_anyio
+async def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    (error,) = await outcomes(memory_coordinators(2)[:1], saver(tmp_path, timeout=QUICKLY))
+    assert isinstance(error, bcp.PeerError)
+    assert error.rank == 1
+    assert files(tmp_path) == {}
+
+
+@pytest_anyio
+async def test_ranks_whose_tensors_differ_are_told_which(tmp_path: Path) -> None:
+    def call(ranks: Coordinator) -> Awaitable[Any]:
+        return bcp.asave(tmp_path, model(count=5 + ranks.rank), coordinator=ranks)
+
+    for error in await outcomes(memory_coordinators(2), call):
+        assert isinstance(error, bcp.StateError)
+        assert all(word in str(error) for word in ("'w'", "5", "6", "rank 1"))
+    assert files(tmp_path) == {}
+
+
+@pytest_anyio
+async def test_a_bad_leaf_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    def call(ranks: Coordinator) -> Awaitable[Any]:
+        states = {"model": {"w": torch.empty(3, device="meta" if ranks.rank == 1 else "cpu")}}
+        return bcp.asave(tmp_path, states, coordinator=ranks)
+
+    first, second = await outcomes(memory_coordinators(2), call)
+    assert isinstance(first, bcp.PeerError)
+    assert first.rank == 1
+    assert isinstance(second, bcp.StateError)
+    assert "'w'" in str(first)
+    assert files(tmp_path) == {}
+
+
+def test_a_launcher_without_a_process_group_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(bcp.InputError, match="WORLD_SIZE=8, but torch.distributed is not initialised: call init_proc"):
+        bcp.save(tmp_path, model())
+    assert files(tmp_path) == {}
+    bcp.save(tmp_path, model(), coordinator=SoloCoordinator())
+    assert metadata(tmp_path).layout.world_size == 1
