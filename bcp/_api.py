@@ -6,10 +6,12 @@ taking this rank's place in the order of operations, marking the CUDA stream), i
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Literal, overload
 
@@ -118,6 +120,7 @@ async def asave(
         PeerError: another rank failed, died, or fell silent.
 
     """
+    _require_asyncio()
     options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress)
     job = _save_job(path, states, framework, role, options, coordinator)
     if async_checkpoint:
@@ -170,6 +173,7 @@ async def aload(
     options = with_overrides(
         options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
     )
+    _require_asyncio()
     return await _aload(_load_job(path, states, framework, role, options, coordinator))
 
 
@@ -261,7 +265,7 @@ def _save_job(
     given: Coordinator | None,
 ) -> Callable[..., SaveJob]:
     """Prepare a save; what is left open is whom to tell that training may go on."""
-    where, backend = _place(path, states, role)
+    where, backend, opened = _place(path, states, role)
     ranks = coordinator_for(given)
     codecs = [codec.name for codec in options.codecs]
     what = (
@@ -272,6 +276,7 @@ def _save_job(
         SaveJob,
         path=where,
         backend=backend,
+        opened=opened,
         states=states,
         planner=_chooser(framework, states),
         rank=ranks.rank,
@@ -292,11 +297,12 @@ def _load_job(
     given: Coordinator | None,
 ) -> LoadJob:
     """Prepare a load."""
-    where, backend = _place(path, states, role)
+    where, backend, opened = _place(path, states, role)
     ranks = coordinator_for(given)
     return LoadJob(
         path=where,
         backend=backend,
+        opened=opened,
         states=states,
         planner=_chooser(framework, states),
         rank=ranks.rank,
@@ -314,6 +320,17 @@ def _words(path: Path) -> str:
     return str(path) if "://" in str(path) else str(pathlib.Path(path).absolute())
 
 
+def _require_asyncio() -> None:
+    """Say what is wrong where a coroutine of bcp runs on another loop than asyncio's."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise InputError(
+            "bcp.asave and bcp.aload need asyncio's event loop (anyio on asyncio will do); elsewhere, on trio for "
+            "instance, call bcp.save and bcp.load in a thread"
+        ) from error
+
+
 def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     """Choose the planner later, where an error can be told to the other ranks."""
     if framework is None or isinstance(framework, str):
@@ -321,11 +338,11 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     return lambda: framework
 
 
-def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend]:
-    """Return where the checkpoint is, in words and as storage, after a look at the arguments."""
+def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
+    """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
     if not isinstance(states, Mapping):
         raise InputError(
-            f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any subset of them, as in "
+            f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any of them, as in "
             "bcp.save(path, {'model': model})"
         )
     unknown = sorted(map(str, set(states) - set(KINDS)))
@@ -338,4 +355,5 @@ def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend]:
         )
     backend = resolve(path)
     where = _words(path)
-    return (where, backend) if role is None else (f"{where}/{role}", child(backend, role))
+    opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
+    return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)

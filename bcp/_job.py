@@ -21,6 +21,7 @@ class Job:
     Attributes:
         path: what the caller said, made absolute; for messages.
         backend: storage under that path (and role).
+        opened: closes the storage at the end, if it was opened for this call.
         states: the caller's states.
         planner: chooses who reads them.
         rank: this rank.
@@ -31,6 +32,7 @@ class Job:
 
     path: str
     backend: Backend
+    opened: AbstractAsyncContextManager[object]
     states: States
     planner: Callable[[], Planner]
     rank: int

@@ -33,7 +33,7 @@ async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     with saving.only_save_to(job.path, job.rank) as refusal:
-        async with saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
+        async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
             stock = await attempt(in_thread(saving.take_stock, job)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
@@ -86,7 +86,7 @@ async def _write(
 
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
-    async with together(job.operation) as agreement:
+    async with job.opened, together(job.operation) as agreement:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
         asked = await attempt(loading.ask(job, metadata))
         wanted, reading = await loading.plan_reads(agreement, job.rank, asked, metadata, job.options)

@@ -22,12 +22,21 @@ O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, a
 
 def _workers() -> int:
     """Return ``$BCP_IO_WORKERS``, or 4."""
-    return int(os.environ.get("BCP_IO_WORKERS", "4"))
+    return int(_number("BCP_IO_WORKERS", 4))
 
 
 def _timeout() -> float:
     """Return ``$BCP_TIMEOUT`` in seconds, or 120.0."""
-    return float(os.environ.get("BCP_TIMEOUT", "120"))
+    return _number("BCP_TIMEOUT", 120)
+
+
+def _number(variable: str, fallback: float) -> float:
+    """Return the number in an environment variable."""
+    text = os.environ.get(variable, "")
+    try:
+        return float(text) if text else fallback
+    except ValueError as error:
+        raise InputError(f"${variable} is {text!r}, which is no number; unset it, or set one") from error
 
 
 def unchanged(graph: Graph) -> Graph:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import anyio
+import pytest
 import torch
 from anyio import to_thread
 from torch import nn
@@ -100,3 +104,14 @@ class Gate:
     @property
     def options(self) -> bcp.SaveOptions:
         return bcp.SaveOptions(edit=self, part_bytes=MIB)
+
+
+RUNNERS: list[Callable[[Coroutine[Any, Any, Any]], Any]] = [asyncio.run, lambda work: anyio.run(lambda: work)]
+runners = pytest.mark.parametrize("run", RUNNERS, ids=["asyncio", "anyio"])
+
+
+def loads(path: Path, value: float, count: int = 1000) -> bool:
+    """Say whether the checkpoint is the model of that value."""
+    target = model(-1, count)
+    bcp.load(path, target)
+    return bool(target["model"]["w"].eq(value).all())

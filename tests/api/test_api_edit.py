@@ -146,7 +146,7 @@ def test_a_stage_that_fails_is_named_and_nothing_is_left(tmp_path: Path, name: s
         raise ZeroDivisionError("a bug")
 
     options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.Stage("mine", fail)), codecs=[ZLIB])
-    with pytest.raises(bcp.StageError, match="stage 'mine' failed on model part 0.*ZeroDivisionError: a bug") as caught:
+    with pytest.raises(bcp.StageError, match=r"stage 'mine' failed on model part 0.*ZeroDivisionError") as caught:
         bcp.save(tmp_path, {"model": weights()}, options=options)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert caught.value.stage == "mine"

@@ -60,7 +60,7 @@ def test_background_failure_reaches_the_caller(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     backend = FaultyBackend(LocalBackend(tmp_path), "write_part", full)
     pending = bcp.save(backend, model(), async_checkpoint=True)
-    with pytest.raises(bcp.StageError, match="stage 'upload' failed on model part 0.*No space left") as caught:
+    with pytest.raises(bcp.StageError, match=r"stage 'upload' failed on model part 0.*No space left") as caught:
         pending.wait(SECONDS)
     assert caught.value.__cause__ is full
     assert pending.done()

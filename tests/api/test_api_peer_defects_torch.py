@@ -16,7 +16,7 @@ import aiofiles.os
 import peer_defects
 import pytest
 import torch
-from checkpoints import MIB, SECONDS, Gate, equal, files, metadata, model, tensors, train, training, values
+from checkpoints import MIB, SECONDS, Gate, equal, files, flip, metadata, model, tensors, train, training, values
 from ranks import Ranks
 
 import bcp
@@ -26,7 +26,6 @@ from bcp.plan.box import Box
 from bcp.plan.divide import divide
 from bcp.plan.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-
 
 # -- torch_checkpointing -----------------------------------------------------------------------------
 
@@ -204,10 +203,12 @@ def test_no_silent_cast(tmp_path: Path) -> None:
 def test_failures_derive_from_exception(tmp_path: Path) -> None:
     kinds = [getattr(bcp, name) for name in bcp.errors.__all__]
     assert all(issubclass(kind, bcp.BcpError) and issubclass(kind, Exception) for kind in kinds)
+    caught: Exception | None = None
     try:
         bcp.load(tmp_path, model())
     except Exception as error:  # noqa: BLE001 -- that this catches it is the test
-        assert isinstance(error, FileNotFoundError)
+        caught = error
+    assert isinstance(caught, FileNotFoundError)
 
 
 @pytest.mark.dist
@@ -224,6 +225,19 @@ def test_the_training_group_is_left_alone(ranks4: Ranks, tmp_path: Path) -> None
     for before, barrier, after in ranks4.run(peer_defects.collectives, tmp_path):
         assert barrier > before, "the count does count"
         assert after == barrier
+
+
+@pytest.mark.dist
+def test_one_flipped_bit_is_noticed_on_every_rank(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(peer_defects.save_replicated, tmp_path)
+    for name in (f"model/{2:05d}-*", "receipts/*", "metadata.arrow"):
+        (file, *_) = tmp_path.glob(name)
+        flip(file, -1000)
+        said = ranks4.run(peer_defects.load_damaged, tmp_path)
+        assert {kind for kind, _ in said} <= {"CorruptError", "PeerError"}
+        assert all("CorruptError" in kind + text and file.name in text for kind, text in said)
+        flip(file, -1000)
+    assert {kind for kind, _ in ranks4.run(peer_defects.load_damaged, tmp_path)} == {"nothing"}
 
 
 def test_no_thread_and_no_file_is_left_open_for_each_save(tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ def main() -> None:
     bcp.load(path / "a", states)
     after = functions(watched)
     changed = [name for name, value in before.items() if after.get(name) is not value]
-    print(f"looked at {len(before)} functions, changed: {changed}")
+    sys.stdout.write(f"looked at {len(before)} functions, changed: {changed}\n")
     children = [
         int(child) for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
     ]
-    print(f"session {os.getsid(0)}, children {children}")
+    sys.stdout.write(f"session {os.getsid(0)}, children {children}\n")
     bcp.save(path / "c", states, async_checkpoint=True)
 
 
@@ -192,6 +192,19 @@ def collectives(path: Path) -> list[int]:
     bcp.load(path, replicated(0))
     counts.append(group._get_sequence_number_for_group())
     return counts
+
+
+def load_damaged(path: Path) -> tuple[str, str]:
+    """Load what somebody has damaged; return what is said."""
+    try:
+        bcp.load(path, replicated(0))
+    except bcp.BcpError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def save_replicated(path: Path) -> None:
+    bcp.save(path, replicated())
 
 
 def fail_and_save_again(path: Path) -> list[str]:
