@@ -62,7 +62,8 @@ def own_errors() -> Iterator[None]:
         cause = error.__cause__
         if not isinstance(cause, BcpError):
             raise
-        cause.add_note(f"In stage {error.stage!r}, on {error.item}.")
+        for note in (f"In stage {error.stage!r}, on {error.item}.", *getattr(error, "__notes__", ())):
+            cause.add_note(note)
         raise cause from cause.__cause__
 
 

@@ -269,12 +269,13 @@ def _save_job(
     ranks = coordinator_for(given)
     codecs = [codec.name for codec in options.codecs]
     what = (
-        f"save {where} overwrite={options.overwrite} part_bytes={options.part_bytes} balance={options.balance} "
-        f"codecs={codecs}"
+        f"save {where} with world_size={ranks.world_size} overwrite={options.overwrite} balance={options.balance} "
+        f"part_bytes={options.part_bytes} codecs={codecs}"
     )
     return partial(
         SaveJob,
         path=where,
+        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
         backend=backend,
         opened=opened,
         states=states,
@@ -299,15 +300,17 @@ def _load_job(
     """Prepare a load."""
     where, backend, opened = _place(path, states, role)
     ranks = coordinator_for(given)
+    what = f"load {where} with world_size={ranks.world_size} overlap_loading={options.overlap_loading}"
     return LoadJob(
         path=where,
+        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
         backend=backend,
         opened=opened,
         states=states,
         planner=_chooser(framework, states),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        operation=ranks.begin(f"load {where} overlap_loading={options.overlap_loading}", options.timeout),
+        operation=ranks.begin(what, options.timeout),
         clock=Timeline(options.observe),
         options=options,
     )
@@ -335,6 +338,8 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     """Choose the planner later, where an error can be told to the other ranks."""
     if framework is None or isinstance(framework, str):
         return lambda: planner_for(framework, states)
+    if not hasattr(framework, "local_shards"):
+        raise InputError(f"framework={framework!r} is neither a name nor a planner")
     return lambda: framework
 
 
@@ -348,7 +353,7 @@ def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend, 
     unknown = sorted(map(str, set(states) - set(KINDS)))
     if unknown or not states:
         raise InputError(f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them")
-    if role is not None and (role in RESERVED or not ROLE.fullmatch(role)):
+    if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"

@@ -20,6 +20,7 @@ class Job:
 
     Attributes:
         path: what the caller said, made absolute; for messages.
+        place: the same, and different for different backends of one type; means something in this process only.
         backend: storage under that path (and role).
         opened: closes the storage at the end, if it was opened for this call.
         states: the caller's states.
@@ -31,6 +32,7 @@ class Job:
     """
 
     path: str
+    place: str
     backend: Backend
     opened: AbstractAsyncContextManager[object]
     states: States

@@ -41,7 +41,11 @@ class Pending(Generic[T]):
         return self._background.done()
 
     def cancel(self) -> None:
-        """Ask it to stop: nothing is committed, what was written is removed; ``wait`` raises ``CancelledError``."""
+        """Ask it to stop; ``wait`` then raises ``CancelledError``.
+
+        What was written is removed. One that is cancelled while its commit is under way may be committed, whole, or
+        not at all; then its files stay until the next save to the path, because they may belong to a checkpoint.
+        """
         self._background.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:

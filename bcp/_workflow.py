@@ -32,7 +32,7 @@ __all__ = ["aload", "asave"]
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
-    with saving.only_save_to(job.path, job.rank) as refusal:
+    with saving.only_save_to(job) as refusal:
         async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
             stock = await attempt(in_thread(saving.take_stock, job)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)

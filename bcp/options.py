@@ -83,8 +83,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
-        if self.part_bytes % MIB:
-            raise InputError(f"part_bytes={self.part_bytes} is not a multiple of 1 MiB ({MIB}); round it")
+        _whole_mib(self, "part_bytes")
+        _codecs(self.codecs)
         if self.budget_bytes is not None and self.budget_bytes <= 0:
             raise InputError(f"budget_bytes={self.budget_bytes} must be positive, or None for the rank's own state")
         if self.balance not in ("split", "worst-fit"):
@@ -135,6 +135,21 @@ class LoadOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
+        _whole_mib(self, "read_bytes")
+        _codecs(self.codecs)
+
+
+def _whole_mib(options: object, name: str) -> None:
+    """Refuse a field that is not a multiple of 1 MiB."""
+    if getattr(options, name) % MIB:
+        raise InputError(f"{name}={getattr(options, name)} is not a multiple of 1 MiB ({MIB}); round it")
+
+
+def _codecs(codecs: Sequence[Codec]) -> None:
+    """Refuse what is no codec."""
+    for codec in codecs:
+        if not isinstance(codec, Codec):
+            raise InputError(f"codecs has {codec!r}, which is no bcp.Codec; pass bcp.Codec(name, encode, decode)")
 
 
 def with_overrides(options: O, **overrides: object) -> O:

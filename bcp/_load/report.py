@@ -23,10 +23,10 @@ def say_if_half_loaded(context: LoadContext) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if context.placed_nbytes:
+        if context.touched:
             error.add_note(
-                f"The target of rank {context.rank} is half loaded: {context.placed_nbytes} bytes of it were already "
-                "replaced. Load again before using it."
+                f"The target of rank {context.rank} is half loaded: at least {context.placed_nbytes} bytes of it were "
+                "replaced already. Load again before using it."
             )
         raise
 

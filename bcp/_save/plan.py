@@ -11,6 +11,7 @@ from threading import Lock
 import numpy as np
 
 from bcp._agree import agree, agree_shares
+from bcp._job import SaveJob
 from bcp._save.held import Held
 from bcp._save.root import Opening, Root
 from bcp.errors import BcpError, InputError
@@ -76,16 +77,16 @@ def _read_share(share: bytes, table: ShardTable, rank: int, key: bytes, part_byt
 
 
 @contextmanager
-def only_save_to(path: str, rank: int) -> Iterator[InputError | None]:
+def only_save_to(job: SaveJob) -> Iterator[InputError | None]:
     """Claim a path for one save of this rank; yields the reason to refuse where an earlier one is still running."""
-    claim = (path, rank)
+    claim = (job.place, job.rank)
     with _in_flight_lock:
         taken = claim in _in_flight
         _in_flight.add(claim)
     try:
         yield (
             InputError(
-                f"a save to {path} is still running (rank {rank}); wait for it (pending.wait()), or save elsewhere"
+                f"a save to {job.path} is still running on rank {job.rank}; pending.wait() for it, or save elsewhere"
             )
             if taken
             else None

@@ -44,6 +44,7 @@ class LoadContext:
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
         all_to_all: bytes to every rank for bytes from every rank.
+        touched: whether any tensor may have been written to; set before the first copy.
         placed_nbytes: bytes that are in their tensors by now.
         read_nbytes: bytes read from storage by now.
         received_nbytes: bytes received from other ranks by now.
@@ -62,6 +63,7 @@ class LoadContext:
     codecs: Mapping[str, Codec]
     verify: bool
     all_to_all: AllToAll
+    touched: bool = field(default=False)
     placed_nbytes: int = field(default=0)
     read_nbytes: int = field(default=0)
     received_nbytes: int = field(default=0)
@@ -226,6 +228,7 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
 def _place(context: LoadContext, data: torch.Tensor, file: int, lo: int, hi: int) -> int:
     """Copy everything that this rank wants of data-section bytes [lo, hi) of a file; return how many bytes."""
     nbytes = 0
+    context.touched = True
     found = list(placements(context.layout, context.table, context.wants, file, lo, hi))
     with on_side_stream(cuda_devices([context.tensors[p.row] for p in found]), {}):
         for p in found:

@@ -65,16 +65,16 @@ def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 def test_two_saves_to_one_path_at_once_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
-        gate = asyncio.Event()
+        reached, gate = asyncio.Event(), asyncio.Event()
 
         async def wait(part: bcp.HostPart) -> bcp.HostPart:
+            reached.set()
             await gate.wait()
             return part
 
         options = SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("gate", wait)))
         first = asyncio.create_task(bcp.asave(tmp_path, STATE, options=options))
-        while not any(tmp_path.rglob("*.bcp-tmp")):
-            await asyncio.sleep(0)
+        await reached.wait()
         with pytest.raises(bcp.InputError, match="still running"):
             await bcp.asave(tmp_path, STATE, overwrite=True)
         gate.set()
