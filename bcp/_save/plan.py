@@ -37,7 +37,7 @@ class SavePlan:
     Attributes:
         key: digest of the whole job's layout: equal keys on all ranks mean that everyone has the plan.
         files: its data files of model and optimizer.
-        objects: rows of its table's ``objects`` whose values go into its receipt.
+        objects: the leaves that are not tensors and whose values go into its receipt.
     """
 
     key: bytes

@@ -12,8 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 # An empty package in the place of bcp's own __init__, which imports torch: seconds that these programs can do without.
+# Ctrl-C works as in a terminal, also where the tests were started in the background, with SIGINT ignored.
 HEAD = f"""
-import sys, types
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 package = types.ModuleType("bcp")
 package.__path__ = [{str(ROOT / "bcp")!r}]
 sys.modules["bcp"] = package
