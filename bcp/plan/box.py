@@ -48,17 +48,6 @@ class Box:
         """Return the same block with offsets counted from ``outer``'s first corner."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
-    def hull(self, inner: Box) -> tuple[int, int]:
-        """Return the smallest flat interval [start, stop) of this box that holds all of ``inner``.
-
-        Flat positions are row-major in this box. ``inner`` is given in global coordinates and is not empty.
-        """
-        first = last = 0
-        for offset, length, low, count in zip(self.offsets, self.lengths, inner.offsets, inner.lengths, strict=True):
-            first = first * length + (low - offset)
-            last = last * length + (low - offset + count - 1)
-        return first, last + 1
-
 
 def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Decompose the flat interval [start, stop) of a row-major array into boxes, in flat order.

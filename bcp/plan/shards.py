@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -226,8 +225,3 @@ class ShardTable:
     def nbytes(self) -> Ints:
         """int64[n]: bytes of each shard."""
         return np.asarray((self.stop - self.start) * self.tensors.itemsize[self.tensor], dtype=np.int64)
-
-    def describe(self, row: int) -> dict[str, Any]:
-        """Return one row as plain data, for error messages."""
-        meta, box = self.meta(row), self.box(row)
-        return {"fqn": meta.fqn, "kind": meta.kind, "offsets": box.offsets, "lengths": box.lengths}

@@ -27,7 +27,7 @@ def load(path: Path) -> dict[str, object]:
 def test_sigkill_harms_no_older_checkpoint(point: str, tmp_path: Path) -> None:
     mode = MODES[point]
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
+    ended = subprocess.run(  # noqa: S603 -- our own job
         [*job, killed_save.__file__, str(tmp_path), point, mode],
         capture_output=True,
         text=True,
