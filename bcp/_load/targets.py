@@ -13,14 +13,13 @@ from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, Shap
 from bcp.metadata import Metadata, find
 from bcp.plan.layout import Layout
 from bcp.plan.reads import Wants, wants
-from bcp.plan.shards import KINDS, Ints, ShardTable
+from bcp.plan.shards import KINDS, OPAQUE_KINDS, Ints, ShardTable
 from bcp.protocols import LoadTargets, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
 
-__all__ = ["EXTRA_KINDS", "Wanted", "extra_ranks", "find_targets", "some"]
+__all__ = ["Wanted", "extra_ranks", "find_targets", "some"]
 
-EXTRA_KINDS = ("dataloader", "extra_states")
 SHOWN = 10  # names in an error message
 
 
@@ -67,7 +66,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
             rows.append(places[key])
         elif key[0] == "model":  # hyper-parameters of an optimizer come and go with torch's versions
             missing.append(": ".join(key))
-    missing += [f"{kind} of any rank" for kind in EXTRA_KINDS if kind in states and not extra_ranks(layout, kind)]
+    missing += [f"{kind} of any rank" for kind in OPAQUE_KINDS if kind in states and not extra_ranks(layout, kind)]
     if missing and options.strict:
         raise FqnMismatchError(
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "

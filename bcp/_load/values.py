@@ -9,14 +9,14 @@ from typing import Any
 from bcp._job import LoadJob
 from bcp._load.opening import fetch_receipts
 from bcp._load.reads import Reading, file_of
-from bcp._load.targets import EXTRA_KINDS, Wanted, extra_ranks, find_targets
+from bcp._load.targets import Wanted, extra_ranks, find_targets
 from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, Pipeline, in_thread
 from bcp.plan.assign import Chunk
 from bcp.plan.layout import Layout
-from bcp.plan.shards import KINDS
+from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.extras import restore, unpack
 from bcp.planners.values import decode_value
 from bcp.protocols import ObjectKey, States
@@ -39,7 +39,7 @@ class Read:
 def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
     """Say whose opaque objects this rank takes: its own; with another world size, those of rank modulo the old one."""
     sources = {}
-    for kind in EXTRA_KINDS:
+    for kind in OPAQUE_KINDS:
         saved = extra_ranks(layout, kind) if kind in states else []
         if saved:
             sources[kind] = rank if rank in saved else saved[rank % len(saved)]

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bcp._job import SaveJob
+from bcp.plan.shards import OPAQUE_KINDS
 from bcp.planners.extras import collect, pack
 from bcp.protocols import LocalShards
 
-__all__ = ["EXTRA_KINDS", "Held", "take_stock"]
-
-EXTRA_KINDS = ("dataloader", "extra_states")
+__all__ = ["Held", "take_stock"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +37,5 @@ def take_stock(job: SaveJob) -> Held:
     """Ask the planner what this rank holds, and pack what no planner looks into."""
     planner = job.planner()
     shards = planner.local_shards(job.states)
-    extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in EXTRA_KINDS if kind in job.states}
+    extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in OPAQUE_KINDS if kind in job.states}
     return Held(planner.name, replace(shards, table=replace(shards.table, extras=sorted(extras))), extras)

@@ -41,8 +41,8 @@ def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: 
     for kind, data in held.extras.items():
         meta = TensorMeta(kind, EXTRA_NAME, "uint8", 1, (len(data),), (1,))
         table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
-        one = np.zeros(1, np.int64)
-        files = data_files(table, Writes(one, one, one + len(data), one), rank=rank, part_bytes=options.part_bytes)
+        zero = np.zeros(1, np.int64)
+        files = data_files(table, Writes(zero, zero, zero + len(data), zero), rank=rank, part_bytes=options.part_bytes)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         items += _items(files, table, [tensor], operation, rank, encoded=encoded)
     return items

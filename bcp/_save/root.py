@@ -94,7 +94,7 @@ class Root:
         layout = division.layout
         self.layout = encode_layout(layout)
         _layouts.put(self.key, self.layout)
-        owned = [[] for _ in tables]  # type: list[list[int]]
+        owned: list[list[int]] = [[] for _ in tables]
         places = [{key: row for row, key in enumerate(table.objects)} for table in decoded]
         for key, rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
             owned[rank].append(places[rank][key])

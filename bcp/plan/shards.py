@@ -14,10 +14,24 @@ import numpy.typing as npt
 
 from bcp.plan.box import Box
 
-__all__ = ["KINDS", "Ints", "ShardRow", "ShardTable", "TensorMeta", "TensorTable", "Words", "matrix", "mix"]
+__all__ = [
+    "KINDS",
+    "OPAQUE_KINDS",
+    "Ints",
+    "ShardRow",
+    "ShardTable",
+    "TensorMeta",
+    "TensorTable",
+    "Words",
+    "matrix",
+    "mix",
+]
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
 """The kinds of state, in the order of their codes."""
+
+OPAQUE_KINDS = ("dataloader", "extra_states")
+"""Kinds that no planner looks into: one packed object a rank."""
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -16,6 +16,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.reads import Wants, placements
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Backend, Buffer, Codec
+from bcp.receipt import FileReceipt
 from bcp.stages.device import cuda_devices, on_side_stream
 from bcp.stages.flat import block_of, bytes_of, torch_dtype, typed
 from bcp.stages.items import Loaded, ReadItem, Stored
@@ -115,22 +116,19 @@ def _deserialize(context: LoadContext, stored: Stored) -> Loaded:
     if item.file is None or item.chunk is None or stored.buffer is None:
         return Loaded(item, torch.empty(0, dtype=torch.uint8), None)
     if context.verify:
-        _verify(stored, context.rank)
+        _verify(stored, item.file, bytes_of(stored.buffer), context.rank)
     file, chunk, rows = item.file, item.chunk, stored.blocks
     raw_start = int(file.blocks.raw_start[rows][0])
     image = stored.buffer[: stored.nbytes]
     if file.codecs:
-        image = _decode(context, stored)
+        image = _decode(context, stored, file, bytes_of(stored.buffer))
     skip = file.data_start + chunk.start - raw_start
     return Loaded(item, image[skip : skip + chunk.stop - chunk.start], stored.buffer)
 
 
-def _verify(stored: Stored, rank: int) -> None:
+def _verify(stored: Stored, file: FileReceipt, view: memoryview, rank: int) -> None:
     """Compare the digest of every block with the one that was written down when it was saved."""
-    item = stored.item
-    assert item.file is not None  # noqa: S101 -- for the type checker; _deserialize looked
-    assert stored.buffer is not None  # noqa: S101 -- same
-    blocks, view, at = item.file.blocks, bytes_of(stored.buffer), 0
+    item, blocks, at = stored.item, file.blocks, 0
     for row in range(stored.blocks.start, stored.blocks.stop):
         length = int(blocks.stored_length[row])
         found = xxhash.xxh3_128_digest(view[at : at + length])
@@ -144,21 +142,18 @@ def _verify(stored: Stored, rank: int) -> None:
         at += length
 
 
-def _decode(context: LoadContext, stored: Stored) -> torch.Tensor:
+def _decode(context: LoadContext, stored: Stored, file: FileReceipt, view: memoryview) -> torch.Tensor:
     """Undo the codecs of every part, last one first."""
-    item = stored.item
-    assert item.file is not None  # noqa: S101 -- for the type checker; _deserialize looked
-    assert stored.buffer is not None  # noqa: S101 -- same
-    blocks, view, at = item.file.blocks, bytes_of(stored.buffer), 0
+    blocks, at = file.blocks, 0
     pieces: list[np.ndarray] = []
     for row in range(stored.blocks.start, stored.blocks.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
         data: Buffer = view[at : at + length]
-        for name in reversed(item.file.codecs):
+        for name in reversed(file.codecs):
             data = context.codecs[name].decode(data)
         if len(data) != wanted:
             raise CorruptError(
-                f"{item.key}: codecs {list(item.file.codecs)} decoded part {row} to {len(data)} bytes, {wanted} were "
+                f"{stored.item.key}: codecs {list(file.codecs)} decoded part {row} to {len(data)} bytes, {wanted} were "
                 f"encoded (rank {context.rank}); decode() must be the exact inverse of encode()"
             )
         pieces.append(np.frombuffer(data, np.uint8))
