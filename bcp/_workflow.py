@@ -103,9 +103,9 @@ async def _read(
     with ExitStack() as stack:
         stack.enter_context(own_errors())
         sources = loading.extra_sources(metadata.layout, job.states, job.rank)
-        ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources, job.rank)
+        ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
-        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts, job.rank)
+        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts)
         pinned = bool(cuda_devices(wanted.targets.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         context = loading.load_context(job, agreement, metadata, wanted, reading, lease)

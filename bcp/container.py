@@ -19,21 +19,29 @@ import pyarrow as pa
 import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
-from bcp.plan.shards import Ints
+from bcp.plan.shards import Ints, Whole
 
 __all__ = [
     "DIGEST_BYTES",
+    "GRID",
+    "INT",
     "VERSION",
+    "WORD",
+    "Buffer",
+    "check_counts",
     "counted",
     "digest",
     "encode_table",
+    "fixed_bytes",
+    "grid",
     "integers",
-    "list_lengths",
-    "ragged",
-    "ragged_column",
+    "narrow",
+    "read_table",
     "read_tables",
     "schema",
     "seal",
+    "steps",
+    "summed",
     "translated",
     "unseal",
     "values",
@@ -46,6 +54,17 @@ DIGEST_BYTES = 16
 TRAILER_BYTES = DIGEST_BYTES + 8
 NAME_KEY = b"bcp.table"
 HEAD_BYTES = 4096  # the first table's name is in the first few hundred bytes
+
+INT = pa.int64()
+"""A column of integers. It is stored in the narrowest of int8, int16, int32 and int64."""
+
+GRID = pa.list_(pa.int64())
+"""A column of as many integers in each row; stored as fixed-size lists, in the narrowest type."""
+
+WORD = pa.dictionary(pa.int32(), pa.string())
+"""A column of strings of which there are few."""
+
+WIDTHS = (np.int8, np.int16, np.int32, np.int64)
 
 Buffer = bytes | bytearray | memoryview
 
@@ -109,7 +128,10 @@ def translated(where: str) -> Iterator[None]:
 
 
 def schema(name: str, **columns: pa.DataType) -> pa.Schema:
-    """Return the schema of a named table; no column may have missing values."""
+    """Return the schema of a named table; no column may have missing values.
+
+    :data:`INT` and :data:`GRID` stand for any width; a file has the narrowest that holds the column.
+    """
     fields = [pa.field(column, kind, nullable=False) for column, kind in columns.items()]
     return pa.schema(fields, metadata={NAME_KEY: name.encode()})
 
@@ -123,62 +145,103 @@ def encode_table(of: pa.Schema, columns: Sequence[Any], **metadata: str) -> byte
         metadata: more schema metadata; key ``x`` is stored as ``bcp.x``.
 
     """
-    of = of.with_metadata(dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()})
-    arrays = [pa.array(column, type=field.type) for column, field in zip(columns, of, strict=True)]
+    arrays = [_encoded(column, field.type) for column, field in zip(columns, of, strict=True)]
+    fields = [pa.field(name, array.type, nullable=False) for name, array in zip(of.names, arrays, strict=True)]
+    about = dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
+    batch = pa.record_batch(arrays, schema=pa.schema(fields, metadata=about))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, of, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
-        stream.write_batch(pa.record_batch(arrays, schema=of))
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+        stream.write_batch(batch)
     return bytes(sink.getvalue().to_pybytes())
 
 
-def read_tables(payload: Buffer, schemas: Sequence[pa.Schema]) -> list[pa.Table]:
+def read_tables(payload: Buffer, schemas: Sequence[pa.Schema]) -> list[pa.RecordBatch]:
     """Decode the tables of these schemas, in this order; nothing may follow.
 
     Raises:
         ValueError, OSError, pa.ArrowException: the bytes are something else.
 
     """
-    source, tables = pa.BufferReader(pa.py_buffer(payload)), []
+    tables, left = [], payload
     for wanted in schemas:
-        name = wanted.metadata[NAME_KEY].decode()
-        with pa.ipc.open_stream(source) as stream:
-            if (stream.schema.metadata or {}).get(NAME_KEY) != wanted.metadata[NAME_KEY]:
-                raise ValueError(f"table {name!r} is not where it should be")
-            if not stream.schema.equals(wanted):
-                raise ValueError(f"table {name!r} has other columns: {stream.schema.names}")
-            table = stream.read_all().combine_chunks()
-        table.validate(full=True)
-        if any(column.null_count for column in table.columns):
-            raise ValueError(f"table {name!r} has missing values")
+        table, left = read_table(left, wanted)
         tables.append(table)
-    if source.tell() != len(payload):
-        raise ValueError(f"{len(payload) - source.tell()} bytes follow the last table")
+    if len(left):
+        raise ValueError(f"{len(left)} bytes follow the last table")
     return tables
+
+
+def read_table(payload: Buffer, wanted: pa.Schema) -> tuple[pa.RecordBatch, memoryview]:
+    """Decode the first table, which has this schema; also return the bytes that follow it. Raises the same."""
+    source, name = pa.BufferReader(pa.py_buffer(payload)), wanted.metadata[NAME_KEY].decode()
+    # Threads would cost more than they save: a buffer is decompressed in microseconds.
+    with pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(use_threads=False)) as stream:
+        found = stream.schema
+        if (found.metadata or {}).get(NAME_KEY) != wanted.metadata[NAME_KEY]:
+            raise ValueError(f"table {name!r} is not where it should be")
+        if found.names != wanted.names or not all(map(_fits, found, wanted)):
+            raise ValueError(
+                f"table {name!r} has other columns: {', '.join(f'{one.name} {one.type}' for one in found)}"
+            )
+        batches = list(stream)
+    if len(batches) != 1:
+        raise ValueError(f"table {name!r} has {len(batches)} record batches instead of 1")
+    (table,) = batches
+    table.validate(full=True)
+    if any(map(_has_nulls, table.columns)):
+        raise ValueError(f"table {name!r} has missing values")
+    return table, memoryview(payload)[source.tell() :]
 
 
 # -- columns ------------------------------------------------------------------------------------
 
 
-def _array(table: pa.Table, column: str) -> pa.Array:
-    """Return a column as one array."""
-    chunks = table.column(column)
-    return chunks.chunk(0) if chunks.num_chunks else pa.array([], type=chunks.type)
+def integers(table: pa.RecordBatch, column: str) -> Ints:
+    """Return an :data:`INT` column as a numpy array."""
+    return np.asarray(narrow(table, column), dtype=np.int64)
 
 
-def integers(table: pa.Table, column: str) -> Ints:
-    """Return an int64 column as a read-only numpy array."""
-    return np.asarray(_array(table, column).to_numpy(zero_copy_only=True), dtype=np.int64)
+def narrow(table: pa.RecordBatch, column: str) -> Whole:
+    """Return an :data:`INT` column as the read-only numpy array that is stored: int8, int16, int32 or int64."""
+    return np.asarray(table.column(column).to_numpy(zero_copy_only=True))
 
 
-def values(table: pa.Table, column: str) -> list[Any]:
+def steps(numbers: Ints) -> Ints:
+    """Return the differences between neighbours, from 0 to the first on.
+
+    They compress where numbers ascend: the ranks of 17,920 files take 30 bytes, not 16 KB.
+    """
+    return np.diff(numbers, prepend=0)
+
+
+def summed(table: pa.RecordBatch, column: str) -> Ints:
+    """Return what :func:`steps` made an :data:`INT` column of."""
+    numbers = narrow(table, column).astype(np.int64)
+    return np.cumsum(numbers, out=numbers)
+
+
+def values(table: pa.RecordBatch, column: str) -> list[Any]:
     """Return a column as Python objects: strings, lists of strings, booleans, checksums."""
-    found: list[Any] = _array(table, column).to_pylist()
+    array = table.column(column)
+    if pa.types.is_dictionary(array.type):
+        words = np.array(array.dictionary.to_pylist(), dtype=np.object_)
+        return list(words[array.indices.to_numpy()])
+    found: list[Any] = array.to_pylist()
     return found
 
 
-def list_lengths(table: pa.Table, column: str) -> Ints:
-    """Return how many numbers each row of a column of lists has."""
-    return np.asarray(_array(table, column).value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+def fixed_bytes(table: pa.RecordBatch, column: str) -> bytes:
+    """Return a column of fixed-size binary as the bytes of all its rows."""
+    array = table.column(column)
+    nbytes = len(array) * array.type.byte_width
+    return bytes(array.buffers()[1].to_pybytes()[:nbytes]) if nbytes else b""
+
+
+def grid(table: pa.RecordBatch, column: str) -> Ints:
+    """Return a :data:`GRID` column as an int64 matrix."""
+    array = table.column(column)
+    flat = array.flatten().to_numpy(zero_copy_only=True)
+    return np.asarray(flat, dtype=np.int64).reshape(len(array), array.type.list_size)
 
 
 def counted(counts: Ints, rows: int, what: str) -> Ints:
@@ -188,29 +251,54 @@ def counted(counts: Ints, rows: int, what: str) -> Ints:
         ValueError: the counts do not add up to ``rows``.
 
     """
-    if ((counts < 0) | (counts > rows)).any() or counts.sum() != rows:
-        raise ValueError(f"the counts of {what} do not add up to {rows}")
+    check_counts(counts, rows, what)
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
 
-def ragged(rows: Ints, lengths: Ints) -> pa.Array:
-    """Make a column of lists: the first ``lengths[i]`` numbers of row ``i`` of a matrix."""
-    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    inside = np.arange(rows.shape[1]) < lengths[:, None]
-    return pa.ListArray.from_arrays(offsets, pa.array(rows[inside], type=pa.int64()))
+def check_counts(counts: Ints, rows: int, what: str) -> None:
+    """Check that counts add up to ``rows``. Raises ValueError."""
+    if ((counts < 0) | (counts > rows)).any() or counts.sum() != rows:
+        raise ValueError(f"the counts of {what} do not add up to {rows}")
 
 
-def ragged_column(table: pa.Table, column: str, lengths: Ints, width: int, fill: int) -> Ints:
-    """Return a column of lists as an int64 matrix, padded on the right with ``fill``; inverse of :func:`ragged`.
+def _encoded(column: Any, kind: pa.DataType) -> pa.Array:
+    """Return a column as it is stored."""
+    if kind == INT:
+        return _narrowest(np.asarray(column, dtype=np.int64))
+    if kind == GRID:
+        rows = np.asarray(column, dtype=np.int64)
+        flat = _narrowest(rows.reshape(-1))
+        item = pa.field("item", flat.type, nullable=False)
+        return pa.Array.from_buffers(pa.list_(item, rows.shape[1]), len(rows), [None], children=[flat])
+    if kind == WORD:
+        return pa.array(column, type=pa.string()).dictionary_encode()
+    return pa.array(column, type=kind)
 
-    Raises:
-        ValueError: the lists do not have these lengths.
 
+def _narrowest(numbers: Ints) -> pa.Array:
+    """Return integers in the narrowest type that holds them all.
+
+    zstd finds little in int64: the files of 300,000 segments take 461 KB, and 2.2 ms to decompress, as int64, and 46 KB
+    and 0.1 ms as int16.
     """
-    lists = _array(table, column)
-    flat = lists.flatten()
-    if flat.null_count or not np.array_equal(list_lengths(table, column), lengths):
-        raise ValueError(f"the lists of column {column!r} do not have as many numbers as there are dimensions")
-    rows = np.full((len(lists), width), fill, dtype=np.int64)
-    rows[np.arange(width) < lengths[:, None]] = flat.to_numpy(zero_copy_only=False)
-    return rows
+    low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    fitting = (width for width in WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
+    return pa.array(numbers.astype(next(fitting)))
+
+
+def _fits(found: pa.Field, wanted: pa.Field) -> bool:
+    """Tell whether a field has the type that is wanted, in any width where it stands for any."""
+    if found.nullable:
+        return False
+    if wanted.type == GRID:
+        return bool(pa.types.is_fixed_size_list(found.type) and pa.types.is_signed_integer(found.type.value_type))
+    return bool(pa.types.is_signed_integer(found.type) if wanted.type == INT else found.type == wanted.type)
+
+
+def _has_nulls(array: pa.Array) -> bool:
+    """Tell whether a value is missing, or one inside a list or dictionary."""
+    if pa.types.is_fixed_size_list(array.type):
+        return bool(array.null_count or array.flatten().null_count)
+    if pa.types.is_dictionary(array.type):
+        return bool(array.null_count or array.dictionary.null_count)
+    return bool(array.null_count)

@@ -1,22 +1,23 @@
 """The checkpoint's table of contents: encode, decode, look up; and the names of its files.
 
-``metadata.arrow`` is the layout (where every element lies; byte-identical between saves of one layout, so it is
-encoded once and cached) followed by the commit (which save this is, and the checksum of every rank's
-receipt). ``docs/format.md`` specifies every column.
+``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
+(where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
+``docs/format.md`` specifies every column.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
-from bcp.container import DIGEST_BYTES, Buffer, encode_table, read_tables, schema, seal, translated, unseal, values
-from bcp.errors import InputError
-from bcp.layout_file import LAYOUT_TABLES, decode_layout, encode_layout, layout_digest, layout_from
+from bcp.container import DIGEST_BYTES, Buffer, encode_table, fixed_bytes, read_table, schema, seal, translated, unseal
+from bcp.errors import CorruptError, InputError
+from bcp.layout_file import decode_layout, encode_layout, layout_digest
+from bcp.plan.cache import PlanCache
 from bcp.plan.check import check_block_bytes
 from bcp.plan.layout import Layout
 from bcp.plan.lookup import find, names, resolve
@@ -50,7 +51,10 @@ MAGIC = b"BCPMETA"
 OPERATION = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)")
 
-COMMIT = schema("commit", rank=pa.int64(), digest=pa.binary(DIGEST_BYTES))
+COMMIT = schema("commit", digest=pa.binary(DIGEST_BYTES))
+
+_layouts: PlanCache[Layout] = PlanCache(4)
+"""By digest. A layout of 300,000 segments takes 14 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ class Commit:
         codecs: names of the codecs that the data files went through, in this order.
         part_bytes: data files were staged and encoded in parts of this size.
         version: of the bcp that wrote it.
-        receipts: rank -> xxh3-128 of its receipt file.
+        receipts: xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks.
     """
 
     operation: str
@@ -73,7 +77,11 @@ class Commit:
     codecs: tuple[str, ...]
     part_bytes: int
     version: str
-    receipts: Mapping[int, bytes]
+    receipts: bytes
+
+    def receipt(self, rank: int) -> bytes:
+        """Return the xxh3-128 of the receipt file of one rank."""
+        return self.receipts[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,6 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
         commit: which save this is.
 
     """
-    ranks = sorted(commit.receipts)
     about = {
         "operation": commit.operation,
         "created": commit.created,
@@ -143,8 +150,8 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
         "part_bytes": commit.part_bytes,
         "version": commit.version,
     }
-    rows = (ranks, [commit.receipts[rank] for rank in ranks])
-    return seal(layout_bytes + encode_table(COMMIT, rows, commit=json.dumps(about, sort_keys=True)), MAGIC)
+    digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
+    return seal(encode_table(COMMIT, [digests], commit=json.dumps(about, sort_keys=True)) + layout_bytes, MAGIC)
 
 
 def decode_metadata(data: Buffer, where: str) -> Metadata:
@@ -162,13 +169,26 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
     """
     payload = unseal(data, MAGIC, where)
     with translated(where):
-        tables = read_tables(payload, (*LAYOUT_TABLES, COMMIT))
-        layout = layout_from(tables[:-1])
-        return Metadata(layout, _commit(tables[-1], layout))
+        table, layout_bytes = read_table(payload, COMMIT)
+        commit = _commit(table)
+    layout = _decoded(layout_bytes, where)
+    if len(commit.receipts) != layout.world_size * DIGEST_BYTES:
+        raise CorruptError(f"{where} is corrupt: it has {len(table)} receipts for a world of {layout.world_size} ranks")
+    return Metadata(layout, commit)
 
 
-def _commit(table: pa.Table, layout: Layout) -> Commit:
-    """Decode the commit, and check that every rank of the layout that holds something has a receipt."""
+def _decoded(layout_bytes: Buffer, where: str) -> Layout:
+    """Decode a layout, or find it among the last ones: a checkpoint of the same layout was read before."""
+    key = layout_digest(layout_bytes)
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = decode_layout(layout_bytes, where)
+        _layouts.put(key, layout)
+    return layout
+
+
+def _commit(table: pa.RecordBatch) -> Commit:
+    """Decode the commit; ValueError where it is not sound."""
     about = json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
     types = {"operation": str, "created": str, "framework": str, "codecs": list, "part_bytes": int, "version": str}
     wrong = [name for name, kind in types.items() if not isinstance(about, dict) or type(about.get(name)) is not kind]
@@ -177,12 +197,5 @@ def _commit(table: pa.Table, layout: Layout) -> Commit:
     if not OPERATION.fullmatch(about["operation"]):
         raise ValueError(f"the operation id {about['operation']!r} does not have 16 hex digits")
     check_block_bytes("part_bytes", about["part_bytes"])
-    ranks = values(table, "rank")
-    holders = {rank for column in (layout.file_rank, layout.object_rank, layout.extra_rank) for rank in column.tolist()}
-    if len(set(ranks)) != len(ranks) or any(not 0 <= rank < layout.world_size for rank in ranks):
-        raise ValueError(f"two receipts of one rank, or one of a rank outside the world of {layout.world_size}")
-    if not holders <= set(ranks):
-        raise ValueError(f"the receipts of ranks {sorted(holders - set(ranks))[:5]} are missing")
-    receipts = dict(zip(ranks, values(table, "digest"), strict=True))
     fields = {name: about[name] for name in types if name != "codecs"}
-    return Commit(codecs=tuple(about["codecs"]), receipts=receipts, **fields)
+    return Commit(codecs=tuple(about["codecs"]), receipts=fixed_bytes(table, "digest"), **fields)

@@ -80,6 +80,6 @@ async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Rec
         raise CorruptError(
             f"{key} is missing, but operation {commit.operation} was committed with it; restore it"
         ) from error
-    if receipt_digest(data) != commit.receipts.get(rank):
+    if receipt_digest(data) != commit.receipt(rank):
         raise CorruptError(f"{key} is not the receipt that operation {commit.operation} was committed with; restore it")
     return decode_receipt(data, key)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
 from bcp._agree import agree
 from bcp._load.targets import Wanted, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
-from bcp.metadata import Metadata, data_key, resolve
+from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import in_thread
 from bcp.plan.assign import Assignment, Chunk, assign
 from bcp.plan.layout import Layout
-from bcp.plan.reads import decode_ranges, encode_ranges
-from bcp.plan.shards import KINDS, Ints
+from bcp.plan.line import VERSIONS, BlockLine
+from bcp.plan.lookup import resolve_all, rows_of
+from bcp.plan.shards import KINDS, Ints, concat
+from bcp.plan.share import Shared, share
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.items import ReadItem
 
 __all__ = ["Reading", "file_of", "plan_reads", "read_items"]
+
+HEAD = struct.Struct("<2q")
+"""Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Reading:
     """What all ranks agreed to read.
 
     Attributes:
-        assignment: who reads which chunks, and sends them to whom.
+        assignment: what this rank reads, sends and receives.
         unexpected: names of the checkpoint that no rank wants, within the kinds that are loaded.
     """
 
@@ -41,99 +48,99 @@ class Reading:
 async def plan_reads(
     agreement: Agreement, rank: int, mine: Wanted | BcpError, metadata: Metadata, options: LoadOptions
 ) -> tuple[Wanted, Reading]:
-    """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1)."""
+    """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
+
+    Rank 0 divides what several ranks want, and tells everyone; what is left each rank reads by itself.
+    """
     layout = metadata.layout
+    line = BlockLine.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
 
     async def answer(messages: Sequence[bytes]) -> bytes:
-        unexpected = _unexpected(layout, [_decode_wanted(message) for message in messages])
-        if unexpected and options.strict:
-            raise FqnMismatchError(
-                f"the checkpoint has {len(unexpected)} names that no rank wants: {some(unexpected)}; "
-                "pass strict=False to leave them out"
-            )
-        return struct.pack(f"<{len(messages) + 1}q", len(messages), *map(len, messages)) + b"".join(messages)
+        return await in_thread(_answer, layout, line, messages, options)
 
     if isinstance(mine, BcpError):
         await agree(agreement, "reads", rank, mine, answer)
         raise mine
-    reply = await agree(agreement, "reads", rank, _encode_wanted(mine), answer)
-    everyone = [_decode_wanted(part) for part in _split(reply)]
-    block_bytes = metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes
-    assignment = await in_thread(_assign, layout, [one.ranges for one in everyone], block_bytes, options)
-    return mine, Reading(assignment, tuple(_unexpected(layout, everyone)))
+    runs = await in_thread(line.runs, mine.wants.ranges())
+    kinds = sum(1 << code for code in mine.kinds)
+    asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
+    reply = await agree(agreement, "reads", rank, asked, answer)
+    return mine, await in_thread(_reading, layout, line, reply, rank, runs, options)
 
 
-def _assign(layout: Layout, ranges: Sequence[Ints], block_bytes: int, options: LoadOptions) -> Assignment:
-    return assign(
-        layout,
-        ranges,
-        read_bytes=options.read_bytes,
-        exchange_bytes=options.exchange_bytes,
-        share=options.overlap_loading,
-        block_bytes=block_bytes,
-    )
+def _message(number: int, names: Ints, rest: bytes) -> bytes:
+    return HEAD.pack(number, len(names)) + names.astype("<i4").tobytes() + rest
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What one rank told the others: kinds that it loads, tensors and byte ranges that it wants."""
-
-    kinds: int
-    rows: Ints
-    ranges: Ints
-
-
-def _encode_wanted(wanted: Wanted) -> bytes:
-    kinds = sum(1 << code for code in wanted.kinds)
-    return (
-        struct.pack("<2q", kinds, len(wanted.rows))
-        + wanted.rows.astype("<i8").tobytes()
-        + encode_ranges(wanted.wants.ranges())
-    )
+def _opened(data: bytes, layout: Layout, rank: int) -> tuple[int, Ints, bytes]:
+    """Undo :func:`_message`: return the number, the names, and the rest. Raises CorruptError."""
+    known = len(layout.tensors) + len(layout.objects)
+    number, count = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1)
+    end = HEAD.size + 4 * count
+    names = np.frombuffer(data, "<i4", count, HEAD.size) if count >= 0 and end <= len(data) else np.array([-1])
+    if names.min(initial=0) < 0 or names.max(initial=0) >= max(known, 1):
+        raise CorruptError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
+    return number, names, data[end:]
 
 
-def _decode_wanted(data: bytes) -> _Asked:
-    kinds, count = struct.unpack_from("<2q", data)
-    return _Asked(kinds, np.frombuffer(data, "<i8", count, 16), decode_ranges(data[16 + 8 * count :]))
+def _answer(layout: Layout, line: BlockLine, messages: Sequence[bytes], options: LoadOptions) -> bytes:
+    """Say what nobody wants and who reads what; on rank 0."""
+    asked = [_opened(message, layout, rank) for rank, message in enumerate(messages)]
+    kinds = reduce(or_, (number for number, _, _ in asked))
+    unexpected = _unexpected(layout, kinds, concat([names for _, names, _ in asked]))
+    if len(unexpected) and options.strict:
+        raise FqnMismatchError(
+            f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(layout, unexpected))}; "
+            "pass strict=False to leave them out"
+        )
+    shared = Shared.nothing()
+    if options.overlap_loading:
+        runs = [line.decode(rest) for _, _, rest in asked]
+        line.check(np.concatenate(runs))
+        shared = share(line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes)
+    return _message(len(messages), unexpected, shared.encode(line))
 
 
-def _split(data: bytes) -> Iterator[bytes]:
-    """Undo the framing of a list of messages."""
-    (count,) = struct.unpack_from("<q", data)
-    at = 8 * (count + 1)
-    for length in struct.unpack_from(f"<{count}q", data, 8):
-        yield data[at : at + length]
-        at += length
+def _reading(layout: Layout, line: BlockLine, reply: bytes, rank: int, runs: Ints, options: LoadOptions) -> Reading:
+    """Make this rank's part of the answer."""
+    world_size, unexpected, rest = _opened(reply, layout, 0)
+    shared = Shared.decode(rest, line, world_size)
+    assignment = assign(line, rank, runs, shared, read_bytes=options.read_bytes)
+    return Reading(assignment, tuple(_names(layout, unexpected)))
 
 
-def _unexpected(layout: Layout, asked: Sequence[_Asked]) -> list[str]:
-    """List the names that no rank wants, of the kinds that any rank loads; a tied name goes with its holder."""
+def _unexpected(layout: Layout, kinds: int, rows: Ints) -> Ints:
+    """Return the names that no rank wants, of the kinds that any rank loads; a tied name goes with its holder."""
     count = len(layout.tensors)
     wanted = np.zeros(count + len(layout.objects), bool)
-    kinds = 0
-    for one in asked:
-        wanted[one.rows] = True
-        kinds |= one.kinds
-    tensors = [
-        f"{KINDS[int(layout.tensors.kind[row])]}: {layout.tensors.fqn[row]}"
-        for row in np.flatnonzero(~wanted[:count]).tolist()
-        if kinds >> int(layout.tensors.kind[row]) & 1 and not wanted[resolve(layout, row)]
+    wanted[rows] = True
+    loaded = np.array([kinds >> code & 1 for code in range(len(KINDS))], bool)
+    tensors = np.flatnonzero(~wanted[:count] & loaded[layout.tensors.kind])
+    tensors = tensors[~wanted[resolve_all(layout, tensors)]]
+    # an optimizer's hyper-parameters come and go with torch's versions
+    model = np.array([kind == "model" and bool(loaded[KINDS.index(kind)]) for kind, _ in layout.objects], bool)
+    return concat([tensors, count + np.flatnonzero(~wanted[count:] & model)])
+
+
+def _names(layout: Layout, rows: Ints) -> list[str]:
+    """Name tensors and, behind these, objects."""
+    tensors, count = layout.tensors, len(layout.tensors)
+    return [
+        f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
+        if row < count
+        else ": ".join(layout.objects[row - count])
+        for row in rows.tolist()
     ]
-    model = kinds >> KINDS.index("model") & 1  # an optimizer's hyper-parameters come and go with torch's versions
-    left = [layout.objects[place] for place in np.flatnonzero(~wanted[count:]).tolist()]
-    return tensors + [f"{kind}: {path}" for kind, path in left if model and kind == "model"]
 
 
-def read_items(
-    reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt], rank: int
-) -> list[ReadItem]:
+def read_items(reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt]) -> list[ReadItem]:
     """List the chunks that this rank reads, and the rounds in which it only receives, in plan order."""
     layout, commit, assignment = metadata.layout, metadata.commit, reading.assignment
     items = []
-    for chunk in assignment.items(rank):
-        incoming = assignment.receives(rank, chunk.round) if chunk.round >= 0 else {}
-        nbytes = chunk.stop - chunk.start + sum(part.hi - part.lo for part in incoming.values())
-        if chunk.stop == chunk.start:
+    for chunk in assignment.items():
+        incoming = assignment.receives(chunk.round) if chunk.round >= 0 else []
+        nbytes = chunk.nbytes + sum(each.nbytes for each in incoming)
+        if chunk.file < 0:
             items.append(ReadItem(f"round {chunk.round}", nbytes, None, chunk.round, "", None))
             continue
         writer, kind = int(layout.file_rank[chunk.file]), int(layout.file_kind[chunk.file])
@@ -155,8 +162,9 @@ def file_of(receipt: Receipt, kind: int, key: str) -> FileReceipt:
 def _first_name(wanted: Wanted, chunk: Chunk) -> str:
     """Name the first tensor that this rank wants of a chunk."""
     table, mine = wanted.targets.shards.table, wanted.wants
-    hits = np.flatnonzero((mine.file == chunk.file) & (mine.start < chunk.stop) & (mine.stop > chunk.start))
+    first, last = rows_of(mine.file, chunk.file)
+    hits = first + np.flatnonzero((mine.start[first:last] < chunk.stop) & (mine.stop[first:last] > chunk.start))
     if not len(hits):
         return "for other ranks"
-    names = list(dict.fromkeys(table.meta(int(mine.row[hit])).fqn for hit in hits.tolist()))
+    names = list(dict.fromkeys(table.tensors.fqn[tensor] for tensor in table.tensor[mine.row[hits]].tolist()))
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

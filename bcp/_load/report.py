@@ -9,7 +9,7 @@ from bcp._job import LoadJob
 from bcp._load.reads import Reading
 from bcp._load.targets import Wanted
 from bcp.events import LoadReport
-from bcp.metadata import Metadata, find
+from bcp.metadata import Metadata
 from bcp.protocols import Agreement
 from bcp.stages.load import LoadContext
 from bcp.stages.staging import Lease
@@ -36,7 +36,7 @@ def load_context(
 ) -> LoadContext:
     """Gather what the stages of the load share."""
     layout, table = metadata.layout, wanted.targets.shards.table
-    saved = [find(layout, table.meta(row).kind, table.meta(row).fqn) for row in range(len(table))]
+    saved = wanted.saved[table.tensor].tolist()
     return LoadContext(
         rank=job.rank,
         world_size=job.world_size,
@@ -45,7 +45,7 @@ def load_context(
         layout=layout,
         table=table,
         tensors=wanted.targets.shards.tensors,
-        dtypes=["" if row is None else layout.tensors.dtype[row] for row in saved],
+        dtypes=["" if row < 0 else layout.tensors.dtype[row] for row in saved],
         wants=wanted.wants,
         assignment=reading.assignment,
         codecs={codec.name: codec for codec in job.options.codecs},

@@ -10,10 +10,12 @@ import numpy as np
 
 from bcp._job import LoadJob
 from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
-from bcp.metadata import Metadata, find
+from bcp.metadata import Metadata
 from bcp.plan.layout import Layout
+from bcp.plan.lookup import find_all
+from bcp.plan.pieces import fitted
 from bcp.plan.reads import Wants, wants
-from bcp.plan.shards import KINDS, OPAQUE_KINDS, Ints, ShardTable
+from bcp.plan.shards import KINDS, OPAQUE_KINDS, Ints, TensorTable
 from bcp.protocols import LoadTargets, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
@@ -29,6 +31,7 @@ class Wanted:
 
     Attributes:
         targets: live memory, and where values go.
+        saved: int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none.
         rows: the checkpoint's names that this rank wants: rows of its tensors, and behind these of its objects.
         kinds: codes of the kinds that this rank loads.
         missing: names that the checkpoint lacks.
@@ -38,6 +41,7 @@ class Wanted:
     """
 
     targets: LoadTargets
+    saved: Ints
     rows: Ints
     kinds: tuple[int, ...]
     missing: tuple[str, ...]
@@ -52,14 +56,9 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     require_codecs(metadata.commit.codecs, options.codecs)
     targets = job.planner().load_targets(states, layout)
     table = targets.shards.table
-    rows, missing = [], []
-    for tensor in range(len(table.tensors)):
-        meta = table.tensors[tensor]
-        row = find(layout, meta.kind, meta.fqn)
-        if row is None:
-            missing.append(f"{meta.kind}: {meta.fqn}")
-        else:
-            rows.append(row)
+    saved = find_all(layout, table.tensors)
+    rows = saved[saved >= 0].tolist()
+    missing = [_name(table.tensors, tensor) for tensor in np.flatnonzero(saved < 0).tolist()]
     places = {key: place for place, key in enumerate(layout.objects, start=len(layout.tensors))}
     for key in targets.shards.objects:
         if key in places:
@@ -72,27 +71,34 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
             "pass strict=False to load what both have"
         )
-    _check_same(table, layout, job.rank, cast=options.cast)
+    _check_same(table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
     _check_dataloader(states, layout, job.world_size)
     kinds = tuple(code for code, kind in enumerate(KINDS) if kind in states)
-    return Wanted(targets, np.array(rows, np.int64), kinds, tuple(missing), wants(layout, table))
+    found = wants(layout, table, saved)
+    return Wanted(targets, saved, np.array(rows, np.int64), kinds, tuple(missing), found)
 
 
-def _check_same(table: ShardTable, layout: Layout, rank: int, *, cast: bool) -> None:
-    """Compare shapes and dtypes of everything that both have."""
-    shapes, dtypes = [], []
-    for tensor in range(len(table.tensors)):
-        meta = table.tensors[tensor]
-        row = find(layout, meta.kind, meta.fqn)
-        if row is None:
-            continue
-        saved = layout.tensors[row]
-        if saved.shape != meta.shape:
-            shapes.append(
-                f"{meta.kind}: {meta.fqn} is {list(saved.shape)} in the checkpoint, {list(meta.shape)} in the target"
-            )
-        if saved.dtype != meta.dtype:
-            dtypes.append(f"{meta.kind}: {meta.fqn} is {saved.dtype} in the checkpoint, {meta.dtype} in the target")
+def _name(tensors: TensorTable, row: int) -> str:
+    return f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
+
+
+def _check_same(target: TensorTable, saved: TensorTable, found: Ints, rank: int, *, cast: bool) -> None:
+    """Compare shapes and dtypes of everything that both have; ``found``: the saved row of each target, or -1."""
+    both = np.flatnonzero(found >= 0)
+    here, there = both.tolist(), found[both].tolist()
+    width = max(target.shape.shape[1], saved.shape.shape[1])
+    other = (fitted(target.shape, width, 1)[both] != fitted(saved.shape, width, 1)[found[both]]).any(axis=1)
+    other |= target.ndim[both] != saved.ndim[found[both]]
+    shapes = [
+        f"{_name(target, here[row])} is {list(saved[there[row]].shape)} in the checkpoint, "
+        f"{list(target[here[row]].shape)} in the target"
+        for row in np.flatnonzero(other).tolist()
+    ]
+    dtypes = [
+        f"{_name(target, new)} is {saved.dtype[old]} in the checkpoint, {target.dtype[new]} in the target"
+        for new, old in zip(here, there, strict=True)
+        if saved.dtype[old] != target.dtype[new]
+    ]
     if shapes:
         raise ShapeMismatchError(
             f"rank {rank}: {len(shapes)} global shapes differ: {some(shapes)}; build the target as it was saved"

@@ -46,9 +46,9 @@ def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
     return sources
 
 
-def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout, extras: Mapping[str, int], rank: int) -> set[int]:
+def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout, extras: Mapping[str, int]) -> set[int]:
     """Return the ranks whose receipts this rank still has to read."""
-    files = {chunk.file for chunk in reading.assignment.items(rank) if chunk.stop > chunk.start}
+    files = {chunk.file for chunk in reading.assignment.items() if chunk.stop > chunk.start}
     return ({int(layout.file_rank[file]) for file in files} | set(extras.values())) - set(wanted.receipts)
 
 

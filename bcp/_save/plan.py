@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-
-import numpy as np
 
 from bcp._agree import agree, agree_shares
 from bcp._job import SaveJob
@@ -20,7 +17,10 @@ from bcp.pipeline import in_thread
 from bcp.plan.cache import PlanCache
 from bcp.plan.parts import DataFile, data_files
 from bcp.plan.shards import ShardTable
-from bcp.plan.wire import decode_writes, digest, encode_table
+from bcp.plan.survey import Stated, Survey
+from bcp.plan.template import Factored, factor
+from bcp.plan.wire import DIGEST_BYTES, decode_share, digest
+from bcp.plan.writes import expand
 from bcp.protocols import Agreement
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]
@@ -57,23 +57,27 @@ async def plan_writes(
     mine = await in_thread(digest, table)
     slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
     known = _plans.get(slot)
-    hello = mine + (known.key if known else bytes(16))
+    # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
+    hello = known.key if known else bytes(DIGEST_BYTES)
     opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
         return held, opening, known
-    reply = await agree_shares(agreement, "plan", rank, await in_thread(encode_table, table), root.divide)
-    plan = await in_thread(_read_share, reply, table, rank, opening.key, options.part_bytes)
+    factored = await in_thread(factor, table)
+    stated = await in_thread(Stated.of, factored, mine)
+    survey = Survey.decode(await agree(agreement, "survey", rank, stated.hello, root.survey))
+    share = await agree_shares(agreement, "plan", rank, stated.message(rank, survey), root.divide)
+    plan = await in_thread(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
     _plans.put(slot, plan)
     return held, opening, plan
 
 
-def _read_share(share: bytes, table: ShardTable, rank: int, key: bytes, part_bytes: int) -> SavePlan:
+def _read_share(
+    share: bytes, table: ShardTable, factored: Factored, rank: int, key: bytes, part_bytes: int
+) -> SavePlan:
     """Turn rank 0's answer into data files and owned values."""
-    (count,) = struct.unpack_from("<q", share)
-    owned = np.frombuffer(share, "<i8", count, 8)
-    writes = decode_writes(share[8 * (count + 1) :])
-    files = data_files(table, writes, rank=rank, part_bytes=part_bytes)
-    return SavePlan(key, files, [table.objects[row] for row in owned.tolist()])
+    mine = decode_share(share)
+    files = data_files(table, expand(table, factored, mine.rows), rank=rank, part_bytes=part_bytes)
+    return SavePlan(key, files, [table.objects[row] for row in mine.owned.tolist()])
 
 
 @contextmanager

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import numpy as np
 import structlog
 import xxhash
 
@@ -16,9 +14,11 @@ from bcp._version import __version__
 from bcp.errors import ExistsError
 from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of
 from bcp.options import SaveOptions
-from bcp.plan.cache import PlanCache, plan_id
+from bcp.pipeline import in_thread
+from bcp.plan.cache import PlanCache
 from bcp.plan.divide import divide
-from bcp.plan.wire import decode_table, encode_writes
+from bcp.plan.survey import Survey, gather, survey
+from bcp.plan.wire import encode_shares
 from bcp.protocols import Backend, Sweeper
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
@@ -30,20 +30,19 @@ _layouts: PlanCache[bytes] = PlanCache(16)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What rank 0 says first: the operation's id, the plan's key, and whether everyone has that plan already."""
+    """What rank 0 says first: the operation's id, and whether everyone has the plan already."""
 
     operation: str
-    key: bytes
     cached: bool
 
     def encode(self) -> bytes:
-        """Return 25 bytes."""
-        return bytes.fromhex(self.operation) + self.key + bytes([self.cached])
+        """Return 9 bytes."""
+        return bytes.fromhex(self.operation) + bytes([self.cached])
 
     @classmethod
     def decode(cls, data: bytes) -> Opening:
         """Undo :meth:`encode`."""
-        return cls(data[:8].hex(), data[8:24], bool(data[24]))
+        return cls(data[:8].hex(), bool(data[8]))
 
 
 @dataclass(slots=True)
@@ -58,6 +57,7 @@ class Root:
         framework: name of the planner; known when this rank has taken stock.
         found: digest of the metadata that was there when the save began; b"" for none.
         key: of the plan.
+        plan: who holds the same as whom; known where there is no plan yet.
         layout: encoded; the unchanging part of the metadata.
         committing: the metadata has been written, or may have been.
         operation: id of the save.
@@ -70,6 +70,7 @@ class Root:
     framework: str = ""
     found: bytes = b""
     key: bytes = b""
+    plan: Survey = field(init=False)
     layout: bytes = b""
     committing: bool = False
     operation: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -81,27 +82,27 @@ class Root:
             raise ExistsError(
                 f"{self.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
             )
-        digests = [hello[:16] for hello in hellos]
-        self.key = plan_id(digests, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        self.key = hellos[0]
         self.layout = _layouts.get(self.key) or b""
-        cached = bool(self.layout) and all(hello[16:] == self.key for hello in hellos)
-        return Opening(self.operation, self.key, cached).encode()
+        cached = bool(self.layout) and all(hello == self.key for hello in hellos)
+        return Opening(self.operation, cached).encode()
 
-    def divide(self, tables: Sequence[bytes]) -> Sequence[bytes]:
+    async def survey(self, hellos: Sequence[bytes]) -> bytes:
+        """Find out who holds the same as whom; ask one rank of each kind what that is."""
+        self.plan = await in_thread(self._survey, hellos)
+        self.key = self.plan.key
+        return self.plan.encode()
+
+    def _survey(self, hellos: Sequence[bytes]) -> Survey:
+        return survey(hellos, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+
+    def divide(self, messages: Sequence[bytes]) -> Sequence[bytes]:
         """Plan the save: dedup, balance, offsets, exact cover."""
-        decoded = [decode_table(table) for table in tables]
-        division = divide(decoded, balance=self.options.balance, block_bytes=BLOCK_BYTES)
-        layout = division.layout
-        self.layout = encode_layout(layout)
+        world = gather(self.plan, messages)
+        division = divide(world, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        self.layout = encode_layout(division.layout)
         _layouts.put(self.key, self.layout)
-        owned: list[list[int]] = [[] for _ in tables]
-        places = [{key: row for row, key in enumerate(table.objects)} for table in decoded]
-        for key, rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
-            owned[rank].append(places[rank][key])
-        return [
-            struct.pack("<q", len(rows)) + np.array(rows, "<i8").tobytes() + encode_writes(writes)
-            for rows, writes in zip(owned, division.writes, strict=True)
-        ]
+        return encode_shares(division)
 
     async def commit(self, digests: Sequence[bytes]) -> bytes:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check)."""
@@ -117,7 +118,7 @@ class Root:
             codecs=tuple(codec.name for codec in self.options.codecs),
             part_bytes=self.options.part_bytes,
             version=__version__,
-            receipts=dict(enumerate(digests)),
+            receipts=b"".join(digests),
         )
         self.committing = True
         await self.backend.put(METADATA_KEY, encode_metadata(self.layout, record))

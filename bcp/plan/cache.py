@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -13,17 +12,16 @@ __all__ = ["PlanCache", "plan_id"]
 V = TypeVar("V")
 
 
-def plan_id(digests: Sequence[bytes], *, balance: str, block_bytes: int) -> bytes:
+def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
     """Return 16 bytes that name a division: it is a function of the ranks' tables, in rank order, and these options.
 
     Args:
-        digests: :func:`bcp.plan.wire.digest` of every rank's table, by rank.
+        digests: :func:`bcp.plan.wire.digest` of every rank's table, 16 bytes each, in the order of the ranks.
         balance: as in :func:`bcp.plan.divide.divide`.
         block_bytes: the same.
 
     """
-    options = f"{len(digests)} {balance} {block_bytes}\n".encode()
-    return xxhash.xxh3_128_digest(b"".join([options, *digests]))
+    return xxhash.xxh3_128_digest(f"{balance} {block_bytes}\n".encode() + digests)
 
 
 class PlanCache(Generic[V]):

@@ -1,37 +1,48 @@
 """Is a layout sound: does every number in it point to something that exists?
 
 What comes out of storage is checked before it is used, so that a damaged or hostile file becomes an error with
-a name, and never an index error or a read out of bounds. All checks are vectorised: milliseconds for
-a million rows.
+a name, and never an index error or a read out of bounds. All checks are vectorised: two milliseconds for 300,000
+segments. The rows that are wrong are looked for only once it is known that there are any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from operator import lt
 
 import numpy as np
 import numpy.typing as npt
 
 from bcp.plan.layout import Layout
 from bcp.plan.lookup import find
-from bcp.plan.shards import KINDS, Ints, TensorTable
+from bcp.plan.shards import KINDS, Ints, TensorTable, Whole
 
-__all__ = ["check_block_bytes", "check_layout"]
+__all__ = ["LARGEST", "check_block_bytes", "check_layout"]
 
 LARGEST = 1 << 62
 """All tensors together have fewer elements, and all files fewer bytes: such numbers can be added in int64."""
 
 LARGEST_WORLD = 1 << 31
 LARGEST_BLOCK = 1 << 40
+MOST_DIMENSIONS = 64
+
+CHUNK = 512
+"""Pieces whose segments are looked at together, so that temporary columns stay in the cache: 1 in place of 3 ms."""
 
 ALIGNMENT = 16
 """The largest item size; blocks are multiples of it, so that no element is cut by a block."""
 
+Bools = npt.NDArray[np.bool_]
 
-def check_layout(layout: Layout) -> None:
-    """Check everything that a reader of the layout relies on.
+
+def check_layout(layout: Layout, segments: Ints) -> None:
+    """Check everything that a reader of the layout relies on, except what follows from what it reads.
+
+    That is: ``piece_tensor`` counts up, and ``segment_line`` is the running sum of the lengths.
+
+    Args:
+        layout: what was read, or is to be written.
+        segments: int64[p], how many segments each piece has.
 
     Raises:
         ValueError: what is wrong, and in which row.
@@ -41,10 +52,13 @@ def check_layout(layout: Layout) -> None:
         raise ValueError(f"world_size is {layout.world_size}")
     check_block_bytes("block_bytes", layout.block_bytes)
     _check_tensors(layout.tensors)
-    _check_ties(layout)
+    numel = _volumes(layout.tensors.shape)
+    untied = _check_ties(layout)
+    stored = untied & (numel > 0)
+    _check_families(layout, untied, stored)
     _check_files(layout)
-    _check_pieces(layout)
-    _check_segments(layout)
+    line = _check_pieces(layout, np.where(stored & (layout.leader == np.arange(len(numel))), numel, 0))
+    _check_segments(layout, stored, segments, line)
     _check_owners(layout)
 
 
@@ -54,99 +68,172 @@ def check_block_bytes(name: str, nbytes: int) -> None:
         raise ValueError(f"{name} is {nbytes}, not a multiple of {ALIGNMENT} up to {LARGEST_BLOCK}")
 
 
-def _refuse(bad: npt.ArrayLike, what: str) -> None:
-    """Raise if any row is bad."""
-    rows = np.flatnonzero(bad)
-    if rows.size:
+def _refuse(bad: npt.ArrayLike, what: str, first: int = 0) -> None:
+    """Raise if any row is bad, or anything in a row of a matrix; rows are counted from ``first``."""
+    if np.any(bad):
+        rows = np.unique(np.nonzero(np.asarray(bad))[0]) + first
         raise ValueError(f"{what}: row {rows[0]}" + (f" and {rows.size - 1} more" if rows.size > 1 else ""))
 
 
-def _outside(values: Ints, stop: int) -> npt.NDArray[np.bool_]:
-    """Mark the values that are not in [0, stop)."""
-    return np.asarray((values < 0) | (values >= stop))
+def _refuse_outside(values: Whole, stop: int, what: str, first: int = 0) -> None:
+    """Raise if any value is not in [0, stop)."""
+    if len(values) and not 0 <= int(values.min()) <= int(values.max()) < stop:
+        _refuse((values < 0) | (values >= stop), what, first)
 
 
-def _unsorted(rows: Sequence[Any]) -> npt.NDArray[np.bool_]:
-    """Mark the rows that do not come after the one before them."""
-    return np.array([False, *(a >= b for a, b in pairwise(rows))], dtype=np.bool_)
+def _refuse_repeated(keys: Ints, what: str) -> None:
+    """Raise if a value comes twice."""
+    if (keys[1:] > keys[:-1]).all():  # as a rule they are sorted
+        return
+    order = np.argsort(keys, kind="stable")
+    repeated = np.zeros(len(keys), dtype=np.bool_)
+    repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
+    _refuse(repeated, what)
+
+
+def _volumes(lengths: Ints) -> Ints:
+    """Return the product of each row; a tenth of the time of ``prod(axis=1)`` for few columns."""
+    out = np.ones(len(lengths), dtype=lengths.dtype)
+    for column in lengths.T:
+        out *= column
+    return out
 
 
 def _check_tensors(tensors: TensorTable) -> None:
     """Check each tensor by itself, and that names can be searched for."""
-    _refuse(_outside(tensors.kind, len(KINDS)), "tensor of unknown kind")
-    _refuse(_unsorted(list(zip(tensors.kind.tolist(), tensors.fqn, strict=True))), "tensors not sorted by name")
-    _refuse(_outside(tensors.itemsize - 1, ALIGNMENT), "tensor with impossible item size")
-    _refuse((tensors.shape < 0).any(axis=1) | (tensors.stride < 0).any(axis=1), "tensor with negative shape or stride")
-    numel = tensors.shape.astype(np.float64).prod(axis=1)  # floats do not wrap around
-    _refuse(numel * tensors.itemsize >= LARGEST, "tensor with impossible shape")
+    _refuse_outside(tensors.kind, len(KINDS), "tensor of unknown kind")
+    bounds = [0, *(np.flatnonzero(np.diff(tensors.kind)) + 1).tolist(), len(tensors)]
+    for first, stop in pairwise(bounds):
+        names = tensors.fqn[first:stop]
+        if not all(map(lt, names, names[1:])):
+            _refuse([a >= b for a, b in pairwise(names)], "tensor not sorted by name", first + 1)
+    _refuse(tensors.kind[1:] < tensors.kind[:-1], "tensor not sorted by kind", 1)
+    size = tensors.itemsize
+    _refuse((size < 1) | (size > ALIGNMENT) | (size & (size - 1) != 0), "tensor with impossible item size")
+    width = tensors.shape.shape[1]
+    if width > MOST_DIMENSIONS or tensors.stride.shape[1] != width:
+        raise ValueError(f"shapes have {width} dimensions and strides {tensors.stride.shape[1]}")
+    _refuse_outside(tensors.ndim, width + 1, "tensor with an impossible number of dimensions")
+    _refuse((tensors.shape < 0) | (tensors.stride < 0), "tensor with negative shape or stride")
+    padding = np.arange(width) >= tensors.ndim[:, None]
+    _refuse(padding & ((tensors.shape != 1) | (tensors.stride != 0)), "tensor with more dimensions")
+    numel = _volumes(tensors.shape.astype(np.float64))  # floats do not wrap around
+    _refuse(numel * size >= LARGEST, "tensor with impossible shape")
     if float(numel.sum()) >= LARGEST:
         raise ValueError("tensors with an impossible total size")
+    _refuse_outside(tensors.requires_grad, 2, "tensor that neither requires a gradient nor does not")
 
 
-def _check_ties(layout: Layout) -> None:
-    """Check that a tied tensor leads, in one step, to a stored one like itself."""
+def _check_ties(layout: Layout) -> Bools:
+    """Check that a tied tensor leads, in one step, to a stored one like itself; return which tensors are not tied."""
     tensors = layout.tensors
-    for row in (row for row, tied_to in enumerate(tensors.tied_to) if tied_to):
+    untied = np.ones(len(tensors), dtype=np.bool_)
+    ties = [row for row, tied_to in enumerate(tensors.tied_to) if tied_to] if any(tensors.tied_to) else []
+    untied[ties] = False
+    for row in ties:
         stored = find(layout, KINDS[int(tensors.kind[row])], tensors.tied_to[row])
         meta = tensors[row]
         if stored is None or tensors.tied_to[stored]:
             raise ValueError(f"{meta.fqn!r} is tied to {meta.tied_to!r}, which is not stored")
         if (tensors[stored].shape, tensors[stored].dtype) != (meta.shape, meta.dtype):
             raise ValueError(f"{meta.fqn!r} is tied to {meta.tied_to!r}, which has another shape or dtype")
+    return untied
+
+
+def _check_families(layout: Layout, untied: Bools, stored: Bools) -> None:
+    """Check that leaders lead, and that what they lead is like them and lies elsewhere."""
+    tensors, leader, rows = layout.tensors, layout.leader, np.arange(len(layout.tensors))
+    _refuse_outside(leader, len(tensors), "tensor led by none")
+    follows = leader != rows
+    _refuse((leader > rows) | follows[leader], "tensor whose leader follows another")
+    _refuse(follows & ~(untied & untied[leader]), "tensor that is led and tied")
+    alike = (tensors.kind == tensors.kind[leader]) & (tensors.ndim == tensors.ndim[leader])
+    _refuse(~alike, "tensor whose leader is not like it")
+    _refuse(tensors.shape != tensors.shape[leader], "tensor whose leader has another shape")
+    planes = layout.file_planes.shape[1]
+    _refuse(stored & ((layout.plane < 0) | (layout.plane >= planes)), "tensor in no plane")
+    _refuse_repeated(
+        np.where(stored, leader * planes + layout.plane, -1 - rows), "tensor in the plane of another it is led with"
+    )
 
 
 def _check_files(layout: Layout) -> None:
     """Check that every file has a name of its own and a possible size."""
-    _refuse(_outside(layout.file_kind, len(KINDS)), "file of unknown kind")
-    _refuse(_outside(layout.file_rank, layout.world_size), "file of a rank outside the world")
-    _refuse(_outside(layout.file_nbytes, LARGEST), "file with impossible size")
+    _refuse_outside(layout.file_kind, len(KINDS), "file of unknown kind")
+    _refuse_outside(layout.file_rank, layout.world_size, "file of a rank outside the world")
+    _refuse_outside(layout.file_nbytes, LARGEST, "file with impossible size")
     if float(layout.file_nbytes.sum(dtype=np.float64)) >= LARGEST:
         raise ValueError("files with an impossible total size")
-    keys = layout.file_kind * layout.world_size + layout.file_rank
-    if len(np.unique(keys)) != len(keys):
-        raise ValueError("two files of one kind and rank")
+    _refuse_repeated(layout.file_rank * len(KINDS) + layout.file_kind, "two files of one kind and rank")
+    outside = (layout.file_planes < 0) | (layout.file_planes > layout.file_nbytes[:, None])
+    _refuse(outside, "file with a plane outside it")
 
 
-def _check_pieces(layout: Layout) -> None:
-    """Check that pieces lie inside their tensors and have the right volume together."""
-    tensors, owner = layout.tensors, layout.piece_tensor
-    _refuse(_outside(owner, len(tensors)), "piece of no tensor")
-    _refuse(np.diff(owner, prepend=0) < 0, "pieces not sorted by tensor")
-    outside = (layout.offset < 0) | (layout.length < 0) | (layout.offset > tensors.shape[owner] - layout.length)
-    _refuse(outside.any(axis=1), "piece outside its tensor")
-    before = np.concatenate(([0], np.cumsum(layout.length.prod(axis=1))))
-    rows = np.arange(len(tensors))
-    total = before[np.searchsorted(owner, rows, side="right")] - before[np.searchsorted(owner, rows)]
-    tied = np.array([bool(name) for name in tensors.tied_to], dtype=np.bool_)
-    _refuse(total != np.where(tied, 0, tensors.numel), "tensor whose pieces do not add up to it")
+def _check_pieces(layout: Layout, volume: Ints) -> Ints:
+    """Check that pieces lie inside their tensors and have these volumes together; return ``layout.piece_line``."""
+    shape, owner = layout.tensors.shape, layout.piece_tensor
+    if {layout.offset.shape[1], layout.length.shape[1]} != {shape.shape[1]}:
+        raise ValueError("pieces with other numbers of dimensions than tensors")
+    outside = (layout.offset < 0) | (layout.length < 1) | (layout.offset > shape.take(owner, axis=0) - layout.length)
+    _refuse(outside, "piece outside its tensor")
+    line = np.concatenate(([0], np.cumsum(_volumes(layout.length))))
+    total = np.diff(line[np.searchsorted(owner, np.arange(len(volume) + 1))])
+    _refuse(total != volume, "tensor whose pieces do not add up to it")
+    return line
 
 
-def _check_segments(layout: Layout) -> None:
-    """Check that segments tile their pieces and lie inside their files, on whole elements."""
-    owner, start, length = layout.segment_piece, layout.segment_start, layout.segment_length
-    numel = layout.length.prod(axis=1)
-    _refuse(_outside(owner, len(numel)), "segment of no piece")
-    _refuse(np.diff(owner, prepend=0) < 0, "segments not sorted by piece")
-    _refuse(_outside(layout.segment_file, len(layout.file_rank)), "segment in no file")
-    itemsize = layout.tensors.itemsize[layout.piece_tensor[owner]]
-    nbytes = layout.file_nbytes[layout.segment_file]
-    _refuse(_outside(layout.segment_offset, LARGEST) | (layout.segment_offset % itemsize != 0), "misplaced segment")
-    _refuse((length < 1) | (length > (nbytes - layout.segment_offset) // itemsize), "segment outside its file")
-    _refuse((start < 0) | (start > numel[owner] - length), "segment outside its piece")
-    first = np.diff(owner, prepend=-1) != 0
-    before = np.concatenate(([0], (start + length)[:-1])) if len(start) else start
-    _refuse(start != np.where(first, 0, before), "gap or overlap before a segment")
-    covered = np.zeros(len(numel), dtype=np.int64)
-    covered[owner] = start + length  # the last segment of a piece is written last
-    _refuse(covered != numel, "piece whose segments do not add up to it")
+def _check_segments(layout: Layout, stored: Bools, segments: Ints, line: Ints) -> None:
+    """Check that segments have elements, fill their pieces, and lie in their files, in all planes of their family."""
+    room, row = _room(layout, stored)
+    flat, group = room.reshape(-1), (row * room.shape[1])[layout.piece_tensor]
+    _refuse(segments < 1, "piece without segments")
+    begin = np.concatenate(([0], np.cumsum(segments)))
+    for piece in range(0, len(segments), CHUNK):
+        pieces = slice(piece, piece + CHUNK)
+        first, stop = int(begin[piece]), int(begin[min(piece + CHUNK, len(segments))])
+        file, at = layout.segment_file[first:stop], layout.segment_at[first:stop]
+        length = np.diff(layout.segment_line[first : stop + 1])
+        _refuse_outside(file, room.shape[1], "segment in no file", first)
+        _refuse_outside(at, LARGEST, "segment outside its file", first)
+        _refuse_outside(length - 1, LARGEST, "segment without elements, or too many", first)
+        one = group[piece]  # as a rule all pieces of a chunk are of one group
+        row = one if (group[pieces] == one).all() else np.repeat(group[pieces], segments[pieces])
+        left = flat[file.astype(np.int64, copy=False) + row]  # int64 is indexed by three times as fast as int32
+        left -= at
+        left -= length
+        if int(left.min()) < 0:
+            _refuse(left < 0, "segment outside its file", first)
+    _refuse(layout.segment_line[begin[1:]] != line[1:], "piece whose segments do not add up to it")
+
+
+def _room(layout: Layout, stored: Bools) -> tuple[Ints, Ints]:
+    """Return how many elements of each group of planes fit into each file, and the row of each tensor's group.
+
+    A group are the planes of a kind in which the families with one leader's plane lie. The tightest one counts.
+    """
+    tensors, planes = layout.tensors, layout.file_planes.shape[1]
+    place = np.where(stored, tensors.kind * planes + layout.plane, 0)
+    group = place[layout.leader]
+    size, lead = np.zeros((2, len(KINDS) * planes + 1), dtype=np.int64)
+    size[place[stored]], lead[place[stored]] = tensors.itemsize[stored], group[stored]
+    _refuse(stored & (size[place] != tensors.itemsize), "tensor in a plane of another item size")
+    _refuse(stored & (lead[place] != group), "tensor in a plane of other leaders")
+    groups, rows = np.unique(lead[size > 0], return_inverse=True)
+    mine = layout.file_kind == groups[:, None] // max(planes, 1)
+    room = np.where(mine, LARGEST, -1)
+    for at, row in zip(np.flatnonzero(size).tolist(), rows.tolist(), strict=True):
+        base, itemsize = layout.file_planes[:, at % planes], int(size[at])
+        _refuse(mine[row] & (base & (itemsize - 1) != 0), "file with a misaligned plane")
+        np.minimum(room[row], (layout.file_nbytes - base) >> (itemsize.bit_length() - 1), out=room[row])
+    return room, np.searchsorted(groups, group)
 
 
 def _check_owners(layout: Layout) -> None:
     """Check the rows of what is not a tensor."""
-    _refuse(_outside(layout.object_rank, layout.world_size), "object of a rank outside the world")
-    if any(kind not in KINDS for kind, _ in layout.objects):
+    _refuse_outside(layout.object_rank, layout.world_size, "object of a rank outside the world")
+    if not {kind for kind, _ in layout.objects} <= set(KINDS):
         raise ValueError("object of unknown kind")
     if len(set(layout.objects)) != len(layout.objects):
         raise ValueError("two objects of one name")
-    _refuse(_outside(layout.extra_kind, len(KINDS)), "extra of unknown kind")
-    _refuse(_outside(layout.extra_rank, layout.world_size), "extra of a rank outside the world")
+    _refuse_outside(layout.extra_kind, len(KINDS), "extra of unknown kind")
+    _refuse_outside(layout.extra_rank, layout.world_size, "extra of a rank outside the world")

@@ -12,6 +12,7 @@ import numpy as np
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
 from bcp.plan.merge import Shards
+from bcp.plan.names import Merged
 from bcp.plan.shards import Ints, TensorTable, Words, mix
 
 __all__ = ["check_cover"]
@@ -23,19 +24,19 @@ ADVICE = (
 )
 
 
-def check_cover(tensors: TensorTable, shards: Shards) -> None:
+def check_cover(merged: Merged, shards: Shards) -> None:
     """Check that pieces tile their tensors and flat intervals tile their pieces, in O(entries).
 
-    A tensor without elements, or one that is tied to another, needs no shard.
+    A tensor without elements, or one that is tied to another, needs no shard; one that another leads shares its.
 
     Raises:
         CoverageError: a tensor has a gap, an overlap, or a shard that sticks out. Names the tensor, a concrete block
             of elements that is missing or held in two different shards, and the ranks.
 
     """
-    _check_bounds(tensors, shards)
-    _check_boxes(tensors, shards)
-    _check_intervals(tensors, shards)
+    _check_bounds(merged.tensors, shards)
+    _check_boxes(merged, shards)
+    _check_intervals(merged.tensors, shards)
 
 
 def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
@@ -53,13 +54,15 @@ def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
         )
 
 
-def _check_boxes(tensors: TensorTable, shards: Shards) -> None:
-    """Raise unless each tensor's pieces tile its global shape."""
+def _check_boxes(merged: Merged, shards: Shards) -> None:
+    """Raise unless each leader's pieces tile its global shape."""
+    tensors = merged.tensors
     volume, whole = _measure(shards.offset, shards.offset + shards.length), _measure(0 * tensors.shape, tensors.shape)
     covered = np.zeros(len(tensors), dtype=np.uint64)
     np.add.at(covered, shards.piece_tensor, volume)
     tied = np.array([bool(target) for target in tensors.tied_to], dtype=bool)
-    wrong = (covered != whole) & ~tied & (tensors.numel > 0)
+    leads = merged.leader == np.arange(len(tensors))
+    wrong = (covered != whole) & leads & ~tied & (tensors.numel > 0)
     if wrong.any():
         _explain_boxes(tensors, shards, int(wrong.argmax()))
 

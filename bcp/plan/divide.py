@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from bcp.plan.balance import BALANCES, Cuts
 from bcp.plan.cover import check_cover
 from bcp.plan.layout import Layout
-from bcp.plan.merge import Shards, merge_shards, merge_tensors
-from bcp.plan.shards import KINDS, Ints, ShardTable, TensorTable
+from bcp.plan.merge import Shards, grouped, merge_shards
+from bcp.plan.names import Merged, merge_tensors
+from bcp.plan.shards import KINDS, Ints
+from bcp.plan.template import MOST_MEMBERS, signature
+from bcp.plan.world import World
+from bcp.plan.writes import SHARE
 
-__all__ = ["Division", "Writes", "divide"]
-
-
-@dataclass(frozen=True, slots=True)
-class Writes:
-    """What one rank writes: w flat intervals of its own shards, file after file (one a kind), in file order.
-
-    Attributes:
-        row: int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`.
-        start: int64[w], first flat element, counted in the row's box (not in what the rank holds of it).
-        stop: int64[w], one past the last.
-        offset: int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are
-            packed: each begins where the one before it ends.
-    """
-
-    row: Ints
-    start: Ints
-    stop: Ints
-    offset: Ints
-
-    def __len__(self) -> int:
-        """Return the number of intervals."""
-        return len(self.row)
+__all__ = ["Division", "divide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,111 +27,200 @@ class Division:
 
     Attributes:
         layout: where every element will lie.
-        writes: what each rank has to write for it, by rank.
+        rows: :data:`~bcp.plan.writes.SHARE` rows of all ranks, by rank.
+        begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
+        owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
     """
 
     layout: Layout
-    writes: tuple[Writes, ...]
+    rows: npt.NDArray[np.void]
+    begin: Ints
+    owned: Mapping[int, Ints]
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Where the cuts lie: ``file`` and ``offset`` of each cut, ``order`` sorts the cuts by them; and the files."""
-
-    file: Ints
-    offset: Ints
-    order: Ints
-    kind: Ints
-    rank: Ints
-    nbytes: Ints
-
-
-def divide(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int) -> Division:
+def divide(world: World, *, balance: str = "split", block_bytes: int) -> Division:
     """Fold replicas, check that nothing is missing, balance, and lay out the files.
 
-    The same tables always give the same division. Zero-element and tied tensors appear in the layout's tensors only.
+    The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
 
     Args:
-        tables: what each rank holds, by rank.
+        world: what all ranks hold.
         balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.balance`.
         block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
 
     Raises:
-        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.merge.merge_tensors`.
+        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.names.merge_tensors`.
         CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.cover.check_cover`.
 
     """
-    tensors, merged = merge_tensors(tables)
-    shards = merge_shards(tables, merged)
-    check_cover(tensors, shards)
-    itemsize = tensors.itemsize[shards.tensor]
-    cuts = BALANCES[balance](shards, itemsize, len(tables))
-    nbytes = (cuts.stop - cuts.start) * itemsize[cuts.shard]
-    files = _files(tensors.kind[shards.tensor[cuts.shard]], cuts.rank, itemsize[cuts.shard], nbytes, len(tables))
-    layout = _layout(tables, tensors, shards, cuts, files=files, block_bytes=block_bytes)
-    return Division(layout, _writes(shards, cuts, files, len(tables)))
+    merged = merge_tensors(world)
+    shards = merge_shards(world, merged)
+    check_cover(merged, shards)
+    cuts = BALANCES[balance](shards, merged.weight[shards.tensor], world.world_size)
+    planes = _planes(merged)
+    files = _files(merged, planes, shards, cuts, world.world_size)
+    rows, begin = _rows(shards, cuts, files, world.world_size)
+    layout = _layout(world, merged, shards, cuts, planes=planes, files=files, block_bytes=block_bytes)
+    return Division(layout, rows, begin, _owned(world, layout))
 
 
-def _files(kind: Ints, rank: Ints, itemsize: Ints, nbytes: Ints, world_size: int) -> _Files:
-    """Lay cuts into one file for each kind and writing rank: packed, wide elements first.
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """How files are divided. Families of one signature are a class; a file has a plane for each member of each class.
 
-    Descending item size (powers of two all) aligns every element to its size without padding, so that none
-    straddles a multiple of 4 KiB. Otherwise a file keeps the order of the cuts: tensor, piece, start.
+    ``of_class[t]`` is the class of leader t within its kind, ``plane[t]`` the plane of tensor t; plane p of kind k has
+    elements of ``itemsize[k][p]`` bytes, of the class ``owner[k][p]``. Wide elements come first: their sizes are
+    powers of two, so every element is aligned to its size without padding, and none straddles a multiple of 4 KiB.
     """
-    key, file = np.unique(kind * world_size + rank, return_inverse=True)
-    order = np.lexsort((-itemsize, file))
-    end = np.cumsum(nbytes[order])
-    first = np.searchsorted(file[order], np.arange(len(key)))
-    base = (end - nbytes[order])[first]
-    offset = np.empty_like(nbytes)
-    offset[order] = end - nbytes[order] - base[file[order]]
-    size = np.zeros(len(key), dtype=np.int64)
-    np.add.at(size, file, nbytes)
-    return _Files(file.astype(np.int64), offset, order, key // world_size, key % world_size, size)
+
+    of_class: Ints
+    plane: Ints
+    itemsize: Sequence[Ints]
+    owner: Sequence[Ints]
 
 
-def _writes(shards: Shards, cuts: Cuts, files: _Files, world_size: int) -> tuple[Writes, ...]:
-    """Tell every rank its cuts in terms of its own rows."""
-    order = files.order[np.argsort(cuts.rank[files.order], kind="stable")]
-    row = shards.row_of(cuts.shard, cuts.rank)
-    columns = [column[order] for column in (row, cuts.start, cuts.stop, files.offset)]
-    bounds = np.searchsorted(cuts.rank[order], np.arange(1, world_size))
-    return tuple(Writes(*mine) for mine in zip(*(np.split(column, bounds) for column in columns), strict=True))
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files, and where the cuts lie: ``file``, element ``at`` of a plane; ``order`` sorts them by (file, class)."""
+
+    file: Ints
+    at: Ints
+    order: Ints
+    kind: Ints
+    rank: Ints
+    nbytes: Ints
+    planes: Ints
+
+
+def plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
+    """Return the first byte of each plane, int64[f, P], and the bytes of each file, int64[f].
+
+    Args:
+        elements: int64[f, C], how many elements of each class a file has (in each of the class's planes).
+        itemsize: int64[P], of each plane.
+        owner: int64[P], its class.
+
+    """
+    nbytes = elements[:, owner] * itemsize
+    ends = np.cumsum(nbytes, axis=1)
+    return ends - nbytes, nbytes.sum(axis=1)
+
+
+def _planes(merged: Merged) -> _Planes:
+    """Number classes and planes within each kind, by what every rank can find out by itself."""
+    tensors, leader = merged.tensors, merged.leader
+    n = len(tensors)
+    signatures = signature(tensors.itemsize, leader, merged.number, n)
+    of_class, plane = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    itemsizes, owners = [], []
+    for kind in range(len(KINDS)):
+        rows = np.flatnonzero(tensors.kind == kind)
+        code = np.unique(signatures[leader[rows]], return_inverse=True)[1]
+        of_class[rows] = code
+        key = (-tensors.itemsize[rows] * (int(code.max(initial=0)) + 1) + code) * MOST_MEMBERS + merged.number[rows]
+        _, first, plane[rows] = np.unique(key, return_index=True, return_inverse=True)
+        itemsizes.append(tensors.itemsize[rows[first]])
+        owners.append(code[first])
+    return _Planes(of_class, plane, itemsizes, owners)
+
+
+def _files(merged: Merged, planes: _Planes, shards: Shards, cuts: Cuts, world_size: int) -> _Files:
+    """Lay cuts into one file for each writing rank and kind; classes keep their order (tensor, piece, start)."""
+    tensor = shards.tensor[cuts.shard]
+    classes = int(planes.of_class.max(initial=0)) + 1
+    code = (cuts.rank * len(KINDS) + merged.tensors.kind[tensor]) * classes + planes.of_class[tensor]
+    order = grouped(code, world_size * len(KINDS) * classes)
+    length = (cuts.stop - cuts.start)[order]
+    end = np.cumsum(length)
+    sorted_code = code[order]
+    first = np.flatnonzero(np.diff(sorted_code, prepend=-1))
+    count = np.diff(np.append(first, len(code)))
+    at = np.empty_like(code)
+    at[order] = end - length - np.repeat((end - length)[first], count)
+    owner = sorted_code[first] // classes
+    fresh = np.diff(owner, prepend=-1) > 0
+    key, row = owner[fresh], np.cumsum(fresh) - 1
+    elements = np.zeros((len(key), classes), dtype=np.int64)
+    elements[row, sorted_code[first] % classes] = np.add.reduceat(length, first) if len(first) else 0
+    file = np.empty_like(code)
+    file[order] = np.repeat(row, count)
+    kind = key % len(KINDS)
+    bases = np.zeros((len(key), max((len(sizes) for sizes in planes.itemsize), default=0)), dtype=np.int64)
+    nbytes = np.zeros(len(key), dtype=np.int64)
+    for code_of_kind, (itemsize, owner) in enumerate(zip(planes.itemsize, planes.owner, strict=True)):
+        mine = kind == code_of_kind
+        bases[mine, : len(itemsize)], nbytes[mine] = plane_bases(elements[mine], itemsize, owner)
+    return _Files(file, at, order, kind, key // len(KINDS), nbytes, bases)
+
+
+def _rows(shards: Shards, cuts: Cuts, files: _Files, world_size: int) -> tuple[npt.NDArray[np.void], Ints]:
+    """Tell every rank its cuts in terms of its own slots."""
+    slot, member = shards.stated(cuts.shard, cuts.rank)
+    rows = np.empty(len(slot), dtype=SHARE)
+    for name, column in (("slot", slot), ("member", member), ("start", cuts.start), ("stop", cuts.stop)):
+        rows[name] = column[files.order]
+    return rows, np.concatenate(([0], np.cumsum(np.bincount(cuts.rank, minlength=world_size))))
+
+
+def _owners(world: World) -> dict[tuple[str, str], int]:
+    """Give every leaf that is no tensor to the lowest rank that has it."""
+    owner: dict[tuple[str, str], int] = {}
+    for catalogue, rank in zip(world.catalogues, world.lowest_ranks().tolist(), strict=True):
+        for key in catalogue.objects:
+            owner.setdefault(key, rank)
+    return owner
+
+
+def _owned(world: World, layout: Layout) -> dict[int, Ints]:
+    """Tell every rank which objects of its own table it owns."""
+    keys: dict[int, list[tuple[str, str]]] = {}
+    for key, rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
+        keys.setdefault(rank, []).append(key)
+    owned = {}
+    for rank, mine in keys.items():
+        catalogue = world.catalogues[int(world.template_catalogue[world.template[rank]])]
+        place = {key: row for row, key in enumerate(catalogue.objects)}
+        owned[rank] = np.array([place[key] for key in mine], dtype=np.int64)
+    return owned
 
 
 def _layout(
-    tables: Sequence[ShardTable],
-    tensors: TensorTable,
+    world: World,
+    merged: Merged,
     shards: Shards,
     cuts: Cuts,
     *,
+    planes: _Planes,
     files: _Files,
     block_bytes: int,
 ) -> Layout:
     """Write down where everything lies."""
-    owner: dict[tuple[str, str], int] = {}
-    for rank, table in enumerate(tables):
-        for key in table.objects:
-            owner.setdefault(key, rank)
-    objects = sorted(owner)
-    extras = sorted({(KINDS.index(kind), rank) for rank, table in enumerate(tables) for kind in table.extras})
+    objects = sorted(_owners(world).items())
+    found = world.template_catalogue[world.template]
+    extras = sorted(
+        (KINDS.index(kind), rank)
+        for number, catalogue in enumerate(world.catalogues)
+        for kind in catalogue.extras
+        for rank in np.flatnonzero(found == number).tolist()
+    )
     return Layout(
-        world_size=len(tables),
+        world_size=world.world_size,
         block_bytes=block_bytes,
-        tensors=tensors,
+        tensors=merged.tensors,
+        leader=merged.leader,
+        plane=planes.plane,
         piece_tensor=shards.piece_tensor,
         offset=shards.offset,
         length=shards.length,
-        segment_piece=shards.piece[cuts.shard],
-        segment_start=cuts.start,
-        segment_length=cuts.stop - cuts.start,
+        segment_line=np.concatenate(([0], np.cumsum(cuts.stop - cuts.start))),
         segment_file=files.file,
-        segment_offset=files.offset,
+        segment_at=files.at,
         file_kind=files.kind,
         file_rank=files.rank,
         file_nbytes=files.nbytes,
-        objects=objects,
-        object_rank=np.array([owner[key] for key in objects], dtype=np.int64),
+        file_planes=files.planes,
+        objects=[key for key, _ in objects],
+        object_rank=np.array([rank for _, rank in objects], dtype=np.int64),
         extra_kind=np.array([kind for kind, _ in extras], dtype=np.int64),
         extra_rank=np.array([rank for _, rank in extras], dtype=np.int64),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bcp.plan.shards import Ints, TensorTable
+import numpy as np
+
+from bcp.plan.shards import Ints, TensorTable, Whole
 
 __all__ = ["Layout"]
 
@@ -15,24 +17,31 @@ class Layout:
     """The paper's TensorShardToBasicByteMap (sec. 3.2), columnar.
 
     A tensor consists of pieces: boxes that tile its global shape. A piece consists of segments: runs of its
-    row-major elements, each contiguous in one data file. Rows are sorted: pieces by (tensor, offset), segments by
-    (piece, start). A tensor that is ``tied_to`` another has no pieces of its own.
+    row-major elements, each contiguous in one data file. All pieces lie on a *line*, end to end in the order (tensor,
+    offset), each in row-major order; segments tile it. A tensor that is ``tied_to`` another has no pieces of its own.
+
+    The states that an optimizer keeps of one parameter are cut alike, so they share pieces and segments: those of
+    their *leader*, the first of them. What tells them apart is the *plane*: a data file is a row of planes, each
+    with elements of one size, and a segment lies in all planes of its leader's family at the same element. Byte of
+    element i of a segment, counted from the start of the data section:
+    ``file_planes[segment_file, plane[tensor]] + (segment_at + i) * itemsize[tensor]``.
 
     Attributes:
         world_size: how many ranks saved.
         block_bytes: data files are checksummed and read in blocks of this many bytes of their data section.
         tensors: n tensors, sorted by (kind, fqn).
-        piece_tensor: int64[p], row in ``tensors``; not decreasing.
+        leader: int64[n], row of the tensor whose pieces this one shares: of the same kind and shape; leads itself.
+        plane: int64[n], column in ``file_planes``; the members of a family lie in different planes.
+        piece_tensor: int64[p], row in ``tensors``, of a leader; not decreasing.
         offset: int64[p, D], first corner of each piece.
         length: int64[p, D], extent of each piece.
-        segment_piece: int64[s], row of the piece; not decreasing.
-        segment_start: int64[s], first flat position inside the piece, in elements.
-        segment_length: int64[s], elements.
-        segment_file: int64[s], row in the file columns.
-        segment_offset: int64[s], first byte, counted from the start of the file's data section.
+        segment_line: int64[s + 1], where each segment begins on the line, in elements, and where the last one ends.
+        segment_file: int[s], row in the file columns; any signed integers, as ``segment_at``.
+        segment_at: int[s], first element, counted from the start of a plane.
         file_kind: int64[f], code in ``KINDS``.
         file_rank: int64[f], the rank that writes it.
         file_nbytes: int64[f], bytes of the data section.
+        file_planes: int64[f, P], first byte of each plane in the data section; 0 where the file has no such plane.
         objects: (kind, path) of the leaves that are not tensors.
         object_rank: int64[o], the rank whose receipt holds the value.
         extra_kind: int64[e], kind of an opaque object of one rank (``dataloader``, ``extra_states``).
@@ -42,18 +51,39 @@ class Layout:
     world_size: int
     block_bytes: int
     tensors: TensorTable
+    leader: Ints
+    plane: Ints
     piece_tensor: Ints
     offset: Ints
     length: Ints
-    segment_piece: Ints
-    segment_start: Ints
-    segment_length: Ints
-    segment_file: Ints
-    segment_offset: Ints
+    segment_line: Ints
+    segment_file: Whole
+    segment_at: Whole
     file_kind: Ints
     file_rank: Ints
     file_nbytes: Ints
+    file_planes: Ints
     objects: Sequence[tuple[str, str]]
     object_rank: Ints
     extra_kind: Ints
     extra_rank: Ints
+
+    @property
+    def piece_line(self) -> Ints:
+        """int64[p + 1]: where each piece begins on the line, in elements, and where the last one ends."""
+        return np.concatenate(([0], np.cumsum(self.length.prod(axis=1))))
+
+    @property
+    def segment_length(self) -> Ints:
+        """int64[s]: elements of each segment."""
+        return np.diff(self.segment_line)
+
+    @property
+    def segment_piece(self) -> Ints:
+        """int64[s]: the piece of each segment."""
+        return np.asarray(np.searchsorted(self.piece_line, self.segment_line[:-1], side="right") - 1, dtype=np.int64)
+
+    @property
+    def segment_start(self) -> Ints:
+        """int64[s]: first flat position of each segment inside its piece, in elements."""
+        return self.segment_line[:-1] - self.piece_line[self.segment_piece]

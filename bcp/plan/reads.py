@@ -2,8 +2,7 @@
 
 A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes),
 and these of segments (runs of row-major elements in one file). :func:`wants` intersects the two;
-:func:`assign`, in a file of its own, decides who reads what; :func:`placements` turns any run of file bytes into
-copies between boxes.
+:mod:`bcp.plan.assign` decides who reads what; :func:`placements` turns any run of file bytes into copies between boxes.
 """
 
 from __future__ import annotations
@@ -13,24 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.assign import Assignment, Chunk, Transfer, assign
 from bcp.plan.box import Box, flat_boxes
+from bcp.plan.flat import Boxes, decompose, spread
 from bcp.plan.layout import Layout
-from bcp.plan.lookup import find, resolve, rows_of
-from bcp.plan.shards import KINDS, Ints, ShardTable, matrix
+from bcp.plan.lookup import find_all, resolve_all, rows_of
+from bcp.plan.pieces import Pieces, fitted, pieces_of
+from bcp.plan.shards import Ints, ShardTable
 
-__all__ = [
-    "Assignment",
-    "Chunk",
-    "Placement",
-    "Transfer",
-    "Wants",
-    "assign",
-    "decode_ranges",
-    "encode_ranges",
-    "placements",
-    "wants",
-]
+__all__ = ["Placement", "Wants", "placements", "wants"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,14 +28,18 @@ class Wants:
 
     Attributes:
         row: int64[n], row of the target shard in this rank's table.
+        tensor: int64[n], row in the layout of the tensor that is stored for it.
         segment: int64[n], row of the segment in the layout; no (row, segment) comes twice.
+        first: int64[n], first needed element, as a flat position in the segment's piece.
         file: int64[n], row of the file in the layout.
         start: int64[n], first needed byte in the file's data section.
         stop: int64[n], one past the last. Bytes between may not be needed: it is a hull.
     """
 
     row: Ints
+    tensor: Ints
     segment: Ints
+    first: Ints
     file: Ints
     start: Ints
     stop: Ints
@@ -57,24 +50,17 @@ class Wants:
 
     def ranges(self) -> Ints:
         """int64[k, 3]: disjoint, non-adjacent (file, start, stop) that hold everything, sorted."""
-        merged = [np.empty((0, 3), dtype=np.int64)]
-        for file in np.unique(self.file).tolist():
-            first, last = rows_of(self.file, file)
-            start, reach = self.start[first:last], np.maximum.accumulate(self.stop[first:last])
-            heads = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
-            tails = np.append(heads[1:], len(start)) - 1
-            merged.append(np.stack((np.full_like(heads, file), start[heads], reach[tails]), axis=1))
-        return np.concatenate(merged)
-
-
-def encode_ranges(ranges: Ints) -> bytes:
-    """Return (file, start, stop) rows as little-endian int64."""
-    return ranges.astype("<i8").tobytes()
-
-
-def decode_ranges(data: bytes | bytearray | memoryview) -> Ints:
-    """Return what :func:`encode_ranges` was given. Raises ValueError if these are not whole rows."""
-    return np.frombuffer(data, dtype="<i8").reshape(-1, 3).astype(np.int64)
+        new = np.diff(self.file, prepend=-1) != 0
+        heads = np.flatnonzero(new)
+        if not len(heads):
+            return np.empty((0, 3), dtype=np.int64)
+        # All files behind each other, with a gap between them: how far one reaches says nothing of the next.
+        ends = np.maximum.reduceat(self.stop, heads) + 1
+        base = (np.cumsum(ends) - ends)[np.cumsum(new) - 1]
+        reach = np.maximum.accumulate(base + self.stop)
+        heads = np.flatnonzero(np.concatenate(([True], (base + self.start)[1:] > reach[:-1])))
+        tails = np.append(heads[1:], len(base)) - 1
+        return np.stack((self.file[heads], self.start[heads], reach[tails] - base[tails]), axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +91,33 @@ class Placement:
     target_box: Box
 
 
-def wants(layout: Layout, table: ShardTable) -> Wants:
+def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants:
     """Find what each local shard needs of the checkpoint.
 
     Tensors that the layout does not have are skipped; a tied tensor is found where its data is. Shapes are
     assumed to be equal (checked before); dtypes need not be: sizes are those of the saved one.
+
+    Args:
+        layout: where everything lies.
+        table: the target shards.
+        saved: ``find_all(layout, table.tensors)``, where it is known already.
+
     """
-    row, segment, first, last = _hulls(layout, _meetings(layout, table))
-    file, start = layout.segment_file[segment], layout.segment_offset[segment]
-    itemsize = layout.tensors.itemsize[layout.piece_tensor[layout.segment_piece[segment]]]
-    stop = start + (last - layout.segment_start[segment]) * itemsize
-    start = start + (first - layout.segment_start[segment]) * itemsize
-    order = np.lexsort((row, start, file))
-    return Wants(row[order], segment[order], file[order], start[order], stop[order])
+    asked = _Asked.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
+    pieces = pieces_of(layout)
+    found = _hulls(layout, pieces, _meetings(pieces, asked))
+    # From here on every state of a parameter by itself: they share pieces and segments, and differ in plane and size.
+    source, state = spread(asked.count[found.ask])
+    at = asked.begin[found.ask[source]] + state
+    tensor, row = asked.tensor[at], asked.row[at]
+    segment, line, length = found.segment[source], found.line[source], found.length[source]
+    file, itemsize = layout.segment_file[segment], layout.tensors.itemsize[tensor]
+    element = layout.segment_at[segment] + line - layout.segment_line[segment]
+    start = layout.file_planes[file, layout.plane[tensor]] + element * itemsize
+    order = np.lexsort((start, file))
+    first = line - pieces.line[np.searchsorted(pieces.line, line, side="right") - 1]
+    columns = (row, tensor, segment, first, file, start, start + length * itemsize)
+    return Wants(*(column[order] for column in columns))
 
 
 def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: int, hi: int) -> Iterator[Placement]:
@@ -141,99 +141,116 @@ def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: 
         yield from _copies(layout, list(_targets(table, int(wanted.row[index]))), wanted, index, (lo, hi))
 
 
-def _pieces(layout: Layout, table: ShardTable, row: int) -> tuple[int, int]:
-    """Return the rows [first, stop) of the pieces of the tensor that is stored for a shard; none if there is none."""
-    tensor = int(table.tensor[row])
-    found = find(layout, KINDS[int(table.tensors.kind[tensor])], table.tensors.fqn[tensor])
-    return (0, 0) if found is None else rows_of(layout.piece_tensor, resolve(layout, found))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """The m different things that a rank asks for: flat intervals of boxes of leaders.
+
+    Attributes:
+        leader: int64[m], row in the layout.
+        offset, length: int64[m, D], the box.
+        start, stop: int64[m], the flat interval of it; not empty.
+        begin: int64[m], first of the rows below that ask for it.
+        count: int64[m], how many do: one for each state.
+        row: int64[n], row of the target shard.
+        tensor: int64[n], row of its tensor in the layout.
+    """
+
+    leader: Ints
+    offset: Ints
+    length: Ints
+    start: Ints
+    stop: Ints
+    begin: Ints
+    count: Ints
+    row: Ints
+    tensor: Ints
+
+    @classmethod
+    def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Asked:
+        """Leave out what is empty or not there, and fold what is the same."""
+        tensor = resolve_all(layout, saved)[table.tensor]
+        row = np.flatnonzero((tensor >= 0) & (table.start < table.stop))
+        width = max(1, layout.offset.shape[1])
+        offset, length = fitted(table.offset[row], width, 0), fitted(table.length[row], width, 1)
+        keys = np.column_stack((layout.leader[tensor[row]], table.start[row], table.stop[row], offset, length))
+        order = np.lexsort(keys.T)
+        keys, row = keys[order], row[order]
+        new = np.ones(len(row), dtype=np.bool_)
+        new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+        begin = np.flatnonzero(new)
+        leader, start, stop = keys[begin, :3].T
+        offset, length = np.hsplit(keys[begin, 3:], 2)
+        return cls(leader, offset, length, start, stop, begin, np.diff(begin, append=len(row)), row, tensor[row])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """Where target boxes and pieces share elements, one row each; columns as matrices of the layout's width.
+    """Where boxes that are asked for and pieces share elements, one row each.
 
-    ``row`` of the target shard, ``piece`` of the layout, its ``length``; ``low`` and ``extent`` of the shared block, in
-    the piece's own coordinates.
+    ``ask`` is the row in :class:`_Asked`, ``piece`` the row in the layout, ``blocks`` what they share, in the piece.
     """
 
-    row: Ints
+    ask: Ints
     piece: Ints
+    blocks: Boxes
+
+
+def _meetings(pieces: Pieces, asked: _Asked) -> _Meetings:
+    """Intersect everything that is asked for with the pieces of its leader."""
+    boxes = decompose(asked.length, asked.start, asked.stop)
+    low = asked.offset[boxes.interval] + boxes.offset
+    high = low + boxes.length
+    first, stop = pieces.candidates(asked.leader[boxes.interval], low[:, 0], high[:, 0])
+    box, piece = spread(stop - first)
+    piece += first[box]
+    offset, length = pieces.offset[piece], pieces.length[piece]
+    corner = np.maximum(offset, low[box])
+    extent = np.minimum(offset + length, high[box]) - corner
+    hit = np.flatnonzero((extent > 0).all(axis=1))
+    return _Meetings(boxes.interval[box[hit]], piece[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hulls:
+    """Hulls of what is needed of a segment: ``length`` elements from position ``line`` of the line of all pieces."""
+
+    ask: Ints
+    segment: Ints
+    line: Ints
     length: Ints
-    low: Ints
-    extent: Ints
-
-    def take(self, rows: Ints) -> _Meetings:
-        """Return some of the rows, some of them repeatedly."""
-        return _Meetings(self.row[rows], self.piece[rows], self.length[rows], self.low[rows], self.extent[rows])
-
-    def before(self, flat: Ints) -> Ints:
-        """Count the elements of each block that come before flat position 0 <= p <= numel of its piece."""
-        rest_row, rest_block = self.length.prod(axis=1), self.extent.prod(axis=1)
-        index, rest = np.divmod(flat, rest_row)
-        count, follows = index * rest_block, index == 0
-        for length, low, extent in zip(self.length.T, self.low.T, self.extent.T, strict=True):
-            rest_row, rest_block = rest_row // length, rest_block // extent
-            index, rest = np.divmod(rest, rest_row)
-            count = count + follows * np.clip(index - low, 0, extent) * rest_block
-            follows = follows & (index >= low) & (index < low + extent)  # elsewhere the other indices do not matter
-        return np.asarray(count, dtype=np.int64)
-
-    def position(self, ordinal: Ints) -> Ints:
-        """Return the flat position in its piece of an element of each block, given by its row-major number."""
-        flat, rest, rest_block = np.zeros_like(ordinal), ordinal, self.extent.prod(axis=1)
-        for length, low, extent in zip(self.length.T, self.low.T, self.extent.T, strict=True):
-            rest_block = rest_block // extent
-            index, rest = np.divmod(rest, rest_block)
-            flat = flat * length + low + index
-        return flat
 
 
-def _meetings(layout: Layout, table: ShardTable) -> _Meetings:
-    """Intersect every target box with the pieces of the tensor that is stored for it."""
-    width = layout.offset.shape[1]
-    found: list[tuple[Ints, ...]] = []
-    for row in range(len(table)):
-        first, stop = _pieces(layout, table, row)
-        offset, length = layout.offset[first:stop], layout.length[first:stop]
-        if first == stop:  # such a tensor may have more dimensions than any in the layout
-            continue
-        for _, box in _targets(table, row):
-            (corner,), (extent,) = matrix([box.offsets], width, 0), matrix([box.lengths], width, 1)
-            low = np.maximum(offset, corner)
-            shared = np.minimum(offset + length, corner + extent) - low
-            hit = np.flatnonzero((shared > 0).all(axis=1))
-            found.append((np.full_like(hit, row), first + hit, length[hit], (low - offset)[hit], shared[hit]))
-    if not found:
-        none, empty = np.empty(0, dtype=np.int64), np.empty((0, width), dtype=np.int64)
-        return _Meetings(none, none, empty, empty, empty)
-    return _Meetings(*(np.concatenate(column) for column in zip(*found, strict=True)))
+def _hulls(layout: Layout, pieces: Pieces, met: _Meetings) -> _Hulls:
+    """Find the segments of all meetings, and the first and last element that is needed of each."""
+    base = pieces.line[met.piece]
+    first, stop = met.blocks.ends
+    begins = layout.segment_line[:-1]
+    begin = np.searchsorted(begins, base + first, side="right") - 1
+    each, segment = spread(np.searchsorted(begins, base + stop) - begin)
+    segment += begin[each]
+    base, line = base[each], layout.segment_line[segment]
+    low = np.maximum(first[each], line - base)
+    high = np.minimum(stop[each], layout.segment_line[segment + 1] - base)
+    ragged = np.flatnonzero((stop - first > met.blocks.extent.prod(axis=1))[each])
+    if len(ragged):  # between the rows of such a block lies what is not needed
+        blocks = met.blocks.take(each[ragged])
+        before, until = blocks.before(np.stack((low[ragged], high[ragged])))
+        # A segment that lies between two rows gets an empty hull.
+        low[ragged], last = blocks.position(np.stack((np.minimum(before, until - 1), until - 1)))
+        high[ragged] = np.where(before < until, last + 1, low[ragged])
+    hit = np.flatnonzero(low < high)
+    return _joined(met.ask[each[hit]], segment[hit], (base + low)[hit], (base + high)[hit])
 
 
-def _hulls(layout: Layout, met: _Meetings) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (row, segment, first, last + 1): the hull of what each shard needs of a segment, in elements of its piece.
-
-    All pieces are put behind each other, so that one binary search finds the segments of all meetings.
-    """
-    numel = layout.length.prod(axis=1)
-    base = np.cumsum(numel) - numel
-    starts = base[layout.segment_piece] + layout.segment_start
-    count = met.extent.prod(axis=1)
-    begin = np.searchsorted(starts, base[met.piece] + met.position(np.zeros_like(count)), side="right") - 1
-    segments = np.searchsorted(starts, base[met.piece] + met.position(count - 1), side="right") - begin
-    each = met.take(np.repeat(np.arange(len(count)), segments))
-    segment = np.arange(len(each.row)) - np.repeat(np.cumsum(segments) - segments - begin, segments)
-    before = each.before(layout.segment_start[segment])
-    until = each.before(layout.segment_start[segment] + layout.segment_length[segment])
-    hit = np.flatnonzero(before < until)  # a segment may lie between two rows of a block
-    each, segment = each.take(hit), segment[hit]
-    first, last = each.position(before[hit]), each.position(until[hit] - 1) + 1
-    # A flat shard may meet a segment with its head, its body and its tail: one hull.
-    order = np.lexsort((segment, each.row))
-    row, segment = each.row[order], segment[order]
-    heads = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0))
+def _joined(ask: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
+    """Make one hull of several in a segment: a flat shard may meet it with its head, its body and its tail."""
+    order = np.lexsort((segment, ask))
+    ask, segment, line, stop = ask[order], segment[order], line[order], stop[order]
+    heads = np.flatnonzero((np.diff(ask, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0))
     if not len(heads):
-        return row, segment, first, last
-    return row[heads], segment[heads], np.minimum.reduceat(first[order], heads), np.maximum.reduceat(last[order], heads)
+        return _Hulls(ask, segment, line, stop)
+    line, stop = np.minimum.reduceat(line, heads), np.maximum.reduceat(stop, heads)
+    return _Hulls(ask[heads], segment[heads], line, stop - line)
 
 
 def _copies(
@@ -241,20 +258,18 @@ def _copies(
 ) -> Iterator[Placement]:
     """Yield the copies from a run of file bytes for one wanted part, whose shard is made of these targets."""
     lo, hi = run
-    row, segment = int(wanted.row[index]), int(wanted.segment[index])
-    start, stop = max(lo, int(wanted.start[index])), min(hi, int(wanted.stop[index]))
-    piece = int(layout.segment_piece[segment])
-    box, itemsize = _piece_box(layout, piece), int(layout.tensors.itemsize[layout.piece_tensor[piece]])
-    # Element e of the piece is at byte origin + e * itemsize of the file.
-    origin = int(layout.segment_offset[segment]) - int(layout.segment_start[segment]) * itemsize
-    for flat, inner in flat_boxes(box.lengths, (start - origin) // itemsize, (stop - origin) // itemsize):
+    tensor, begin = int(wanted.tensor[index]), int(wanted.start[index])
+    itemsize, box = int(layout.tensors.itemsize[tensor]), _piece_box(layout, int(wanted.segment[index]))
+    start, stop = max(lo, begin), min(hi, int(wanted.stop[index]))
+    first = int(wanted.first[index]) + (start - begin) // itemsize
+    for flat, inner in flat_boxes(box.lengths, first, first + (stop - start) // itemsize):
         source = _outward(inner, box)
         for target_at, target in targets:
             shared = source.intersect(target)
             if shared is not None:
                 yield Placement(
-                    row=row,
-                    source_at=origin + flat * itemsize - lo,
+                    row=int(wanted.row[index]),
+                    source_at=start + (flat - first) * itemsize - lo,
                     source_lengths=source.lengths,
                     source_box=shared.within(source),
                     target_at=target_at,
@@ -273,8 +288,10 @@ def _targets(table: ShardTable, row: int) -> Iterator[tuple[int | None, Box]]:
         yield flat - start, _outward(inner, box)
 
 
-def _piece_box(layout: Layout, piece: int) -> Box:
-    """Return the box of a piece, in its tensor's own number of dimensions."""
+def _piece_box(layout: Layout, segment: int) -> Box:
+    """Return the box of a segment's piece, in its tensor's own number of dimensions."""
+    line = pieces_of(layout).line
+    piece = int(np.searchsorted(line, layout.segment_line[segment], side="right")) - 1
     ndim = int(layout.tensors.ndim[layout.piece_tensor[piece]])
     return Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
 

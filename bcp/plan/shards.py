@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +23,13 @@ __all__ = [
     "ShardTable",
     "TensorMeta",
     "TensorTable",
+    "Whole",
     "Words",
+    "concat",
     "matrix",
     "mix",
+    "padded",
+    "runs",
 ]
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
@@ -34,6 +39,7 @@ OPAQUE_KINDS = ("dataloader", "extra_states")
 """Kinds that no planner looks into: one packed object a rank."""
 
 Ints = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint64]
 
 
@@ -164,6 +170,22 @@ class TensorTable:
             tied_to=self.tied_to[row],
         )
 
+    def take(self, rows: Ints) -> TensorTable:
+        """Return these rows, in this order."""
+        at = rows.tolist()
+        return TensorTable(
+            kind=self.kind[rows],
+            fqn=[self.fqn[row] for row in at],
+            dtype=[self.dtype[row] for row in at],
+            itemsize=self.itemsize[rows],
+            ndim=self.ndim[rows],
+            shape=self.shape[rows],
+            stride=self.stride[rows],
+            device=[self.device[row] for row in at],
+            requires_grad=self.requires_grad[rows],
+            tied_to=[self.tied_to[row] for row in at],
+        )
+
     @property
     def numel(self) -> Ints:
         """int64[n]: elements of each global tensor."""
@@ -239,3 +261,23 @@ class ShardTable:
     def nbytes(self) -> Ints:
         """int64[n]: bytes of each shard."""
         return np.asarray((self.stop - self.start) * self.tensors.itemsize[self.tensor], dtype=np.int64)
+
+
+def concat(columns: Sequence[Ints]) -> Ints:
+    """Concatenate int64 columns; none at all make an empty one."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *columns])
+
+
+def runs(begin: Ints, count: Ints) -> Ints:
+    """Return ``begin[i]``, ``begin[i] + 1`` ... ``begin[i] + count[i] - 1`` for every i, one run behind the other."""
+    return np.arange(int(count.sum())) + np.repeat(begin - np.cumsum(count) + count, count)
+
+
+def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
+    """Put int64 matrices below each other, each padded on the right with ``fill``."""
+    out = np.full((sum(map(len, matrices)), width), fill, dtype=np.int64)
+    at = 0
+    for each in matrices:
+        out[at : at + len(each), : each.shape[1]] = each
+        at += len(each)
+    return out

@@ -1,7 +1,7 @@
-"""Shard tables and write plans as bytes, to send between ranks; and the digest that tells one layout from another.
+"""What ranks hold and what they have to write, as bytes to send between them; and digests that tell layouts apart.
 
-Arrow IPC: columns, no pickle. A message is one row whose columns are lists, because tensors and shards, which travel
-together, differ in number.
+Arrow IPC for what has names, plain little-endian integers for the rest; no pickle. Nothing that is read is trusted to
+be well-formed: it comes from another process.
 """
 
 from __future__ import annotations
@@ -10,58 +10,149 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
 from bcp.errors import CorruptError
-from bcp.plan.divide import Writes
+from bcp.plan.divide import Division
 from bcp.plan.shards import Ints, ShardTable, TensorTable
+from bcp.plan.template import Catalogue, Slots
+from bcp.plan.writes import SHARE, Share
 
-__all__ = ["decode_table", "decode_writes", "digest", "encode_table", "encode_writes"]
+__all__ = [
+    "DIGEST_BYTES",
+    "FLAT",
+    "decode_catalogue",
+    "decode_flat",
+    "decode_share",
+    "decode_slots",
+    "digest",
+    "encode_catalogue",
+    "encode_flat",
+    "encode_shares",
+    "encode_slots",
+]
 
-TABLE = b"bcp shard table 1"
-WRITES = b"bcp writes 1"
+DIGEST_BYTES = 16
+CATALOGUE = b"bcp catalogue 1"
+LARGEST = 1 << 32  # bytes of a catalogue: ten million names
+FLAT = np.dtype([("slot", "<i4"), ("start", "<i8"), ("stop", "<i8")])
+"""20 bytes for every flat interval."""
 
 Column = Ints | Sequence[str]
 
 
-def encode_table(table: ShardTable) -> bytes:
-    """Encode what a rank holds; :func:`decode_table` is the exact inverse."""
-    return _encode(TABLE, _columns(table))
+def encode_catalogue(catalogue: Catalogue) -> bytes:
+    """Encode the names of a rank; :func:`decode_catalogue` is the exact inverse. Equal ones give equal bytes."""
+    return _encode(
+        CATALOGUE, _names(catalogue.tensors, catalogue.objects, catalogue.extras) | {"family": catalogue.family}
+    )
 
 
-def decode_table(data: bytes) -> ShardTable:
-    """Decode what :func:`encode_table` made. Columns are read-only views of ``data`` where that is possible.
+def decode_catalogue(data: bytes) -> Catalogue:
+    """Decode what :func:`encode_catalogue` made. Columns are read-only views of ``data`` where that is possible.
 
     Raises:
-        CorruptError: these are not the bytes of a shard table, or another version of bcp made them.
+        CorruptError: these are not the bytes of a catalogue, or another version of bcp made them.
 
     """
-    columns = _decode(TABLE, data)
+    columns = _decode(CATALOGUE, data)
     try:
-        return _table(columns)
+        width, tensors = int(columns["width"][0]), len(columns["fqn"])
+        names = ("kind", "fqn", "dtype", "itemsize", "ndim", "device", "requires_grad", "tied_to")
+        table = TensorTable(
+            **{name: columns[name] for name in names},
+            shape=columns["shape"].reshape(tensors, width),
+            stride=columns["stride"].reshape(tensors, width),
+        )
+        objects = list(zip(columns["object_kind"], columns["object_path"], strict=True))
+        family = columns["family"].reshape(tensors)
+        names_alike = [len(columns[name]) for name in names] == [tensors] * len(names)
     except (KeyError, ValueError) as error:
-        raise CorruptError(f"a shard table of {len(data)} bytes has wrong columns: {error}") from error
+        raise CorruptError(f"a catalogue of {len(data)} bytes has wrong columns: {error}") from error
+    if not names_alike:
+        raise CorruptError(f"a catalogue of {len(data)} bytes has columns of different lengths")
+    return Catalogue(table, family, objects, columns["extras"])
 
 
-def encode_writes(writes: Writes) -> bytes:
-    """Encode what a rank has to write; :func:`decode_writes` is the exact inverse."""
-    return _encode(WRITES, {name: getattr(writes, name) for name in ("row", "start", "stop", "offset")})
+def encode_slots(slots: Slots) -> bytes:
+    """Encode the boxes of a rank; :func:`decode_slots` is the exact inverse. Equal ones give equal bytes."""
+    columns = [slots.family, slots.regular, slots.offset.ravel(), slots.length.ravel()]
+    shape = np.array(slots.offset.shape, dtype=np.int64)
+    return np.concatenate([shape, *columns]).astype("<i8").tobytes()
 
 
-def decode_writes(data: bytes) -> Writes:
-    """Decode what :func:`encode_writes` made.
+def decode_slots(data: bytes) -> Slots:
+    """Decode what :func:`encode_slots` made.
 
     Raises:
-        CorruptError: these are not the bytes of a write plan, or another version of bcp made them.
+        CorruptError: these are not the bytes of slots.
 
     """
-    columns = _decode(WRITES, data)
-    return Writes(columns["row"], columns["start"], columns["stop"], columns["offset"])
+    numbers = np.frombuffer(data[: len(data) // 8 * 8], dtype="<i8").astype(np.int64, copy=False)
+    rows, width = numbers[:2].tolist() if len(numbers) > 1 else (-1, -1)
+    if rows < 0 or width < 0 or len(data) != 8 * (2 + 2 * rows * (1 + width)):
+        raise CorruptError(
+            f"{len(data)} bytes from another rank are no boxes; run the same version of bcp on every rank"
+        )
+    family, regular, boxes = np.split(numbers[2:], [rows, 2 * rows])
+    offset, length = boxes.reshape(2, rows, width)
+    return Slots(family, offset, length, regular)
+
+
+def encode_flat(flat: Ints) -> bytes:
+    """Encode the flat intervals of a rank, (slot, start, stop) each, in 20 bytes each."""
+    out = np.empty(len(flat), dtype=FLAT)
+    for name, column in zip(FLAT.fields or (), flat.T, strict=True):
+        out[name] = column
+    return out.tobytes()
+
+
+def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
+    """Decode what :func:`encode_flat` made, of one rank or of several joined: slots, starts, stops.
+
+    Raises:
+        CorruptError: these are not whole intervals.
+
+    """
+    rows = _records(data, FLAT)
+    slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
+    return slot, start, stop
+
+
+def encode_shares(division: Division) -> list[bytes]:
+    """Encode what each rank writes, by rank; :func:`decode_share` reads one of them."""
+    rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
+    heads = [bytes(8)] * (len(ends) - 1)
+    for rank, owned in division.owned.items():
+        heads[rank] = len(owned).to_bytes(8, "little") + owned.astype("<i8").tobytes()
+    return [head + rows[begin:end] for head, begin, end in zip(heads, ends, ends[1:], strict=False)]
+
+
+def decode_share(data: bytes) -> Share:
+    """Decode one answer of :func:`encode_shares`.
+
+    Raises:
+        CorruptError: these are not whole rows.
+
+    """
+    end = 8 * (1 + int.from_bytes(data[:8], "little"))
+    if end > len(data):
+        raise CorruptError(f"{len(data)} bytes from another rank are shorter than they say; save again")
+    return Share(_records(data[8:end], np.dtype("<i8")).astype(np.int64), _records(data[end:], SHARE))
+
+
+def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise CorruptError(
+            f"{len(data)} bytes from another rank are no rows of {dtype.itemsize}; run the same bcp on every rank"
+        )
+    return np.frombuffer(data, dtype=dtype)
 
 
 def digest(table: ShardTable) -> bytes:
-    """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
+    """Return :data:`DIGEST_BYTES` bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
     Independent of machine, process and library versions, so that ranks can compare theirs.
     """
@@ -79,7 +170,17 @@ def digest(table: ShardTable) -> bytes:
 
 def _columns(table: ShardTable) -> dict[str, Column]:
     """Name everything in a table, flattened to one dimension."""
-    tensors = table.tensors
+    return _names(table.tensors, table.objects, table.extras) | {
+        "tensor": table.tensor,
+        "offset": table.offset.ravel(),
+        "length": table.length.ravel(),
+        "start": table.start,
+        "stop": table.stop,
+    }
+
+
+def _names(tensors: TensorTable, objects: Sequence[tuple[str, str]], extras: Sequence[str]) -> dict[str, Column]:
+    """Name everything that has names, flattened to one dimension."""
     return {
         "width": np.array([tensors.shape.shape[1]], dtype=np.int64),
         "kind": tensors.kind,
@@ -92,35 +193,10 @@ def _columns(table: ShardTable) -> dict[str, Column]:
         "device": tensors.device,
         "requires_grad": tensors.requires_grad,
         "tied_to": tensors.tied_to,
-        "tensor": table.tensor,
-        "offset": table.offset.ravel(),
-        "length": table.length.ravel(),
-        "start": table.start,
-        "stop": table.stop,
-        "object_kind": [kind for kind, _ in table.objects],
-        "object_path": [path for _, path in table.objects],
-        "extras": table.extras,
+        "object_kind": [kind for kind, _ in objects],
+        "object_path": [path for _, path in objects],
+        "extras": extras,
     }
-
-
-def _table(columns: Mapping[str, Any]) -> ShardTable:
-    """Put the columns back together."""
-    width, tensors, shards = int(columns["width"][0]), len(columns["fqn"]), len(columns["tensor"])
-    names = ("kind", "fqn", "dtype", "itemsize", "ndim", "device", "requires_grad", "tied_to")
-    return ShardTable(
-        tensors=TensorTable(
-            **{name: columns[name] for name in names},
-            shape=columns["shape"].reshape(tensors, width),
-            stride=columns["stride"].reshape(tensors, width),
-        ),
-        tensor=columns["tensor"],
-        offset=columns["offset"].reshape(shards, width),
-        length=columns["length"].reshape(shards, width),
-        start=columns["start"],
-        stop=columns["stop"],
-        objects=list(zip(columns["object_kind"], columns["object_path"], strict=True)),
-        extras=columns["extras"],
-    )
 
 
 def _encode(what: bytes, columns: Mapping[str, Column]) -> bytes:
@@ -128,9 +204,11 @@ def _encode(what: bytes, columns: Mapping[str, Column]) -> bytes:
     lists = {name: _list(column) for name, column in columns.items()}
     schema = pa.schema([(name, array.type) for name, array in lists.items()], metadata={b"bcp": what})
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+    with pa.ipc.new_stream(sink, schema) as stream:
         stream.write_batch(pa.record_batch(list(lists.values()), schema=schema))
-    return bytes(sink.getvalue())
+    data = sink.getvalue()
+    # Compressed whole: Arrow would compress each of 60 buffers, which takes as long again to undo.
+    return len(data).to_bytes(8, "little") + bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
 def _list(column: Column) -> pa.Array:
@@ -143,7 +221,10 @@ def _list(column: Column) -> pa.Array:
 def _decode(what: bytes, data: bytes) -> dict[str, Any]:
     """Read what :func:`_encode` wrote: numbers as int64 arrays, texts as lists."""
     try:
-        with pa.ipc.open_stream(data) as stream:
+        size = int.from_bytes(data[:8], "little")
+        if size > LARGEST:
+            raise CorruptError(f"{len(data)} bytes from another rank claim to be {size}; save again")
+        with pa.ipc.open_stream(pa.decompress(data[8:], size, codec="zstd")) as stream:
             found, batch = (stream.schema.metadata or {}).get(b"bcp"), stream.read_next_batch()
             batch.validate(full=True)
     except (pa.ArrowException, OSError, StopIteration) as error:

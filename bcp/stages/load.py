@@ -41,7 +41,7 @@ class LoadContext:
         tensors: their live memory.
         dtypes: for each of them, the dtype that was saved.
         wants: where their bytes are.
-        assignment: who reads what, who sends what to whom.
+        assignment: what this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
         all_to_all: bytes to every rank for bytes from every rank.
@@ -187,7 +187,7 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
 
 
 def exchange(context: LoadContext) -> Stage[Loaded, None]:
-    """Send other ranks what they want of this chunk, and take what they read for this one.
+    """Send this chunk to the ranks that want it too, and take what they read for this one.
 
     Rounds are collective: they run one at a time, in plan order, as often on every rank.
     """
@@ -204,19 +204,19 @@ def exchange(context: LoadContext) -> Stage[Loaded, None]:
 
 async def _round(context: LoadContext, loaded: Loaded) -> None:
     """Take part in one all-to-all."""
-    sends = context.assignment.sends(context.rank, loaded.item.round)
-    receives = context.assignment.receives(context.rank, loaded.item.round)
+    assignment, number = context.assignment, loaded.item.round
     outgoing: list[Buffer] = [b""] * context.world_size
-    view = bytes_of(loaded.data)
-    for peer, slice_ in sends.items():
-        base = loaded.item.chunk.start if loaded.item.chunk else 0
-        outgoing[peer] = view[slice_.lo - base : slice_.hi - base]
-    sizes = [receives[peer].hi - receives[peer].lo if peer in receives else 0 for peer in range(context.world_size)]
+    for peer in assignment.sends(number):
+        outgoing[peer] = bytes_of(loaded.data)
+    chunks = assignment.receives(number)
+    sizes = [0] * context.world_size
+    for chunk in chunks:
+        sizes[chunk.reader] = chunk.nbytes
     incoming = await context.all_to_all(outgoing, sizes)
-    for peer, slice_ in receives.items():
-        data = torch.frombuffer(incoming[peer], dtype=torch.uint8)
+    for chunk in chunks:
+        data = torch.frombuffer(incoming[chunk.reader], dtype=torch.uint8)
         context.received_nbytes += data.numel()
-        placed = await in_thread(_place, context, data, slice_.file, slice_.lo, slice_.hi)
+        placed = await in_thread(_place, context, data, chunk.file, chunk.start, chunk.stop)
         context.placed_nbytes += placed
 
 

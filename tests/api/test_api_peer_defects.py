@@ -18,6 +18,7 @@ import peer_defects
 import pytest
 import torch
 from checkpoints import SECONDS, Gate, entries, equal, files, flip, metadata, model, tensors, train, training
+from divided import divided
 from ranks import Ranks
 from torch import nn
 
@@ -25,7 +26,6 @@ import bcp
 from bcp._save import root as save_root
 from bcp.backends import LocalBackend
 from bcp.plan.box import Box
-from bcp.plan.divide import divide
 from bcp.plan.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
@@ -121,7 +121,7 @@ def test_validation_is_not_quadratic() -> None:
     rows = [ShardRow(meta, Box((row, 0), (1, 2))) for row in np.random.default_rng(0).permutation(count).tolist()]
     tables = [ShardTable.build(rows[rank::4]) for rank in range(4)]
     started = time.process_time()
-    layout = divide(tables, balance="split", block_bytes=1 << 20).layout
+    layout = divided(tables, balance="split", block_bytes=1 << 20).layout
     wanted = wants(layout, ShardTable.build([ShardRow(meta, Box((5, 0), (count - 5, 2)))]))
     assert time.process_time() - started < 5  # 1.6e9 comparisons of pairs would take Python many minutes
     assert int((wanted.stop - wanted.start).sum()) == (count - 5) * 8

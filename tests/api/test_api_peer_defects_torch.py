@@ -17,13 +17,13 @@ import peer_defects
 import pytest
 import torch
 from checkpoints import MIB, SECONDS, Gate, equal, files, flip, metadata, model, tensors, train, training, values
+from divided import divided
 from ranks import Ranks
 
 import bcp
 from bcp.backends.files import temp_path
 from bcp.metadata import data_key
 from bcp.plan.box import Box
-from bcp.plan.divide import divide
 from bcp.plan.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
@@ -143,7 +143,7 @@ def test_load_planning_takes_no_time_for_each_source_rank() -> None:
     ranks, count = 1024, 200
     metas = [TensorMeta("model", f"layer.{n}.w", "float32", 4, (ranks, 8), (8, 1)) for n in range(count)]
     table = [ShardTable.build([ShardRow(meta, Box((rank, 0), (1, 8))) for meta in metas]) for rank in range(ranks)]
-    layout = divide(table, balance="split", block_bytes=MIB).layout
+    layout = divided(table, balance="split", block_bytes=MIB).layout
     target = ShardTable.build([ShardRow(meta, Box((0, 0), (ranks // 8, 8))) for meta in metas])
     started = time.process_time()
     found = wants(layout, target)
@@ -158,7 +158,7 @@ def test_fp32_then_bf16_of_the_same_shapes(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         path, weight = tmp_path / str(dtype), torch.full((300,), 1.5, dtype=dtype)
         bcp.save(path, {"model": {"w": weight}})
-        assert metadata(path).layout.tensors.dtype == [str(dtype).removeprefix("torch.")]
+        assert metadata(path).layout.tensors.dtype == (str(dtype).removeprefix("torch."),)
         target = torch.zeros(300, dtype=dtype)
         bcp.load(path, {"model": {"w": target}})
         assert torch.equal(target, weight)

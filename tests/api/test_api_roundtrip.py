@@ -263,7 +263,7 @@ def test_a_second_save_of_one_layout_has_the_same_layout_bytes(tmp_path: Path) -
     layouts = [encode_layout(metadata(tmp_path / step).layout) for step in ("0", "1")]
     assert layouts[0] == layouts[1]
     for step in ("0", "1"):
-        assert (tmp_path / step / "metadata.arrow").read_bytes().startswith(layouts[0])
+        assert layouts[0] in (tmp_path / step / "metadata.arrow").read_bytes()
 
 
 # -- strangers ---------------------------------------------------------------------------------------

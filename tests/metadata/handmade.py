@@ -1,4 +1,4 @@
-"""A small checkpoint, made by hand: two ranks, bfloat16 and float32, a tie, flat segments in two files."""
+"""A small checkpoint, made by hand: two ranks, bfloat16 and float32, a tie, two states cut alike in two files."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ TENSORS = [
     TensorMeta("model", "head", "bfloat16", 2, (4, 6), (6, 1), "cuda", requires_grad=True, tied_to="embed"),
     TensorMeta("model", "nothing", "float32", 4, (0, 3), (3, 1)),
     TensorMeta("optimizer", "exp_avg.embed", "float32", 4, (4, 6), (6, 1), "cuda"),
+    TensorMeta("optimizer", "exp_avg_sq.embed", "float32", 4, (4, 6), (6, 1), "cuda"),
 ]
 
 LAYOUT = Layout(
     world_size=2,
     block_bytes=BLOCK_BYTES,
     tensors=TensorTable.build(TENSORS),
+    leader=ints(0, 1, 2, 3, 4, 4),
+    plane=ints(0, 1, 1, 0, 0, 1),
     piece_tensor=ints(0, 1, 1, 4),
     offset=np.array([[0, 0], [0, 0], [0, 3], [0, 0]]),
     length=np.array([[1, 1], [4, 3], [4, 3], [4, 6]]),
-    segment_piece=ints(0, 1, 1, 2, 3, 3),
-    segment_start=ints(0, 0, 5, 0, 0, 11),
-    segment_length=ints(1, 5, 7, 12, 11, 13),
+    segment_line=ints(0, 1, 6, 13, 25, 36, 49),
     segment_file=ints(0, 0, 1, 1, 2, 3),
-    segment_offset=ints(0, 4, 0, 14, 0, 0),
+    segment_at=ints(0, 0, 0, 7, 0, 0),
     file_kind=ints(0, 0, 1, 1),
     file_rank=ints(0, 1, 0, 1),
-    file_nbytes=ints(14, 38, 44, 52),
+    file_nbytes=ints(14, 38, 88, 104),
+    file_planes=np.array([[0, 4], [0, 0], [0, 44], [0, 52]]),
     objects=[("optimizer", "param_groups.0.lr"), ("optimizer", "step")],
     object_rank=ints(0, 1),
     extra_kind=ints(3),
@@ -55,6 +57,7 @@ ARRAYS = {  # bfloat16 as its 16 bits
     ("model", "bias"): np.array(2.5, dtype="<f4"),
     ("model", "embed"): np.arange(24, dtype="<u2").reshape(4, 6),
     ("optimizer", "exp_avg.embed"): np.arange(24, dtype="<f4").reshape(4, 6) / 8,
+    ("optimizer", "exp_avg_sq.embed"): np.arange(24, dtype="<f4").reshape(4, 6) * 3,
 }
 OBJECTS = {("optimizer", "param_groups.0.lr"): "0.001", ("optimizer", "step"): "17"}
 EXTRA = b"opaque bytes of rank 1"
@@ -62,13 +65,14 @@ EXTRA = b"opaque bytes of rank 1"
 
 def _sections() -> dict[tuple[int, int], tuple[dict[str, object], bytes]]:
     """Return header and data section by (kind, rank)."""
-    embed, moment = ARRAYS["model", "embed"], ARRAYS["optimizer", "exp_avg.embed"].reshape(-1)
+    embed = ARRAYS["model", "embed"]
+    states = {name: ARRAYS["optimizer", name].reshape(-1) for name in ("exp_avg.embed", "exp_avg_sq.embed")}
     left, right = embed[:, :3].reshape(-1), embed[:, 3:].reshape(-1)
     contents: dict[tuple[int, int], list[tuple[str, str, np.typing.NDArray[np.generic]]]] = {
         (0, 0): [("bias", "F32", ARRAYS["model", "bias"]), ("embed[0:4,0:3]{0:5}", "BF16", left[:5])],
         (0, 1): [("embed[0:4,0:3]{5:12}", "BF16", left[5:]), ("embed[0:4,3:6]", "BF16", right.reshape(4, 3))],
-        (1, 0): [("exp_avg.embed[0:4,0:6]{0:11}", "F32", moment[:11])],
-        (1, 1): [("exp_avg.embed[0:4,0:6]{11:24}", "F32", moment[11:])],
+        (1, 0): [(f"{name}[0:4,0:6]{{0:11}}", "F32", state[:11]) for name, state in states.items()],
+        (1, 1): [(f"{name}[0:4,0:6]{{11:24}}", "F32", state[11:]) for name, state in states.items()],
         (3, 1): [("state", "U8", np.frombuffer(EXTRA, np.uint8))],
     }
     sections = {}
@@ -99,7 +103,7 @@ def file_receipt(kind: int, data_start: int, image: bytes) -> FileReceipt:
     return FileReceipt(kind, data_start, len(image), len(image), (), table)
 
 
-def commit(receipts: dict[int, bytes]) -> Commit:
+def commit(receipts: bytes) -> Commit:
     """Describe the save."""
     return Commit(
         operation=OPERATION,
@@ -121,7 +125,7 @@ def write_checkpoint(path: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(image)
         files[rank].append(file_receipt(kind, data_start, image))
-    digests = {}
+    digests = []
     (path / "receipts").mkdir()
     for rank, mine in files.items():
         objects = {
@@ -129,5 +133,5 @@ def write_checkpoint(path: Path) -> None:
         }
         encoded = encode_receipt(Receipt(rank, OPERATION, mine, objects))
         (path / receipt_key(rank, OPERATION)).write_bytes(encoded)
-        digests[rank] = receipt_digest(encoded)
-    (path / "metadata.arrow").write_bytes(encode_metadata(encode_layout(LAYOUT), commit(digests)))
+        digests.append(receipt_digest(encoded))
+    (path / "metadata.arrow").write_bytes(encode_metadata(encode_layout(LAYOUT), commit(b"".join(digests))))

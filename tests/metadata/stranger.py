@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import safetensors
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
+STEPS = (("tensors", "leader"), ("pieces", "file"), ("files", "rank"), ("extras", "rank"))
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """Elements as bytes: ``data`` is uint8 of shape (*shape, itemsize), little-endian."""
 
     dtype: str
@@ -28,19 +27,21 @@ class Tensor:
 def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return the rows of every table by its name, and the commit's facts if there are any."""
     data = path.read_bytes()
-    if data[-8:] not in (b"BCPMETA\x01", b"BCPRCPT\x01"):
-        raise ValueError(f"{path} is in another format")
+    assert data[-8:] in (b"BCPMETA\x01", b"BCPRCPT\x01"), f"{path} is in another format"
     source, tables, facts = io.BytesIO(data[:-24]), {}, {}
     while source.tell() < len(data) - 24:
         table = pa.ipc.open_stream(source).read_all()
         tables[table.schema.metadata[b"bcp.table"].decode()] = table.to_pylist()
         facts |= json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
+    for name, column in STEPS if facts else ():
+        for row, total in zip(tables[name], accumulate([row[column] for row in tables[name]]), strict=True):
+            row[column] = total
     return tables, facts
 
 
-def read_section(path: Path, kind: int, rank: int, operation: str) -> bytes:
-    """Return the data section of one data file."""
-    image = (path / KINDS[kind] / f"{rank:05d}-{operation}.safetensors").read_bytes()
+def read_section(path: Path, row: dict[str, Any], operation: str) -> bytes:
+    """Return the data section of one data file, given by its kind and rank."""
+    image = (path / KINDS[row["kind"]] / f"{row['rank']:05d}-{operation}.safetensors").read_bytes()
     safetensors.deserialize(image)  # it is a valid safetensors file
     return image[8 + int.from_bytes(image[:8], "little") :]
 
@@ -48,21 +49,24 @@ def read_section(path: Path, kind: int, rank: int, operation: str) -> bytes:
 def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     """Return all tensors by (kind, fqn)."""
     tables, commit = read_tables(Path(path) / "metadata.arrow")
-    if commit["codecs"]:
-        raise ValueError(f"the data files went through {commit['codecs']}")
-    files = [read_section(Path(path), f["kind"], f["rank"], commit["operation"]) for f in tables["files"]]
-    pieces, segments, found = iter(tables["pieces"]), iter(tables["segments"]), {}
-    for row in tables["tensors"]:
-        data = np.zeros((*row["shape"], row["itemsize"]), dtype=np.uint8)
-        for piece in itertools.islice(pieces, row["pieces"]):
-            runs = itertools.islice(segments, piece["segments"])
-            flat = b"".join(files[s["file"]][s["offset"] :][: s["length"] * row["itemsize"]] for s in runs)
-            block = tuple(slice(a, a + n) for a, n in zip(piece["offset"], piece["length"], strict=True))
-            data[block] = np.frombuffer(flat, np.uint8).reshape(*piece["length"], row["itemsize"])
-        found[KINDS[row["kind"]], row["fqn"]] = Tensor(row["dtype"], tuple(row["shape"]), data)
-    for row in tables["tensors"]:
-        if row["tied_to"]:
-            found[KINDS[row["kind"]], row["fqn"]] = found[KINDS[row["kind"]], row["tied_to"]]
+    tensors, pieces, segments, files = (tables[name] for name in ("tensors", "pieces", "segments", "files"))
+    sections = [read_section(Path(path), file, commit["operation"]) for file in files]
+    stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
+    first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
+    first_segment = [0, *accumulate(piece["segments"] for piece in pieces)]
+    for name in stored:
+        row = stored[name[0], stored[name]["tied_to"] or name[1]]
+        n, size, leader = row["ndim"], row["itemsize"], row["leader"]
+        data = np.zeros((*row["shape"][:n], size), dtype=np.uint8)
+        for k in range(first_piece[leader], first_piece[leader + 1]):
+            piece, flat = pieces[k], b""
+            for run in segments[first_segment[k] : first_segment[k + 1]]:
+                file = piece["file"] + run["file"]
+                begin = files[file]["planes"][row["plane"]] + run["at"] * size
+                flat += sections[file][begin : begin + run["length"] * size]
+            block = tuple(slice(a, a + b) for a, b in zip(piece["offset"][:n], piece["length"][:n], strict=True))
+            data[block] = np.frombuffer(flat, np.uint8).reshape(*piece["length"][:n], size)
+        found[KINDS[name[0]], name[1]] = Tensor(row["dtype"], data.shape[:-1], data)
     return found
 
 
@@ -71,7 +75,5 @@ def read_others(path: str | Path) -> tuple[dict[tuple[str, str], Any], dict[tupl
     tables, commit = read_tables(Path(path) / "metadata.arrow")
     receipts = sorted(Path(path).glob(f"receipts/*-{commit['operation']}.arrow"))
     rows = [row for receipt in receipts for row in read_tables(receipt)[0]["objects"]]
-    extras = [(row["kind"], row["rank"]) for row in tables["extras"]]
-    return {(row["kind"], row["path"]): json.loads(row["value"]) for row in rows}, {
-        (KINDS[kind], rank): read_section(Path(path), kind, rank, commit["operation"]) for kind, rank in extras
-    }
+    extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, commit["operation"]) for e in tables["extras"]}
+    return {(row["kind"], row["path"]): json.loads(row["value"]) for row in rows}, extras

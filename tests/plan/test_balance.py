@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from divided import world_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bcp.plan.balance import BALANCES, Cuts, _water_fill, split, worst_fit
 from bcp.plan.box import Box
-from bcp.plan.merge import Shards, merge_shards, merge_tensors
+from bcp.plan.merge import Shards, merge_shards
+from bcp.plan.names import merge_tensors
 from bcp.plan.shards import Ints, ShardRow, ShardTable, TensorMeta
 
 Held = list[tuple[tuple[int, ...], int, set[int]]]  # shape, itemsize, ranks
@@ -20,9 +22,14 @@ def shards_of(held: Held, world_size: int) -> tuple[Shards, Ints]:
             tensor = TensorMeta("model", f"t{index:04}", f"int{8 * itemsize}", itemsize, shape)
             rows[rank].append(ShardRow(tensor, Box.whole(shape)))
     tables = [ShardTable.build(mine) for mine in rows]
-    tensors, merged = merge_tensors(tables)
-    shards = merge_shards(tables, merged)
-    return shards, tensors.itemsize[shards.tensor]
+    return merged(tables)
+
+
+def merged(tables: list[ShardTable]) -> tuple[Shards, Ints]:
+    world = world_of(tables)
+    tensors = merge_tensors(world)
+    shards = merge_shards(world, tensors)
+    return shards, tensors.weight[shards.tensor]
 
 
 def load_of(cuts: Cuts, itemsize: Ints, world_size: int) -> Ints:
@@ -129,9 +136,8 @@ def test_rows_are_counted_in_the_box_and_not_in_the_interval():
     tensor = TensorMeta("model", "w", "float32", 4, (1000, 128))
     rows = [ShardRow(tensor, Box.whole((1000, 128)), 100), ShardRow(tensor, Box.whole((1000, 128)), 0, 100)]
     tables = [ShardTable.build(rows)] * 2
-    tensors, merged = merge_tensors(tables)
-    shards = merge_shards(tables, merged)
-    cuts = split(shards, tensors.itemsize[shards.tensor], 2)
+    shards, itemsize = merged(tables)
+    cuts = split(shards, itemsize, 2)
     inner = cuts.start[~np.isin(cuts.start, shards.start)]
     assert len(inner) == 1
     assert inner[0] % 128 == 0
@@ -145,15 +151,14 @@ def test_an_interval_deep_inside_its_box_is_cut_in_its_own_middle():
         ShardTable.build([ShardRow(tensor, box, deep)]),
         ShardTable.build([ShardRow(tensor, box, 0, deep)]),
     ]
-    tensors, merged = merge_tensors(tables)
-    shards = merge_shards(tables, merged)
-    assert split(shards, tensors.itemsize[shards.tensor], 3).start.tolist() == [0, deep, 3000 * 128]
+    shards, itemsize = merged(tables)
+    assert split(shards, itemsize, 3).start.tolist() == [0, deep, 3000 * 128]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 5000))
 def test_water_fill_shares_everything_and_lifts_the_lowest(load, nbytes):
     before = np.array(load, dtype=np.int64)
-    quota = _water_fill(before, nbytes)
+    [quota] = _water_fill(before[None], np.array([nbytes]))
     assert quota.sum() == nbytes
     assert quota.min() >= 0
     filled = (before + quota)[quota > 0]

@@ -4,13 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from divided import world_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
 from bcp.plan.cover import check_cover
-from bcp.plan.merge import merge_shards, merge_tensors
+from bcp.plan.merge import merge_shards
+from bcp.plan.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 
@@ -20,8 +22,9 @@ def meta(shape: tuple[int, ...], fqn: str = "w", tied_to: str = "") -> TensorMet
 
 def check(*ranks: list[ShardRow], more: tuple[TensorMeta, ...] = ()) -> None:
     tables = [ShardTable.build(rows, more=more) for rows in ranks]
-    tensors, merged = merge_tensors(tables)
-    check_cover(tensors, merge_shards(tables, merged))
+    world = world_of(tables)
+    merged = merge_tensors(world)
+    check_cover(merged, merge_shards(world, merged))
 
 
 def rows(tensor: TensorMeta, first: int, last: int) -> ShardRow:

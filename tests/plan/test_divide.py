@@ -5,17 +5,18 @@ import time
 from collections import defaultdict
 from dataclasses import fields, replace
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
 import torch
+from divided import Divided, divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
 from bcp.errors import CoverageError, StateError
 from bcp.plan.box import Box
-from bcp.plan.divide import Division, divide
 from bcp.plan.layout import Layout
 from bcp.plan.parts import data_files
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
@@ -23,7 +24,8 @@ from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
 DTYPES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1, "bool": 1}
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda")
 
-# -- random worlds: every tensor is sharded on its own random grid, cells may be cut flat, anything may be replicated --
+# Random worlds: every tensor is sharded on its own random grid, cells may be cut flat, anything may be replicated. States of
+# a parameter are mostly held alike, but not always.
 
 
 def cut(draw: st.DrawFn, length: int, most: int = 3) -> list[tuple[int, int]]:
@@ -31,6 +33,23 @@ def cut(draw: st.DrawFn, length: int, most: int = 3) -> list[tuple[int, int]]:
     inner = draw(st.sets(st.integers(1, length - 1), max_size=most - 1)) if length > 1 else set()
     ends = sorted({0, length, *inner})
     return list(pairwise(ends))
+
+
+def shards(
+    draw: st.DrawFn, shape: tuple[int, ...], some_ranks: st.SearchStrategy[set[int]]
+) -> list[tuple[int, Box, int, int]]:
+    """Shard a shape; returns (rank, box, start, stop)."""
+    cells = [Box((), ())]
+    for length in shape:
+        cells = [
+            Box((*cell.offsets, a), (*cell.lengths, b - a)) for cell in cells for a, b in cut(draw, length, most=2)
+        ]
+    return [
+        (rank, cell, start, stop)
+        for cell in cells
+        for start, stop in (cut(draw, cell.numel) if draw(st.booleans()) else [(0, cell.numel)])
+        for rank in draw(some_ranks)
+    ]
 
 
 @st.composite
@@ -41,20 +60,18 @@ def worlds(draw: st.DrawFn) -> list[ShardTable]:
     some_ranks = st.sets(st.integers(0, world_size - 1), min_size=1)
     for index in range(draw(st.integers(0, 5))):
         shape = draw(st.lists(st.integers(1, 9), max_size=3).map(tuple) | st.just((0, 4)) | st.just((33, 50)))
-        dtype = draw(st.sampled_from(sorted(DTYPES)))
-        meta = TensorMeta(draw(st.sampled_from(KINDS[:2])), f"t{index}", dtype, DTYPES[dtype], shape)
-        metas.append(meta)
-        if 0 in shape:
-            continue
-        cells = [Box((), ())]
-        for length in shape:
-            cells = [
-                Box((*cell.offsets, a), (*cell.lengths, b - a)) for cell in cells for a, b in cut(draw, length, most=2)
-            ]
-        for cell in cells:
-            for start, stop in cut(draw, cell.numel) if draw(st.booleans()) else [(0, cell.numel)]:
-                for rank in draw(some_ranks):
-                    rows[rank].append(ShardRow(meta, cell, start, stop))
+        kind = draw(st.sampled_from(KINDS[:2]))
+        dtypes = draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=3 if kind == "optimizer" else 1))
+        held: list[tuple[int, Box, int, int]] = []
+        for state, dtype in enumerate(dtypes):
+            meta = TensorMeta(kind, f"t{index}.{state}", dtype, DTYPES[dtype], shape)
+            metas.append(meta)
+            if 0 in shape:
+                continue
+            if not held or draw(st.integers(0, 4)) == 0:
+                held = shards(draw, shape, some_ranks)
+            for rank, *row in held:
+                rows[rank].append(ShardRow(meta, *row))
     return [ShardTable.build(draw(st.permutations(mine)), more=metas) for mine in rows]
 
 
@@ -74,15 +91,17 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def segments(layout: Layout) -> list[tuple[int, TensorMeta, Box, int, int, int]]:
-    """List (file, tensor, box, start, stop, offset) of every segment."""
+    """List (file, tensor, box, start, stop, offset) of every segment of every tensor."""
     found = []
     for at, piece in enumerate(layout.segment_piece.tolist()):
-        meta = layout.tensors[int(layout.piece_tensor[piece])]
-        ndim = len(meta.shape)
-        box = Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
-        start = int(layout.segment_start[at])
-        stop = start + int(layout.segment_length[at])
-        found.append((int(layout.segment_file[at]), meta, box, start, stop, int(layout.segment_offset[at])))
+        for row in np.flatnonzero(layout.leader == layout.piece_tensor[piece]).tolist():
+            meta, file = layout.tensors[row], int(layout.segment_file[at])
+            ndim = len(meta.shape)
+            box = Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
+            start = int(layout.segment_start[at])
+            stop = start + int(layout.segment_length[at])
+            offset = int(layout.file_planes[file, layout.plane[row]] + layout.segment_at[at] * meta.itemsize)
+            found.append((file, meta, box, start, stop, offset))
     return found
 
 
@@ -102,15 +121,20 @@ def check_files_are_packed_and_aligned(layout: Layout) -> None:
     for file, meta, box, start, stop, offset in segments(layout):
         assert KINDS[layout.file_kind[file]] == meta.kind
         assert offset % meta.itemsize == 0
-        by_file[file].append((offset, (stop - start) * meta.itemsize, -meta.itemsize, meta.fqn, box.offsets, start))
+        by_file[file].append((offset, (stop - start) * meta.itemsize, meta, box.offsets, start))
     assert sorted(by_file) == list(range(len(layout.file_nbytes)))
     for file, found in by_file.items():
-        found.sort()
+        found.sort(key=itemgetter(0))
         ends = np.cumsum([nbytes for _, nbytes, *_ in found])
         assert [offset for offset, *_ in found] == [0, *ends[:-1]]
         assert ends[-1] == layout.file_nbytes[file]
-        assert [one[2:] for one in found] == sorted(one[2:] for one in found)
-    owners = list(zip(layout.file_kind.tolist(), layout.file_rank.tolist(), strict=True))
+        sizes = [meta.itemsize for _, _, meta, *_ in found]
+        assert sizes == sorted(sizes, reverse=True)
+        runs = defaultdict(list)
+        for _, _, meta, *place in found:
+            runs[meta].append(place)
+        assert all(run == sorted(run) for run in runs.values())
+    owners = list(zip(layout.file_rank.tolist(), layout.file_kind.tolist(), strict=True))
     assert owners == sorted(set(owners))
 
 
@@ -123,7 +147,7 @@ def check_rows_are_sorted(layout: Layout) -> None:
     assert runs == sorted(set(runs))
 
 
-def check_writers_hold_what_they_write(tables: list[ShardTable], division: Division) -> None:
+def check_writers_hold_what_they_write(tables: list[ShardTable], division: Divided) -> None:
     layout = division.layout
     planned = defaultdict(set)
     for file, meta, box, start, stop, offset in segments(layout):
@@ -141,7 +165,7 @@ def check_writers_hold_what_they_write(tables: list[ShardTable], division: Divis
         assert mine == planned[rank]
 
 
-def write_files(table: ShardTable, division: Division, rank: int) -> dict[tuple[str, int], bytes]:
+def write_files(table: ShardTable, division: Divided, rank: int) -> dict[tuple[str, int], bytes]:
     """Do what the save pipeline does, in memory."""
     files = {}
     for file in data_files(table, division.writes[rank], rank=rank, part_bytes=4096):
@@ -162,7 +186,7 @@ def write_files(table: ShardTable, division: Division, rank: int) -> dict[tuple[
 @settings(max_examples=150)
 @given(worlds(), st.sampled_from(["split", "worst-fit"]))
 def test_any_world_is_divided_exactly(tables, balance):
-    division = divide(tables, balance=balance, block_bytes=4096)
+    division = divided(tables, balance=balance, block_bytes=4096)
     layout = division.layout
     assert layout.world_size == len(tables)
     check_every_element_once(layout)
@@ -174,7 +198,7 @@ def test_any_world_is_divided_exactly(tables, balance):
 @settings(max_examples=100)
 @given(worlds())
 def test_files_written_part_by_part_hold_what_the_layout_says(tables):
-    division = divide(tables, block_bytes=4096)
+    division = divided(tables, block_bytes=4096)
     layout = division.layout
     written = {}
     for rank, table in enumerate(tables):
@@ -201,7 +225,7 @@ def whole(meta: TensorMeta) -> ShardRow:
 
 
 def test_replicas_are_written_once():
-    division = divide([table(whole(W))] * 3, balance="worst-fit", block_bytes=4096)
+    division = divided([table(whole(W))] * 3, balance="worst-fit", block_bytes=4096)
     assert [len(writes) for writes in division.writes] == [1, 0, 0]
     assert division.layout.file_nbytes.tolist() == [96]
     assert division.layout.block_bytes == 4096
@@ -209,13 +233,13 @@ def test_replicas_are_written_once():
 
 def test_a_shard_stated_twice_by_one_rank_is_one_shard():
     twice = ShardTable.build([whole(W), whole(W)])
-    assert divide([twice], block_bytes=4096).writes[0].row.tolist() == [0]
+    assert divided([twice], block_bytes=4096).writes[0].row.tolist() == [0]
 
 
 def test_the_same_tables_give_the_same_division():
     big = TensorMeta("model", "big", "float32", 4, (500, 100))
     tables = [table(whole(big), whole(W))] * 4
-    first, second = (divide(tables, block_bytes=4096) for _ in range(2))
+    first, second = (divided(tables, block_bytes=4096) for _ in range(2))
     assert len(first.layout.segment_piece) == 5
     for a, b in zip(first.writes, second.writes, strict=True):
         assert all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
@@ -235,22 +259,22 @@ def test_ranks_that_disagree_are_both_named(change, message):
     other = TensorMeta("model", "v", "float32", 4, (4, 6))
     tables = [table(whole(W)), table(whole(other)), table(whole(other), more=(replace(W, **change),))]
     with pytest.raises(StateError, match=f"model tensor 'w' .*{message}"):
-        divide(tables, block_bytes=4096)
+        divided(tables, block_bytes=4096)
 
 
 def test_one_rank_that_disagrees_with_itself_is_named():
     with pytest.raises(StateError, match="dtype 'float32' on rank 1 and 'int32' on rank 1"):
-        divide([table(), table(whole(W), whole(replace(W, dtype="int32")))], block_bytes=4096)
+        divided([table(), table(whole(W), whole(replace(W, dtype="int32")))], block_bytes=4096)
 
 
 def test_the_lowest_rank_says_stride_device_and_grad():
     other = replace(W, stride=(1, 4), device="cpu", requires_grad=True)
-    layout = divide([table(), table(whole(W)), table(whole(other))], block_bytes=4096).layout
+    layout = divided([table(), table(whole(W)), table(whole(other))], block_bytes=4096).layout
     assert layout.tensors[0] == W
 
 
 def test_one_name_in_two_kinds_is_two_tensors():
-    layout = divide([table(whole(replace(W, kind="optimizer")), whole(W))], block_bytes=4096).layout
+    layout = divided([table(whole(replace(W, kind="optimizer")), whole(W))], block_bytes=4096).layout
     assert layout.tensors.fqn == ["w", "w"]
     assert layout.file_kind.tolist() == [0, 1]
     assert layout.file_nbytes.tolist() == [96, 96]
@@ -258,7 +282,7 @@ def test_one_name_in_two_kinds_is_two_tensors():
 
 def test_tied_and_empty_tensors_have_no_pieces():
     tied, empty = replace(W, fqn="v", tied_to="w"), TensorMeta("model", "e", "float32", 4, (0, 3))
-    layout = divide([table(whole(W), whole(tied), whole(empty)), table(more=(tied,))], block_bytes=4096).layout
+    layout = divided([table(whole(W), whole(tied), whole(empty)), table(more=(tied,))], block_bytes=4096).layout
     assert layout.tensors.fqn == ["e", "v", "w"]
     assert layout.tensors[1].tied_to == "w"
     assert layout.piece_tensor.tolist() == [2]
@@ -274,20 +298,20 @@ def test_tied_and_empty_tensors_have_no_pieces():
 )
 def test_what_cannot_be_stored_is_refused(metas, message):
     with pytest.raises(StateError, match=message):
-        divide([table(*map(whole, metas))], block_bytes=4096)
+        divided([table(*map(whole, metas))], block_bytes=4096)
 
 
 def test_gaps_are_refused():
     with pytest.raises(CoverageError, match="'w'"):
-        divide([table(ShardRow(W, Box((0, 0), (2, 6))))], block_bytes=4096)
+        divided([table(ShardRow(W, Box((0, 0), (2, 6))))], block_bytes=4096)
 
 
 def test_tensors_of_different_ndim_on_different_ranks():
     deep = TensorMeta("model", "deep", "int8", 1, (2, 1, 2, 3))
     scalar = TensorMeta("optimizer", "step", "float32", 4, ())
-    layout = divide([table(whole(scalar)), table(whole(W)), table(whole(deep))], block_bytes=4096).layout
+    layout = divided([table(whole(scalar)), table(whole(W)), table(whole(deep))], block_bytes=4096).layout
     assert [layout.tensors[i].shape for i in range(3)] == [(2, 1, 2, 3), (4, 6), ()]
-    assert layout.file_rank.tolist() == [1, 2, 0]
+    assert layout.file_rank.tolist() == [0, 1, 2]
     check_every_element_once(layout)
 
 
@@ -296,17 +320,17 @@ def test_objects_belong_to_the_lowest_rank_that_has_them_and_extras_to_every_ran
         table(objects=[("optimizer", "lr")], extras=["extra_states"]),
         table(objects=[("model", "version"), ("optimizer", "lr")], extras=["dataloader", "extra_states"]),
     ]
-    layout = divide(tables, block_bytes=4096).layout
+    layout = divided(tables, block_bytes=4096).layout
     assert list(layout.objects) == [("model", "version"), ("optimizer", "lr")]
     assert layout.object_rank.tolist() == [1, 0]
     assert [KINDS[code] for code in layout.extra_kind] == ["dataloader", "extra_states", "extra_states"]
     assert layout.extra_rank.tolist() == [1, 0, 1]
-    assert [len(writes) for writes in divide(tables, block_bytes=4096).writes] == [0, 0]
+    assert [len(writes) for writes in divided(tables, block_bytes=4096).writes] == [0, 0]
 
 
 def test_sizes_beyond_32_bits():
     huge = TensorMeta("model", "huge", "float32", 4, (1 << 20, 1 << 16))
-    layout = divide([table(whole(huge), whole(W))] * 3, block_bytes=4096).layout
+    layout = divided([table(whole(huge), whole(W))] * 3, block_bytes=4096).layout
     assert layout.file_nbytes.sum() == (4 << 36) + 96
     assert layout.segment_length.sum() == (1 << 36) + 24
     assert layout.file_nbytes.max() / layout.file_nbytes.mean() <= 1.01
@@ -318,7 +342,7 @@ def test_64_ranks_of_2000_shards_take_no_second():
     metas = [TensorMeta("model", f"layers.{i}.weight", "bfloat16", 2, (128, 64)) for i in range(2000)]
     tables = [table(*(ShardRow(meta, Box((2 * rank, 0), (2, 64))) for meta in metas)) for rank in range(64)]
     started = time.process_time()
-    division = divide(tables, block_bytes=4096)
+    division = divided(tables, block_bytes=4096)
     seconds = time.process_time() - started
     assert len(division.layout.segment_piece) == 128_000
     assert seconds < 2  # 0.2 to 0.4 of CPU time as measured; the rest is for slow machines

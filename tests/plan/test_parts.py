@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import pytest
+from divided import divided
 from safetensors.torch import load
 
 from bcp.errors import InputError
 from bcp.plan.box import Box
-from bcp.plan.divide import divide
 from bcp.plan.parts import DataFile, Span, data_files
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 
 def files_of(*metas: TensorMeta, part_bytes: int = 4096) -> list[DataFile]:
     table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape)) for meta in metas])
-    return data_files(table, divide([table], block_bytes=4096).writes[0], rank=0, part_bytes=part_bytes)
+    return data_files(table, divided([table], block_bytes=4096).writes[0], rank=0, part_bytes=part_bytes)
 
 
 def floats(fqn: str, *shape: int, kind: str = "model") -> TensorMeta:
@@ -53,7 +53,7 @@ def test_one_file_a_kind_with_a_header_that_safetensors_reads():
 
 def test_a_cut_tensor_is_named_by_its_block():
     table = ShardTable.build([ShardRow(floats("w", 64, 64), Box.whole((64, 64)))])
-    division = divide([table, table], block_bytes=4096)
+    division = divided([table, table], block_bytes=4096)
     found = [data_files(table, writes, rank=rank, part_bytes=4096)[0] for rank, writes in enumerate(division.writes)]
     assert [list(load(file.header + bytes(8192))) for file in found] == [["w[0:32,0:64]"], ["w[32:64,0:64]"]]
     assert found[1].parts[0].spans == (Span(0, 2048, 3072, 4096),)

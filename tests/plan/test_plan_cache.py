@@ -27,7 +27,7 @@ def mesh(ranks: int, tensor: TensorMeta = W, more: tuple[TensorMeta, ...] = ()) 
 
 
 def key(tables: list[ShardTable], balance: str = "split", block_bytes: int = 4096) -> bytes:
-    return plan_id([digest(table) for table in tables], balance=balance, block_bytes=block_bytes)
+    return plan_id(b"".join(digest(table) for table in tables), balance=balance, block_bytes=block_bytes)
 
 
 def test_the_same_layout_hits():

@@ -9,9 +9,21 @@ from hypothesis import strategies as st
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
-from bcp.plan.divide import Writes
+from bcp.plan.divide import Division
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.wire import decode_table, decode_writes, digest, encode_table, encode_writes
+from bcp.plan.template import factor
+from bcp.plan.wire import (
+    decode_catalogue,
+    decode_flat,
+    decode_share,
+    decode_slots,
+    digest,
+    encode_catalogue,
+    encode_flat,
+    encode_shares,
+    encode_slots,
+)
+from bcp.plan.writes import SHARE
 
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda", requires_grad=True)
 ROWS = [ShardRow(W, Box((0, 0), (2, 6))), ShardRow(W, Box((2, 0), (2, 6)), 1, 7)]
@@ -57,25 +69,41 @@ tables = st.builds(
 
 
 @given(tables)
-def test_tables_survive(table):
-    again = decode_table(encode_table(table))
-    assert same(again, table)
-    assert digest(again) == digest(table)
+def test_catalogues_and_boxes_survive(table):
+    factored = factor(table)
+    assert same(decode_catalogue(encode_catalogue(factored.catalogue)), factored.catalogue)
+    assert same(decode_slots(encode_slots(factored.slots)), factored.slots)
 
 
-def test_an_empty_table_survives():
-    assert same(decode_table(encode_table(ShardTable.build([]))), ShardTable.build([]))
+def test_nothing_survives():
+    factored = factor(ShardTable.build([]))
+    assert same(decode_catalogue(encode_catalogue(factored.catalogue)), factored.catalogue)
+    assert same(decode_slots(encode_slots(factored.slots)), factored.slots)
+    assert [len(column) for column in decode_flat(encode_flat(factored.flat))] == [0, 0, 0]
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 1 << 60)] * 4)))
-def test_writes_survive(rows):
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    assert same(decode_writes(encode_writes(Writes(*columns))), Writes(*columns))
+intervals = st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 1 << 60), st.integers(0, 1 << 60)))
+
+
+@given(intervals, intervals)
+def test_flat_intervals_survive_and_can_be_joined(first, second):
+    data = b"".join(encode_flat(np.array(rows, dtype=np.int64).reshape(-1, 3)) for rows in (first, second))
+    assert list(zip(*(column.tolist() for column in decode_flat(data)), strict=True)) == first + second
+    assert len(data) == 20 * len(first + second)
+
+
+def test_what_each_rank_writes_survives():
+    rows = np.array([(0, -1, 0, 1 << 40), (1, 2, 3, 4), (0, 0, 5, 6)], dtype=SHARE)
+    owned = {1: np.array([2, 5])}
+    division = Division(None, rows, np.array([0, 1, 1, 3]), owned)  # type: ignore[arg-type] -- no layout is sent
+    shares = [decode_share(data) for data in encode_shares(division)]
+    assert [share.rows.tolist() for share in shares] == [rows[:1].tolist(), [], rows[1:].tolist()]
+    assert [share.owned.tolist() for share in shares] == [[], [2, 5], []]
 
 
 def test_digest_is_16_bytes_that_never_change():
     assert digest(build()) == digest(build())
-    assert digest(build()).hex() == "2a2b9f23b46655ae8888bb6921f82999"
+    assert digest(build()).hex() == "e6fb8d40af3bc6a02cfeadf8bb254f34"
 
 
 @pytest.mark.parametrize(
@@ -123,11 +151,24 @@ def test_digest_tells_names_apart_that_join_alike():
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:0], lambda d: d[: len(d) // 2], lambda d: b"x" * len(d)])
-def test_damaged_bytes_are_refused(damage):
-    with pytest.raises(CorruptError, match="from another rank are damaged"):
-        decode_table(damage(encode_table(build())))
+@pytest.mark.parametrize("what", ["catalogue", "slots", "flat", "share"])
+def test_damaged_bytes_are_refused(what, damage):
+    factored = factor(build())
+    good, decode = {
+        "catalogue": (encode_catalogue(factored.catalogue), decode_catalogue),
+        "slots": (encode_slots(factored.slots), decode_slots),
+        "flat": (encode_flat(np.zeros((1, 3), dtype=np.int64)) + b"x", decode_flat),
+        "share": ((1).to_bytes(8, "little") + bytes(8 + SHARE.itemsize), decode_share),
+    }[what]
+    bad = damage(good)
+    if what == "flat" and not bad:
+        assert len(decode(bad)[0]) == 0  # a rank may have none
+        return
+    with pytest.raises(CorruptError, match="from another rank|same version of bcp"):
+        decode(bad)
 
 
-def test_another_message_is_refused():
-    with pytest.raises(CorruptError, match="same version of bcp"):
-        decode_table(encode_writes(Writes(*np.zeros((4, 1), dtype=np.int64))))
+def test_an_absurd_size_is_refused_before_memory_is_taken():
+    data = encode_catalogue(factor(build()).catalogue)
+    with pytest.raises(CorruptError, match="claim to be"):
+        decode_catalogue((1 << 60).to_bytes(8, "little") + data[8:])

@@ -1,0 +1,49 @@
+"""What all ranks hold, each thing once: what rank 0 plans with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bcp.plan.shards import Ints
+from bcp.plan.template import Catalogue, Slots
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals.
+
+    Attributes:
+        catalogues: what tensors there are; in the order of the lowest rank that has each.
+        template_catalogue: int64[K], the catalogue of each template.
+        template_slots: K times the slots; templates are in the order of the lowest rank that has each.
+        template: int64[N], what each rank holds.
+        flat_rank: int64[k], whose interval it is; not decreasing.
+        flat_slot: int64[k], slot of that rank's template.
+        flat_start: int64[k], first flat element, counted in the slot's box.
+        flat_stop: int64[k], one past the last.
+    """
+
+    catalogues: Sequence[Catalogue]
+    template_catalogue: Ints
+    template_slots: Sequence[Slots]
+    template: Ints
+    flat_rank: Ints
+    flat_slot: Ints
+    flat_start: Ints
+    flat_stop: Ints
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.template)
+
+    def lowest_ranks(self) -> Ints:
+        """Return int64[c]: the lowest rank that has each catalogue."""
+        lowest = np.full(len(self.catalogues), self.world_size, dtype=np.int64)
+        np.minimum.at(lowest, self.template_catalogue[self.template], np.arange(self.world_size))
+        return lowest

@@ -1,0 +1,1 @@
+"""Numbers: ``python -m benchmarks.NAME [--quick] [--json FILE] [--check]``."""

@@ -1,0 +1,92 @@
+"""What a benchmark prints: figures against goals, as a table, as JSON, and as an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["Figure", "Figures", "arguments", "cpu_ms"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number: what it is, how much, of what unit; and the most it may be, where that is a goal."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the goal is missed."""
+        return self.goal is not None and self.value > self.goal
+
+    def __str__(self) -> str:
+        """Return a line of the table."""
+        value = f"{self.value:,.0f}" if self.unit == "" and self.value >= 1000 else f"{self.value:.4g}"  # noqa: PLR2004
+        goal = "" if self.goal is None else f"{'MISSED' if self.missed else 'ok':>7}, goal {self.goal:g} {self.unit}"
+        return f"{self.name:<62} {value:>12} {self.unit:<5}{goal}"
+
+
+@dataclass(slots=True)
+class Figures:
+    """All figures of one run, printed as they come."""
+
+    found: list[Figure] = field(default_factory=list)
+
+    def head(self, text: str) -> None:
+        """Begin a section."""
+        print(f"\n{text}\n{'-' * len(text)}", flush=True)
+
+    def add(self, name: str, value: float, unit: str = "", goal: float | None = None) -> None:
+        """Take note of a figure and print it."""
+        self.found.append(Figure(name, float(value), unit, goal))
+        print(self.found[-1], flush=True)
+
+    def close(self, options: argparse.Namespace) -> int:
+        """Write the JSON file, print the missed goals last, and return the exit status."""
+        if options.json:
+            rows = [asdict(figure) | {"missed": figure.missed} for figure in self.found]
+            Path(options.json).write_text(json.dumps(rows, indent=1), "utf-8")
+        missed = [figure for figure in self.found if figure.missed]
+        goals = sum(figure.goal is not None for figure in self.found)
+        print(f"\n{goals - len(missed)} of {goals} goals reached", flush=True)
+        for figure in missed:
+            print(f"missed: {figure}", flush=True)
+        return 1 if missed and options.check else 0
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """Read the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer cases, for a look")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    return parser.parse_args()
+
+
+def cpu_ms(work: Callable[[], T], repeat: int = 7) -> tuple[float, T]:
+    """Return the least CPU time of some runs, in ms over all threads, and the last result.
+
+    The least, because whatever else the machine does only adds to it; and without the garbage collector, as timeit
+    does it, because what that costs depends on everything else in the process.
+    """
+    best = float("inf")
+    gc.disable()
+    try:
+        for _ in range(repeat):
+            started = time.process_time()
+            result = work()
+            best = min(best, time.process_time() - started)
+    finally:
+        gc.enable()
+    return 1000 * best, result

@@ -1,0 +1,143 @@
+"""Planning and metadata of 405B parameters: rank 0's work for a save, and one rank's look-up for a load.
+
+No rank exists; what they would say is made here, and the code that rank 0 runs in ``bcp.save``, and every
+rank in ``bcp.load``, gets it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import xxhash
+
+from bcp import metadata
+from bcp._save import BLOCK_BYTES
+from bcp.metadata import Commit, encode_layout, encode_metadata
+from bcp.plan.cache import PlanCache
+from bcp.plan.divide import Division, divide
+from bcp.plan.reads import wants
+from bcp.plan.survey import Stated, Survey, gather, survey
+from bcp.plan.template import factor
+from bcp.plan.wire import digest, encode_flat, encode_shares
+from benchmarks.figures import Figures, cpu_ms
+from benchmarks.llama import Job
+
+__all__ = ["Planned", "look_up", "plan", "reshard"]
+
+LARGE = 100_000
+"""From so many ranks on, other goals hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A save that was planned: the division, and the contents of ``metadata.arrow``."""
+
+    job: Job
+    division: Division
+    metadata: bytes
+
+
+def states(job: Job) -> list[Stated]:
+    """Return what every rank says. Ranks of a group are factored once, and a few of them again, as a check."""
+    said: list[Stated | None] = [None] * job.world_size
+    for tp, pp, table, start, stop in job.groups():
+        factored = factor(replace(table, start=start[0], stop=stop[0]))
+        alike = Stated.of(factored, b"")
+        first = factored.rows[factored.row_begin[:-1]]
+        for dp in range(job.dp):
+            low, high = start[dp][first], stop[dp][first]
+            own = np.flatnonzero((factored.slots.regular == 0) & (low < high))
+            flat = encode_flat(np.column_stack([own, low[own], high[own]]))
+            said[job.rank(tp, dp, pp)] = replace(alike, flat=flat, table=xxhash.xxh3_128_digest(alike.slots + flat))
+    everyone = [one for one in said if one is not None]
+    _check(job, everyone)
+    return everyone
+
+
+def _check(job: Job, said: Sequence[Stated]) -> None:
+    """Compare what some ranks say with what they would say by themselves."""
+    for rank in np.linspace(0, job.world_size - 1, 8).astype(int).tolist():
+        table = job.table(rank)
+        real = Stated.of(factor(table), digest(table))
+        if replace(real, table=said[rank].table) != said[rank]:
+            raise AssertionError(f"rank {rank} would say something else")
+
+
+def plan(job: Job, figures: Figures) -> Planned:
+    """Plan a save as rank 0 does, in all its steps, and print what it costs."""
+    large = job.world_size >= LARGE
+    goal = 250.0 if large else {"A": 25.0, "B": 100.0}[job.zero]
+    said = states(job)
+    hellos = [one.hello for one in said]
+    survey_ms, found = cpu_ms(lambda: survey(hellos, balance="split", block_bytes=BLOCK_BYTES))
+    told = Survey.decode(found.encode())
+    messages = [one.message(rank, told) for rank, one in enumerate(said)]
+    gather_ms, world = cpu_ms(lambda: gather(found, messages))
+    divide_ms, division = cpu_ms(lambda: divide(world, block_bytes=BLOCK_BYTES))
+    answer_ms, answers = cpu_ms(lambda: encode_shares(division))
+    encode_ms, layout = cpu_ms(lambda: encode_layout(division.layout), 3)
+    stored = encode_metadata(layout, _commit(job))
+    case = f"{job.zero}, {job.world_size:,} ranks"
+    figures.add(f"{case}: shards, folded", len(world.flat_rank) + len(division.layout.piece_tensor))
+    figures.add(f"{case}: entries of the layout", len(division.layout.piece_tensor) + len(division.layout.segment_line))
+    figures.add(f"{case}: rank 0 receives", sum(map(len, hellos)) + sum(map(len, messages)), "B")
+    figures.add(f"{case}: rank 0 answers", sum(map(len, answers)), "B")
+    figures.add(f"{case}: reading what ranks say", survey_ms + gather_ms, "ms")
+    figures.add(f"{case}: merging, cover check, balance, layout", divide_ms, "ms")
+    figures.add(f"{case}: writing the answers", answer_ms, "ms")
+    figures.add(f"{case}: planning on rank 0, all of it", survey_ms + gather_ms + divide_ms + answer_ms, "ms", goal)
+    figures.add(f"{case}: encoding the layout", encode_ms, "ms")
+    _balance(job, division, figures, case)
+    figures.add(f"{case}: metadata.arrow", len(stored) / 1e6, "MB", None if large else 0.25)
+    return Planned(job, division, stored)
+
+
+def _commit(job: Job) -> Commit:
+    return Commit(
+        operation=secrets.token_hex(8),
+        created="2026-11-21T00:00:00.000+00:00",
+        framework="megatron",
+        codecs=(),
+        part_bytes=32 << 20,
+        version="0",
+        receipts=secrets.token_bytes(16 * job.world_size),
+    )
+
+
+def _balance(job: Job, division: Division, figures: Figures, case: str) -> None:
+    layout = division.layout
+    load = np.bincount(layout.file_rank, weights=layout.file_nbytes, minlength=job.world_size)
+    groups = load.reshape(job.pp, job.dp, job.tp)
+    figures.add(f"{case}: balance over all ranks (max / mean)", load.max() / load.mean(), "", 1.01)
+    figures.add(f"{case}: balance in a DP group", (groups.max(axis=1) / groups.mean(axis=1)).max(), "", 1.001)
+
+
+def look_up(planned: Planned, figures: Figures) -> None:
+    """Open the metadata and look up what one rank of the same job holds."""
+    job = planned.job
+    table = job.table(job.world_size // 2)
+
+    def first() -> object:
+        metadata._layouts = PlanCache(1)  # noqa: SLF001 -- every run opens a checkpoint that it has not seen
+        layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
+        return wants(layout, table).ranges()
+
+    ms, _ = cpu_ms(first, 15)
+    case = f"{job.zero}, {job.world_size:,} ranks"
+    figures.add(f"{case}: open, and look up one rank's tensors", ms, "ms", 5.0 if job.world_size < LARGE else None)
+
+
+def reshard(planned: Planned, target: Job, figures: Figures) -> None:
+    """Look up what ranks of another job want."""
+    layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
+    costs, ranges = [], []
+    for rank in np.linspace(0, target.world_size - 1, 8).astype(int).tolist():
+        table = target.table(rank)
+        ms, found = cpu_ms(lambda table=table: wants(layout, table).ranges())
+        costs.append(ms)
+        ranges.append(len(found))
+    case = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}"
+    figures.add(f"{case}: look-up of a rank, {min(ranges)} to {max(ranges)} ranges", max(costs), "ms", 1.0)
