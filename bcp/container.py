@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
-from bcp.plan.shards import Ints, Whole
+from bcp.plan.columns import Ints, Whole
 
 __all__ = [
     "DIGEST_BYTES",

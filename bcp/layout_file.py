@@ -35,8 +35,9 @@ from bcp.container import (
 )
 from bcp.errors import InputError
 from bcp.plan.check import LARGEST, check_layout
+from bcp.plan.columns import Ints, Whole
 from bcp.plan.layout import Layout
-from bcp.plan.shards import Ints, TensorTable, Whole
+from bcp.plan.shards import TensorTable
 
 __all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout", "layout_digest"]
 

@@ -29,7 +29,8 @@ from bcp.container import (
     unseal,
     values,
 )
-from bcp.plan.shards import KINDS, Ints
+from bcp.plan.columns import Ints
+from bcp.plan.shards import KINDS
 
 __all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
 

@@ -1,7 +1,7 @@
 """Llama-3.1-405B as Megatron-LM shards it (paper, Table 8): what every rank of a job holds, without any tensor.
 
-Tensor parallelism cuts the matrices, pipeline parallelism the layers; the model is replicated over data-parallel ranks and its
-optimizer, three fp32 states, is sharded over them with ZeRO-1, in one of two ways:
+Tensor parallelism cuts the matrices, pipeline parallelism the layers; the model is replicated over data-parallel ranks
+and its optimizer, three fp32 states, is sharded over them with ZeRO-1, in one of two ways:
 
 - A, as the paper words it: all parameters of one (TP, PP) group are laid end to end and cut into DP equal shares;
 - B, as Megatron-core does it: buckets, closed once they have at least ``max(40M, 1M x DP)`` elements, are cut each.
@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bcp.plan.box import Box
-from bcp.plan.shards import Ints, ShardRow, ShardTable, TensorMeta
+from bcp.plan.columns import Ints
+from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 __all__ = ["STATES", "Job", "stages"]
 
@@ -25,7 +26,7 @@ STATES = ("exp_avg", "exp_avg_sq", "fp32_param")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the model: its global shape, the dimension that TP cuts (-1: none), in how many stacked parts."""
+    """A parameter of the model: its global shape, the dimension that TP cuts (-1: none), in how many stacked parts."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ class Job:
     def groups(self) -> Iterator[tuple[int, int, ShardTable, Ints, Ints]]:
         """Yield (tp, pp, table, start, stop) of every data-parallel group.
 
-        The table's optimizer rows are whole; those of DP rank d really are ``start[d]`` to ``stop[d]``, int64[dp, rows].
+        The table's optimizer rows are whole; what DP rank d has is ``start[d]`` to ``stop[d]``, int64[dp, rows].
         """
         for pp, parameters in enumerate(stages(self.pp)):
             for tp in range(self.tp):
@@ -114,7 +115,7 @@ def _layer(number: int) -> list[Parameter]:
 def _table(parameters: list[Parameter], tp: int, rank: int) -> ShardTable:
     """Return the table of a TP rank, with the optimizer unsharded: model rows first, then those of each state."""
     rows = [
-        ShardRow(TensorMeta("model", one.fqn, "bfloat16", 2, one.shape, _stride(one.shape), "cuda", True), box)
+        ShardRow(TensorMeta("model", one.fqn, "bfloat16", 2, one.shape, _stride(one.shape), "cuda"), box)
         for one in parameters
         for box in one.boxes(tp, rank)
     ]

@@ -17,11 +17,11 @@ from bcp import metadata
 from bcp._save import BLOCK_BYTES
 from bcp.metadata import Commit, encode_layout, encode_metadata
 from bcp.plan.cache import PlanCache
-from bcp.plan.divide import Division, divide
-from bcp.plan.reads import wants
-from bcp.plan.survey import Stated, Survey, gather, survey
-from bcp.plan.template import factor
-from bcp.plan.wire import digest, encode_flat, encode_shares
+from bcp.plan.load.reads import wants
+from bcp.plan.save.divide import Division, divide
+from bcp.plan.save.survey import Stated, Survey, gather, survey
+from bcp.plan.save.template import factor
+from bcp.plan.save.wire import digest, encode_flat, encode_shares
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
 

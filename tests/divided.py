@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bcp.plan.divide import divide
 from bcp.plan.layout import Layout
+from bcp.plan.save.divide import divide
+from bcp.plan.save.survey import Stated, Survey, gather, survey
+from bcp.plan.save.template import factor
+from bcp.plan.save.wire import decode_share, digest, encode_shares
+from bcp.plan.save.world import World
+from bcp.plan.save.writes import Writes, expand
 from bcp.plan.shards import ShardTable
-from bcp.plan.survey import Stated, Survey, gather, survey
-from bcp.plan.template import factor
-from bcp.plan.wire import decode_share, digest, encode_shares
-from bcp.plan.world import World
-from bcp.plan.writes import Writes, expand
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from bcp.plan.box import Box
 from bcp.plan.check import check_layout
+from bcp.plan.columns import Ints, matrix
 from bcp.plan.layout import Layout
+from bcp.plan.load.reads import placements, wants
 from bcp.plan.lookup import find, resolve
-from bcp.plan.reads import placements, wants
-from bcp.plan.shards import KINDS, Ints, ShardRow, ShardTable, TensorMeta, TensorTable, matrix
+from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta, TensorTable
 
 DTYPES = {"uint8": 1, "int16": 2, "int32": 4, "int64": 8}
 

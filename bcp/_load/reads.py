@@ -16,12 +16,13 @@ from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import in_thread
-from bcp.plan.assign import Assignment, Chunk, assign
+from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
-from bcp.plan.line import VERSIONS, BlockLine
+from bcp.plan.load.assign import Assignment, Chunk, assign
+from bcp.plan.load.line import VERSIONS, BlockLine
+from bcp.plan.load.share import Shared, share
 from bcp.plan.lookup import resolve_all, rows_of
-from bcp.plan.shards import KINDS, Ints, concat
-from bcp.plan.share import Shared, share
+from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.items import ReadItem

@@ -11,11 +11,12 @@ import numpy as np
 from bcp._job import LoadJob
 from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
+from bcp.plan.load.pieces import fitted
+from bcp.plan.load.reads import Wants, wants
 from bcp.plan.lookup import find_all
-from bcp.plan.pieces import fitted
-from bcp.plan.reads import Wants, wants
-from bcp.plan.shards import KINDS, OPAQUE_KINDS, Ints, TensorTable
+from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs

@@ -14,8 +14,8 @@ from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, Pipeline, in_thread
-from bcp.plan.assign import Chunk
 from bcp.plan.layout import Layout
+from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.extras import restore, unpack
 from bcp.planners.values import decode_value

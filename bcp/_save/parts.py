@@ -18,9 +18,9 @@ from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
 from bcp.pipeline import Budget, in_thread
 from bcp.plan.box import Box
-from bcp.plan.parts import DataFile, data_files
+from bcp.plan.save.parts import DataFile, data_files
+from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
-from bcp.plan.writes import Writes
 from bcp.planners.values import encode_value
 from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest

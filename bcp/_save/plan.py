@@ -15,12 +15,12 @@ from bcp.errors import BcpError, InputError
 from bcp.options import SaveOptions
 from bcp.pipeline import in_thread
 from bcp.plan.cache import PlanCache
-from bcp.plan.parts import DataFile, data_files
+from bcp.plan.save.parts import DataFile, data_files
+from bcp.plan.save.survey import Stated, Survey
+from bcp.plan.save.template import Factored, factor
+from bcp.plan.save.wire import DIGEST_BYTES, decode_share, digest
+from bcp.plan.save.writes import expand
 from bcp.plan.shards import ShardTable
-from bcp.plan.survey import Stated, Survey
-from bcp.plan.template import Factored, factor
-from bcp.plan.wire import DIGEST_BYTES, decode_share, digest
-from bcp.plan.writes import expand
 from bcp.protocols import Agreement
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]

@@ -16,9 +16,9 @@ from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, o
 from bcp.options import SaveOptions
 from bcp.pipeline import in_thread
 from bcp.plan.cache import PlanCache
-from bcp.plan.divide import divide
-from bcp.plan.survey import Survey, gather, survey
-from bcp.plan.wire import encode_shares
+from bcp.plan.save.divide import divide
+from bcp.plan.save.survey import Survey, gather, survey
+from bcp.plan.save.wire import encode_shares
 from bcp.protocols import Backend, Sweeper
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]

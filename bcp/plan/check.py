@@ -13,9 +13,10 @@ from operator import lt
 import numpy as np
 import numpy.typing as npt
 
+from bcp.plan.columns import Ints, Whole
 from bcp.plan.layout import Layout
 from bcp.plan.lookup import find
-from bcp.plan.shards import KINDS, Ints, TensorTable, Whole
+from bcp.plan.shards import KINDS, TensorTable
 
 __all__ = ["LARGEST", "check_block_bytes", "check_layout"]
 

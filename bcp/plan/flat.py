@@ -9,15 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.shards import Ints
+from bcp.plan.columns import Ints
 
-__all__ = ["Boxes", "FlatBoxes", "decompose", "indices", "spread", "swept"]
-
-
-def spread(count: Ints) -> tuple[Ints, Ints]:
-    """Repeat row i ``count[i]`` times: return the row, and a number from 0 to ``count[i] - 1`` in each."""
-    row = np.repeat(np.arange(len(count)), count)
-    return row, np.arange(len(row)) - (np.cumsum(count) - count)[row]
+__all__ = ["Boxes", "FlatBoxes", "decompose", "indices", "swept"]
 
 
 def swept(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.shards import Ints, TensorTable, Whole
+from bcp.plan.columns import Ints, Whole
+from bcp.plan.shards import TensorTable
 
 __all__ = ["Layout"]
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from bcp.errors import CorruptError
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
-from bcp.plan.shards import KINDS, Ints, TensorTable
+from bcp.plan.shards import KINDS, TensorTable
 
 __all__ = ["find", "find_all", "names", "resolve", "resolve_all", "rows_of"]
 

@@ -8,28 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from bcp.plan.box import Box
+from bcp.plan.columns import Ints, matrix
 
 __all__ = [
     "KINDS",
     "OPAQUE_KINDS",
-    "Ints",
     "ShardRow",
     "ShardTable",
     "TensorMeta",
     "TensorTable",
-    "Whole",
-    "Words",
-    "concat",
-    "matrix",
-    "mix",
-    "padded",
-    "runs",
 ]
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
@@ -37,10 +28,6 @@ KINDS = ("model", "optimizer", "dataloader", "extra_states")
 
 OPAQUE_KINDS = ("dataloader", "extra_states")
 """Kinds that no planner looks into: one packed object a rank."""
-
-Ints = npt.NDArray[np.int64]
-Whole = npt.NDArray[np.signedinteger[Any]]
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +72,6 @@ class ShardRow:
     box: Box
     start: int = 0
     stop: int | None = None
-
-
-def matrix(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
-    """Stack tuples of different lengths into one int64 matrix, padded on the right with ``fill``."""
-    out = np.full((len(rows), width), fill, dtype=np.int64)
-    for index, row in enumerate(rows):
-        out[index, : len(row)] = row
-    return out
-
-
-def mix(values: Ints | Words, seed: int) -> Words:
-    """Return a pseudo-random 64-bit word for every value: the same for the same value and seed, on every machine.
-
-    The finaliser of splitmix64. Arithmetic on words is modulo 2^64, as numpy does it.
-    """
-    words = values.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
-    return np.asarray(words ^ (words >> np.uint64(31)), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,23 +229,3 @@ class ShardTable:
     def nbytes(self) -> Ints:
         """int64[n]: bytes of each shard."""
         return np.asarray((self.stop - self.start) * self.tensors.itemsize[self.tensor], dtype=np.int64)
-
-
-def concat(columns: Sequence[Ints]) -> Ints:
-    """Concatenate int64 columns; none at all make an empty one."""
-    return np.concatenate([np.empty(0, dtype=np.int64), *columns])
-
-
-def runs(begin: Ints, count: Ints) -> Ints:
-    """Return ``begin[i]``, ``begin[i] + 1`` ... ``begin[i] + count[i] - 1`` for every i, one run behind the other."""
-    return np.arange(int(count.sum())) + np.repeat(begin - np.cumsum(count) + count, count)
-
-
-def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
-    """Put int64 matrices below each other, each padded on the right with ``fill``."""
-    out = np.full((sum(map(len, matrices)), width), fill, dtype=np.int64)
-    at = 0
-    for each in matrices:
-        out[at : at + len(each), : each.shape[1]] = each
-        at += len(each)
-    return out

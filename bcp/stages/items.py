@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from bcp.plan.assign import Chunk
-from bcp.plan.parts import Part
+from bcp.plan.load.assign import Chunk
+from bcp.plan.save.parts import Part
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer
 from bcp.receipt import FileReceipt

@@ -11,9 +11,9 @@ import xxhash
 
 from bcp.errors import CorruptError, MissingCodecError
 from bcp.pipeline import Pipeline, Stage, in_thread
-from bcp.plan.assign import Assignment
 from bcp.plan.layout import Layout
-from bcp.plan.reads import Wants, placements
+from bcp.plan.load.assign import Assignment
+from bcp.plan.load.reads import Wants, placements
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Backend, Buffer, Codec
 from bcp.receipt import FileReceipt

@@ -26,7 +26,7 @@ import bcp
 from bcp._save import root as save_root
 from bcp.backends import LocalBackend
 from bcp.plan.box import Box
-from bcp.plan.reads import wants
+from bcp.plan.load.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 

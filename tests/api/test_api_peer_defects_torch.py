@@ -24,7 +24,7 @@ import bcp
 from bcp.backends.files import temp_path
 from bcp.metadata import data_key
 from bcp.plan.box import Box
-from bcp.plan.reads import wants
+from bcp.plan.load.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 # -- torch_checkpointing -----------------------------------------------------------------------------

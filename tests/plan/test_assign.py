@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 
 from bcp.errors import CorruptError
-from bcp.plan import share as sharing
-from bcp.plan.assign import Assignment, assign
 from bcp.plan.box import Box
-from bcp.plan.fill import Sets, Strip, begins, fill
-from bcp.plan.line import BlockLine
-from bcp.plan.shards import Ints
-from bcp.plan.share import Shared, share
+from bcp.plan.columns import Ints
+from bcp.plan.load import share as sharing
+from bcp.plan.load.assign import Assignment, assign
+from bcp.plan.load.fill import Sets, Strip, begins, fill
+from bcp.plan.load.line import BlockLine
+from bcp.plan.load.share import Shared, share
 
 MIB = 1 << 20
 

@@ -6,11 +6,12 @@ from divided import world_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bcp.plan.balance import BALANCES, Cuts, _water_fill, split, worst_fit
 from bcp.plan.box import Box
-from bcp.plan.merge import Shards, merge_shards
-from bcp.plan.names import merge_tensors
-from bcp.plan.shards import Ints, ShardRow, ShardTable, TensorMeta
+from bcp.plan.columns import Ints
+from bcp.plan.save.balance import BALANCES, Cuts, _water_fill, split, worst_fit
+from bcp.plan.save.merge import Shards, merge_shards
+from bcp.plan.save.names import merge_tensors
+from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 Held = list[tuple[tuple[int, ...], int, set[int]]]  # shape, itemsize, ranks
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.cover import check_cover
-from bcp.plan.merge import merge_shards
-from bcp.plan.names import merge_tensors
+from bcp.plan.save.cover import check_cover
+from bcp.plan.save.merge import merge_shards
+from bcp.plan.save.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 

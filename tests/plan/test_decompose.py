@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.plan.box import Box, flat_boxes
+from bcp.plan.columns import matrix
 from bcp.plan.flat import Boxes, decompose, indices, swept
-from bcp.plan.shards import matrix
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -18,14 +18,14 @@ from safetensors.torch import load
 from bcp.errors import CoverageError, StateError
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
-from bcp.plan.parts import data_files
+from bcp.plan.save.parts import data_files
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
 
 DTYPES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1, "bool": 1}
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda")
 
-# Random worlds: every tensor is sharded on its own random grid, cells may be cut flat, anything may be replicated. States of
-# a parameter are mostly held alike, but not always.
+# Random worlds: every tensor is sharded on its own random grid, cells may be cut flat, anything may be replicated.
+# States of a parameter are mostly held alike, but not always.
 
 
 def cut(draw: st.DrawFn, length: int, most: int = 3) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from bcp.plan.box import Box
-from bcp.plan.header import DTYPE_CODES, Entry, entry, entry_name, header
+from bcp.plan.save.header import DTYPE_CODES, Entry, entry, entry_name, header
 from bcp.plan.shards import TensorMeta
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load
 
 from bcp.errors import InputError
 from bcp.plan.box import Box
-from bcp.plan.parts import DataFile, Span, data_files
+from bcp.plan.save.parts import DataFile, Span, data_files
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
-from bcp.plan.divide import Division
-from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.template import factor
-from bcp.plan.wire import (
+from bcp.plan.save.divide import Division
+from bcp.plan.save.template import factor
+from bcp.plan.save.wire import (
     decode_catalogue,
     decode_flat,
     decode_share,
@@ -23,7 +22,8 @@ from bcp.plan.wire import (
     encode_shares,
     encode_slots,
 )
-from bcp.plan.writes import SHARE
+from bcp.plan.save.writes import SHARE
+from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda", requires_grad=True)
 ROWS = [ShardRow(W, Box((0, 0), (2, 6))), ShardRow(W, Box((2, 0), (2, 6)), 1, 7)]
@@ -164,7 +164,7 @@ def test_damaged_bytes_are_refused(what, damage):
     if what == "flat" and not bad:
         assert len(decode(bad)[0]) == 0  # a rank may have none
         return
-    with pytest.raises(CorruptError, match="from another rank|same version of bcp"):
+    with pytest.raises(CorruptError, match=r"from another rank|same version of bcp"):
         decode(bad)
 
 

@@ -15,9 +15,9 @@ from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.check import check_layout
 from bcp.plan.layout import Layout
+from bcp.plan.load.pieces import LATELY, Pieces, pieces_of
+from bcp.plan.load.reads import Wants, wants
 from bcp.plan.lookup import find, find_all, names, resolve, resolve_all
-from bcp.plan.pieces import LATELY, Pieces, pieces_of
-from bcp.plan.reads import Wants, wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorTable
 
 

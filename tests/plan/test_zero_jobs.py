@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.merge import merge_shards
-from bcp.plan.names import merge_tensors
+from bcp.plan.save.merge import merge_shards
+from bcp.plan.save.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 STATES = ("exp_avg", "exp_avg_sq", "master")

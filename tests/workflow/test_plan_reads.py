@@ -23,8 +23,8 @@ from bcp.errors import BcpError, CorruptError, FqnMismatchError, PeerError, Shap
 from bcp.metadata import Commit, Metadata
 from bcp.options import LoadOptions
 from bcp.plan.box import Box
+from bcp.plan.load.reads import wants
 from bcp.plan.lookup import find_all
-from bcp.plan.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.testing.storage_fakes import CountingBackend
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.shards import Ints
-from bcp.plan.template import Catalogue, Slots
+from bcp.plan.columns import Ints
+from bcp.plan.save.template import Catalogue, Slots
 
 __all__ = ["World"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.merge import Shards, grouped
-from bcp.plan.shards import Ints, runs
+from bcp.plan.columns import Ints, grouped, runs
+from bcp.plan.save.merge import Shards
 
 __all__ = ["BALANCES", "Cuts", "split", "worst_fit"]
 
@@ -31,7 +31,7 @@ class Cuts:
     """Who writes what: c flat intervals that tile the shards, in the order (shard, start).
 
     Attributes:
-        shard: int64[c], row in the :class:`~bcp.plan.merge.Shards`; not decreasing.
+        shard: int64[c], row in the :class:`~bcp.plan.save.merge.Shards`; not decreasing.
         start: int64[c], first flat element, counted in the shard's piece.
         stop: int64[c], one past the last.
         rank: int64[c], the rank that writes it, which holds the shard.

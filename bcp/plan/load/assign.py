@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bcp.plan.fill import Sets
-from bcp.plan.flat import spread, swept
-from bcp.plan.line import BlockLine
-from bcp.plan.shards import Ints
-from bcp.plan.share import Shared
+from bcp.plan.columns import Ints, spread
+from bcp.plan.flat import swept
+from bcp.plan.load.fill import Sets
+from bcp.plan.load.line import BlockLine
+from bcp.plan.load.share import Shared
 
 __all__ = ["Assignment", "Chunk", "assign"]
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.balance import BALANCES, Cuts
-from bcp.plan.cover import check_cover
+from bcp.plan.columns import Ints, grouped
 from bcp.plan.layout import Layout
-from bcp.plan.merge import Shards, grouped, merge_shards
-from bcp.plan.names import Merged, merge_tensors
-from bcp.plan.shards import KINDS, Ints
-from bcp.plan.template import MOST_MEMBERS, signature
-from bcp.plan.world import World
-from bcp.plan.writes import SHARE
+from bcp.plan.save.balance import BALANCES, Cuts
+from bcp.plan.save.cover import check_cover
+from bcp.plan.save.merge import Shards, merge_shards
+from bcp.plan.save.names import Merged, merge_tensors
+from bcp.plan.save.template import MOST_MEMBERS, signature
+from bcp.plan.save.world import World
+from bcp.plan.save.writes import SHARE
+from bcp.plan.shards import KINDS
 
 __all__ = ["Division", "divide"]
 
@@ -27,7 +28,7 @@ class Division:
 
     Attributes:
         layout: where every element will lie.
-        rows: :data:`~bcp.plan.writes.SHARE` rows of all ranks, by rank.
+        rows: :data:`~bcp.plan.save.writes.SHARE` rows of all ranks, by rank.
         begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
         owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
     """
@@ -45,12 +46,12 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
 
     Args:
         world: what all ranks hold.
-        balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.balance`.
+        balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.save.balance`.
         block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
 
     Raises:
-        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.names.merge_tensors`.
-        CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.cover.check_cover`.
+        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.save.names.merge_tensors`.
+        CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.save.cover.check_cover`.
 
     """
     merged = merge_tensors(world)

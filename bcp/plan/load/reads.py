@@ -2,7 +2,8 @@
 
 A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes),
 and these of segments (runs of row-major elements in one file). :func:`wants` intersects the two;
-:mod:`bcp.plan.assign` decides who reads what; :func:`placements` turns any run of file bytes into copies between boxes.
+:mod:`bcp.plan.load.assign` decides who reads what; :func:`placements` turns any run of file bytes into copies
+between boxes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bcp.plan.box import Box, flat_boxes
-from bcp.plan.flat import Boxes, decompose, spread
+from bcp.plan.columns import Ints, spread
+from bcp.plan.flat import Boxes, decompose
 from bcp.plan.layout import Layout
+from bcp.plan.load.pieces import Pieces, fitted, pieces_of
 from bcp.plan.lookup import find_all, resolve_all, rows_of
-from bcp.plan.pieces import Pieces, fitted, pieces_of
-from bcp.plan.shards import Ints, ShardTable
+from bcp.plan.shards import ShardTable
 
 __all__ = ["Placement", "Wants", "placements", "wants"]
 

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.errors import StateError
-from bcp.plan.shards import KINDS, Ints, TensorTable, concat, padded
-from bcp.plan.template import Catalogue
-from bcp.plan.world import World
+from bcp.plan.columns import Ints, concat, padded
+from bcp.plan.save.template import Catalogue
+from bcp.plan.save.world import World
+from bcp.plan.shards import KINDS, TensorTable
 
 __all__ = ["Merged", "merge_tensors"]
 

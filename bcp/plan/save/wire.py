@@ -15,10 +15,11 @@ import pyarrow as pa
 import xxhash
 
 from bcp.errors import CorruptError
-from bcp.plan.divide import Division
-from bcp.plan.shards import Ints, ShardTable, TensorTable
-from bcp.plan.template import Catalogue, Slots
-from bcp.plan.writes import SHARE, Share
+from bcp.plan.columns import Ints
+from bcp.plan.save.divide import Division
+from bcp.plan.save.template import Catalogue, Slots
+from bcp.plan.save.writes import SHARE, Share
+from bcp.plan.shards import ShardTable, TensorTable
 
 __all__ = [
     "DIGEST_BYTES",
@@ -152,7 +153,7 @@ def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def digest(table: ShardTable) -> bytes:
-    """Return :data:`DIGEST_BYTES` bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
+    """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
     Independent of machine, process and library versions, so that ranks can compare theirs.
     """

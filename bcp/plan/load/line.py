@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from bcp.errors import CorruptError
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
-from bcp.plan.shards import Ints
 
 __all__ = ["VERSIONS", "BlockLine"]
 

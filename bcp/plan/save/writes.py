@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.shards import Ints, ShardTable, runs
-from bcp.plan.template import Factored, signature
+from bcp.plan.columns import Ints, runs
+from bcp.plan.save.template import Factored, signature
+from bcp.plan.shards import ShardTable
 
 __all__ = ["SHARE", "Share", "Writes", "expand"]
 
@@ -55,8 +56,8 @@ def expand(table: ShardTable, factored: Factored, share: npt.NDArray[np.void]) -
     """Say which rows of its table a rank writes, and where to.
 
     The order inside a file follows from what is written alone: planes of wide elements first, then by the family's
-    signature and the member's number, and in a plane as the share says; the same rule as :func:`bcp.plan.divide.divide`
-    lays out the files by.
+    signature and the member's number, and in a plane as the share says: :mod:`bcp.plan.save.divide` lays out files by
+    the same rule.
 
     Args:
         table: what the rank holds.

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.shards import KINDS, Ints, ShardTable, TensorTable, runs
+from bcp.plan.columns import Ints, runs
+from bcp.plan.shards import KINDS, ShardTable, TensorTable
 
 __all__ = ["MOST_MEMBERS", "Catalogue", "Factored", "Slots", "factor", "signature"]
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from bcp.plan.names import Merged
-from bcp.plan.shards import Ints, concat, mix, padded, runs
-from bcp.plan.world import World
+from bcp.plan.columns import Ints, concat, distinct_rows, grouped, padded, runs
+from bcp.plan.save.names import Merged
+from bcp.plan.save.world import World
 
-__all__ = ["Shards", "distinct_rows", "grouped", "merge_shards"]
+__all__ = ["Shards", "merge_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,40 +130,6 @@ def merge_shards(world: World, merged: Merged) -> Shards:
         template=world.template,
         templates=len(world.template_slots),
     )
-
-
-def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
-    """Find equal rows of a matrix.
-
-    Hashes every row and looks the hashes up: 5 to 7 times faster than sorting them, and exact, because every row is
-    compared with the first one of its hash; a collision only costs another round.
-
-    Returns:
-        The first row of each value, in order of appearance, and for every row the number of its value.
-
-    """
-    for seed in count():
-        hashes = np.zeros(len(rows), dtype=np.uint64)
-        for column in rows.T:
-            hashes = mix(hashes ^ column.astype(np.uint64), seed)
-        codes = np.asarray(pa.array(hashes).dictionary_encode().indices, dtype=np.int64)
-        first = np.full(int(codes.max(initial=-1)) + 1, len(codes), dtype=np.int64)
-        np.minimum.at(first, codes, np.arange(len(codes), dtype=np.int64))
-        if np.array_equal(rows, rows[first[codes]]):
-            return first, codes
-    raise AssertionError  # pragma: no cover -- count() does not end
-
-
-def grouped(codes: Ints, size: int) -> Ints:
-    """Return the stable order of codes 0 <= c < size.
-
-    16 bits at a time, which numpy sorts by counting: 2 ms for 290,000 codes, against 43 ms of an int64 sort.
-    """
-    order = np.argsort((codes & 0xFFFF).astype(np.uint16), kind="stable")
-    for shift in range(16, max(size - 1, 0).bit_length(), 16):
-        digit = ((codes >> shift) & 0xFFFF).astype(np.uint16)
-        order = order[np.argsort(digit[order], kind="stable")]
-    return order
 
 
 @dataclass(frozen=True, slots=True)

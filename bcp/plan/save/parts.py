@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bcp.errors import InputError
-from bcp.plan.header import ALIGNMENT, entry, header
+from bcp.plan.save.header import ALIGNMENT, entry, header
+from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardTable
-from bcp.plan.writes import Writes
 
 __all__ = ["DataFile", "Part", "Span", "data_files"]
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.merge import Shards
-from bcp.plan.names import Merged
-from bcp.plan.shards import Ints, TensorTable, Words, mix
+from bcp.plan.columns import Ints, Words, mix
+from bcp.plan.save.merge import Shards
+from bcp.plan.save.names import Merged
+from bcp.plan.shards import TensorTable
 
 __all__ = ["check_cover"]
 

@@ -7,8 +7,8 @@ from threading import Lock
 
 import numpy as np
 
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
-from bcp.plan.shards import Ints
 
 __all__ = ["Pieces", "fitted", "pieces_of"]
 

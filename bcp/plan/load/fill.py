@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.flat import spread
-from bcp.plan.shards import Ints, mix
+from bcp.plan.columns import Ints, mix, spread
 
 __all__ = ["Sets", "Strip", "begins", "fill"]
 

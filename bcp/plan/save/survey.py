@@ -16,10 +16,9 @@ import xxhash
 
 from bcp.errors import CorruptError
 from bcp.plan.cache import plan_id
-from bcp.plan.merge import distinct_rows
-from bcp.plan.shards import Ints, concat
-from bcp.plan.template import Factored
-from bcp.plan.wire import (
+from bcp.plan.columns import Ints, concat, distinct_rows
+from bcp.plan.save.template import Factored
+from bcp.plan.save.wire import (
     DIGEST_BYTES,
     FLAT,
     decode_catalogue,
@@ -29,7 +28,7 @@ from bcp.plan.wire import (
     encode_flat,
     encode_slots,
 )
-from bcp.plan.world import World
+from bcp.plan.save.world import World
 
 __all__ = ["Stated", "Survey", "gather", "survey"]
 
@@ -111,7 +110,7 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
 
     Args:
         hellos: :attr:`Stated.hello` of every rank, by rank.
-        balance: as in :func:`bcp.plan.divide.divide`.
+        balance: as in :func:`bcp.plan.save.divide.divide`.
         block_bytes: the same.
 
     Raises:

@@ -1,0 +1,108 @@
+"""Columns of numbers, and what planning does with them again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+__all__ = [
+    "Ints",
+    "Whole",
+    "Words",
+    "concat",
+    "distinct_rows",
+    "grouped",
+    "matrix",
+    "mix",
+    "padded",
+    "runs",
+    "spread",
+]
+
+Ints = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.signedinteger[Any]]
+Words = npt.NDArray[np.uint64]
+
+
+def matrix(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
+    """Stack tuples of different lengths into one int64 matrix, padded on the right with ``fill``."""
+    out = np.full((len(rows), width), fill, dtype=np.int64)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return out
+
+
+def concat(columns: Sequence[Ints]) -> Ints:
+    """Concatenate int64 columns; none at all make an empty one."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *columns])
+
+
+def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
+    """Put int64 matrices below each other, each padded on the right with ``fill``."""
+    out = np.full((sum(map(len, matrices)), width), fill, dtype=np.int64)
+    at = 0
+    for each in matrices:
+        out[at : at + len(each), : each.shape[1]] = each
+        at += len(each)
+    return out
+
+
+def spread(count: Ints) -> tuple[Ints, Ints]:
+    """Repeat row i ``count[i]`` times: return the row, and a number from 0 to ``count[i] - 1`` in each."""
+    row = np.repeat(np.arange(len(count)), count)
+    return row, np.arange(len(row)) - (np.cumsum(count) - count)[row]
+
+
+def runs(begin: Ints, count: Ints) -> Ints:
+    """Return ``begin[i]``, ``begin[i] + 1`` ... ``begin[i] + count[i] - 1`` for every i, one run behind the other."""
+    return np.arange(int(count.sum())) + np.repeat(begin - np.cumsum(count) + count, count)
+
+
+def grouped(codes: Ints, size: int) -> Ints:
+    """Return the stable order of codes 0 <= c < size.
+
+    16 bits at a time, which numpy sorts by counting: 2 ms for 290,000 codes, against 43 ms of an int64 sort.
+    """
+    order = np.argsort((codes & 0xFFFF).astype(np.uint16), kind="stable")
+    for shift in range(16, max(size - 1, 0).bit_length(), 16):
+        digit = ((codes >> shift) & 0xFFFF).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+    return order
+
+
+def mix(values: Ints | Words, seed: int) -> Words:
+    """Return a pseudo-random 64-bit word for every value: the same for the same value and seed, on every machine.
+
+    The finaliser of splitmix64. Arithmetic on words is modulo 2^64, as numpy does it.
+    """
+    words = values.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    return np.asarray(words ^ (words >> np.uint64(31)), dtype=np.uint64)
+
+
+def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
+    """Find equal rows of a matrix.
+
+    Hashes every row and looks the hashes up: 5 to 7 times faster than sorting them, and exact, because every row is
+    compared with the first one of its hash; a collision only costs another round.
+
+    Returns:
+        The first row of each value, in order of appearance, and for every row the number of its value.
+
+    """
+    for seed in count():
+        hashes = np.zeros(len(rows), dtype=np.uint64)
+        for column in rows.T:
+            hashes = mix(hashes ^ column.astype(np.uint64), seed)
+        codes = np.asarray(pa.array(hashes).dictionary_encode().indices, dtype=np.int64)
+        first = np.full(int(codes.max(initial=-1)) + 1, len(codes), dtype=np.int64)
+        np.minimum.at(first, codes, np.arange(len(codes), dtype=np.int64))
+        if np.array_equal(rows, rows[first[codes]]):
+            return first, codes
+    raise AssertionError  # pragma: no cover -- count() does not end
