@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from bcp.coordinators.hello import Abort, Hello
 from bcp.coordinators.liveness import LEFT
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Abort", "Hello", "Mailbox"]
+__all__ = ["Mailbox"]
 
 _CHUNK_BYTES = 4 << 20  # TCPStore's server drops a connection that sends a value above 8 MiB (torch 2.13)
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who takes part, and in what."""
-
-    rank: int
-    what: str
-    host: str
-    pid: int
-
-    @classmethod
-    def of(cls, rank: int, what: str) -> Hello:
-        """Return this process's hello."""
-        return cls(rank, what, socket.gethostname(), os.getpid())
-
-    def __str__(self) -> str:
-        """Name the rank for a person."""
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Why the operation ended: ``rank`` is to blame; ``disagreement`` where the ranks' inputs do not fit together."""
-
-    rank: int
-    message: str
-    disagreement: bool = False
 
 
 class Mailbox:

@@ -1,13 +1,19 @@
-"""Ranks that live in one process: for tests."""
+"""Ranks that live in one process: for tests and measurements."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch.distributed import HashStore
 
 from bcp.coordinators.store import StoreCoordinator
 from bcp.protocols import Coordinator
 
-__all__ = ["memory_coordinators"]
+if TYPE_CHECKING:
+    from bcp.coordinators.grpc_coordinator import GrpcCoordinator
+
+__all__ = ["grpc_coordinators", "memory_coordinators"]
 
 
 def memory_coordinators(world_size: int) -> list[Coordinator]:
@@ -17,3 +23,14 @@ def memory_coordinators(world_size: int) -> list[Coordinator]:
     """
     store = HashStore()
     return [StoreCoordinator(store, rank, world_size) for rank in range(world_size)]
+
+
+def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | None = None) -> list[GrpcCoordinator]:
+    """Return a coordinator over gRPC for each of so many ranks of this process; needs grpcio.
+
+    They connect over the loopback, and behave as in a job in everything. ``hosts`` names each rank's host, to shape
+    the tree; None: all ranks are on one.
+    """
+    from bcp.coordinators.grpc_coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
+
+    return GrpcCoordinator.in_memory(["host"] * world_size if hosts is None else hosts, fanout)

@@ -29,7 +29,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Mesh:
     """This rank's sockets in one operation: one for each direction between two ranks, opened by the sender.
 
-    Whoever connects has to show the token that the listener published in the job's own store; bytes are only
+    Whoever connects has to show the token that the listener published in the job's own store or tree; bytes are only
     bytes, nothing that is received is interpreted.
     """
 
@@ -131,7 +131,7 @@ class Mesh:
             connection.close()
             cause = (
                 f"rank {self._rank} cannot connect to it at {address} port {port}: {error or type(error).__name__}; "
-                "if the ranks' network is another one, say so: StoreCoordinator.over(address=...)"
+                "if the ranks' network is another one, say so, as in GrpcCoordinator.over(address=...)"
             )
             raise PeerError(rank, cause) from error
         except BaseException:

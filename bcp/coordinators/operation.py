@@ -1,86 +1,112 @@
-"""One rank's part in one operation over a :class:`~bcp.coordinators.mailbox.Mailbox`."""
+"""One rank's part in one operation, over whatever channel the ranks have."""
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import anyio
-from anyio import to_thread
 
-from bcp.coordinators.mailbox import Abort, Hello, Mailbox
+from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.mesh import Mesh
-from bcp.coordinators.watch import STORE_ERRORS, Watch, call_store, error_of
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 from bcp.protocols import Buffer
 
-__all__ = ["Operation"]
+__all__ = ["CardOf", "Channel", "Operation"]
 
-_FAREWELL_SECONDS = 5.0  # how long a rank that leaves tries to say so
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks for a payload; doubles
+CardOf = Callable[[int], Awaitable[bytes]]
+"""Returns what a rank has published for those who connect to it, once it has."""
+
+
+class Channel(Protocol):
+    """The way in which the ranks of one operation talk.
+
+    Steps are named by the verb, and numbered in the order of the calls of :meth:`ask` and :meth:`gather`.
+    """
+
+    @property
+    def verdict(self) -> Exception | None:
+        """The error that ends the operation here, once there is one."""
+
+    async def join(self) -> None:
+        """Say hello."""
+
+    async def run(self, end: Callable[[], None]) -> None:
+        """Give signs of life and look for those of others until :meth:`leave`, or a verdict; then call ``end``."""
+
+    def condemn(self, error: Exception) -> None:
+        """Let this error be the verdict, unless there is one or this rank is leaving."""
+
+    def leave(self) -> None:
+        """Look no more; there will be no verdict after this."""
+
+    async def tell(self, abort: Abort) -> None:
+        """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""
+
+    async def farewell(self) -> None:
+        """Say that this rank has left, in the same manner."""
+
+    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
+        """Give rank 0 what is mine, and return its answer: the ``common`` one, or this rank's own. Not on rank 0."""
+
+    async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
+        """Return the number of the step and what every rank has given, by rank. On rank 0 only."""
+
+    async def reply(self, number: int, answer: bytes) -> None:
+        """Answer step ``number``, to all alike. On rank 0 only."""
+
+    async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
+        """Answer step ``number``, to every rank its own. On rank 0 only."""
+
+    async def cards(self, verb: str, mine: bytes) -> CardOf:
+        """Publish this rank's card, and return how those of others are had. All ranks call it, once."""
+
+    async def blame(self, rank: int, cause: str) -> Exception:
+        """Return the error for what came of ``rank``: what it said itself if it did, else tell all of ``cause``."""
 
 
 class Operation:
     """The context manager and the :class:`~bcp.protocols.Agreement` of one operation.
 
-    A :class:`~bcp.coordinators.watch.Watch` runs beside the body. Its verdict cancels the body, and is raised where
-    the context ends.
+    The channel is watched beside the body. Its verdict cancels the body, and is raised where the context ends.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        hello: Hello,
-        world_size: int,
-        timeout: float,
-        *,
-        left: deque[Mailbox],
-        address: Callable[[], str],
-    ) -> None:
+    def __init__(self, channel: Channel, hello: Hello, world_size: int, *, address: Callable[[], str]) -> None:
         """Prepare; nothing is sent before the context is entered.
 
         Args:
-            mailbox: this rank's access to the operation's keys.
+            channel: how this rank talks to the others.
             hello: who this rank is and what it is about to do.
             world_size: how many ranks take part.
-            timeout: seconds that a rank may be late to join, or silent.
-            left: mailboxes of operations that this rank has left and others had not; swept here, and added to.
             address: returns this host's address in the job's network; called in a thread.
 
         """
-        self._mailbox = mailbox
+        self._channel = channel
         self._hello = hello
         self._world_size = world_size
-        self._timeout = timeout
-        self._left = left
-        self._others = range(1, world_size) if hello.rank == 0 else range(1)
-        self._steps = 0
         self._address = address
         self._mesh: Mesh | None = None
+        self._card_of: CardOf
 
     def __repr__(self) -> str:
         """Show what is being done and how far it is."""
-        return f"<Operation {self._hello.what!r} of {self._hello}, step {self._steps}>"
+        return f"<Operation {self._hello.what!r} of {self._hello}: {self._channel!r}>"
 
     # -- the context --------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         """Say hello and start to watch."""
-        self._watch = Watch(self._mailbox, self._hello, self._others, self._timeout)
         try:
-            await call_store(self._join)
+            await self._channel.join()
         except BaseException as error:
-            await self._watch.tell(Abort(self._hello.rank, _describe(error)))
-            await self._farewell()
+            await self._channel.tell(Abort(self._hello.rank, describe(error)))
+            await self._channel.farewell()
             raise
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
-        self._group.start_soon(self._watch.run, self._group.cancel_scope.cancel)
+        self._group.start_soon(self._channel.run, self._group.cancel_scope.cancel)
         return self
 
     async def __aexit__(
@@ -88,9 +114,9 @@ class Operation:
     ) -> bool:
         """Tell the others of an error, stop watching, leave; then raise the verdict, if there is one."""
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-        self._watch.leave()
-        if error is not None and self._watch.verdict is None and not isinstance(error, PeerError):
-            await self._watch.tell(Abort(self._hello.rank, _describe(error)))
+        self._channel.leave()
+        if error is not None and self._channel.verdict is None and not isinstance(error, PeerError):
+            await self._channel.tell(Abort(self._hello.rank, describe(error)))
         if self._mesh is not None:
             self._mesh.close()
         try:
@@ -99,50 +125,37 @@ class Operation:
         finally:
             if self._mesh is not None:
                 self._mesh.disconnect()
-            await self._farewell()
-        if self._watch.verdict is not None:
+            await self._channel.farewell()
+        if self._channel.verdict is not None:
             if error is None or (cancelled and swallowed):
-                raise self._watch.verdict from None
-            error.add_note(f"meanwhile, the operation had ended: {self._watch.verdict}")
+                raise self._channel.verdict from None
+            if error is not self._channel.verdict:
+                error.add_note(f"meanwhile, the operation had ended: {self._channel.verdict}")
         return False
-
-    def _join(self) -> None:
-        """Delete what earlier operations have left behind, then say hello."""
-        for _ in range(len(self._left)):
-            with suppress(IndexError):  # an operation in another thread was quicker
-                mailbox = self._left.popleft()
-                if not mailbox.sweep():
-                    self._left.append(mailbox)
-        self._mailbox.join(self._hello)
-
-    async def _farewell(self) -> None:
-        """Leave, in the same manner."""
-        with anyio.move_on_after(_FAREWELL_SECONDS, shield=True), suppress(*STORE_ERRORS):
-            await to_thread.run_sync(self._mailbox.leave, abandon_on_cancel=True)
-            self._left.append(self._mailbox)
 
     # -- the verbs ----------------------------------------------------------------------------
 
     async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
-        with self._step(f"divide {step!r}") as (number, verb):
-            if self._hello.rank != 0:
-                return await self._ask(number, verb, mine, f"{number}/out/{self._hello.rank}", readers=1)
-            answers = await in_thread(divide, await self._gather(number, verb, mine))
-            if len(answers) != self._world_size:
-                raise InputError(f"{verb} gave {len(answers)} answers for {self._world_size} ranks; give one to each")
-            await call_store(self._post_all, {f"{number}/out/{rank}": answers[rank] for rank in self._others})
-            return answers[0]
+        verb = f"divide {step!r}"
+        if self._hello.rank != 0:
+            return await self._channel.ask(verb, mine, common=False)
+        number, gathered = await self._channel.gather(verb, mine)
+        answers = await in_thread(divide, gathered)
+        if len(answers) != self._world_size:
+            raise InputError(f"{verb} gave {len(answers)} answers for {self._world_size} ranks; give one to each")
+        await self._channel.reply_each(number, answers)
+        return answers[0]
 
     async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
-        with self._step(f"decide {step!r}") as (number, verb):
-            if self._hello.rank != 0:
-                return await self._ask(number, verb, mine, f"{number}/out", readers=self._world_size - 1)
-            answer = await decide(await self._gather(number, verb, mine))
-            if self._others:
-                await call_store(self._mailbox.post, f"{number}/out", answer)
-            return answer
+        verb = f"decide {step!r}"
+        if self._hello.rank != 0:
+            return await self._channel.ask(verb, mine, common=True)
+        number, gathered = await self._channel.gather(verb, mine)
+        answer = await decide(gathered)
+        await self._channel.reply(number, answer)
+        return answer
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
         """Send bytes to every rank and receive bytes from every rank, over sockets of this operation."""
@@ -152,112 +165,20 @@ class Operation:
             )
         if memoryview(send[self._hello.rank]).nbytes != receive[self._hello.rank]:
             raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
-        with self._step("all_to_all"):
-            if self._mesh is None:
-                self._mesh = Mesh(self._hello.rank, await in_thread(self._address))
-                self._group.start_soon(self._serve, self._mesh)
-                await call_store(self._mailbox.publish, "card", self._mesh.card)
-            try:
-                return await self._mesh.exchange(send, receive, self._card_of)
-            except PeerError as error:
-                # a rank that fails aborts before it closes its sockets: what it says is the better message
-                abort = await call_store(self._mailbox.aborted)
-                if abort is not None:
-                    raise error_of(abort) from error
-                raise await self._watch.blame(error.rank, error.cause) from error
+        if self._mesh is None:
+            self._mesh = Mesh(self._hello.rank, await in_thread(self._address))
+            self._group.start_soon(self._serve, self._mesh)
+            self._card_of = await self._channel.cards("all_to_all", self._mesh.card)
+        try:
+            return await self._mesh.exchange(send, receive, self._card_of)
+        except PeerError as error:
+            cause = f"{error.cause}, while rank {self._hello.rank} was in all_to_all"
+            raise await self._channel.blame(error.rank, cause) from error
 
     async def _serve(self, mesh: Mesh) -> None:
         """Accept connections; if that fails, the operation does."""
         try:
             await mesh.serve()
         except Exception as error:  # noqa: BLE001 -- raised where the context ends
-            self._watch.condemn(error)
+            self._channel.condemn(error)
             self._group.cancel_scope.cancel()
-
-    async def _card_of(self, rank: int) -> bytes:
-        """Return what a rank has published for those who connect to it."""
-        pause = _FIRST_PAUSE
-        while (card := await call_store(self._mailbox.published, "card", rank)) is None:
-            await anyio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return card
-
-    @contextmanager
-    def _step(self, verb: str) -> Iterator[tuple[int, str]]:
-        """Number the step, and let messages name it."""
-        self._steps += 1
-        self._watch.waits_for = f", while rank {self._hello.rank} was in {verb}"
-        try:
-            yield self._steps, verb
-        finally:
-            self._watch.waits_for = ""
-
-    async def _ask(self, number: int, verb: str, mine: bytes, answer: str, readers: int) -> bytes:
-        """Give rank 0 what is mine, and return its answer."""
-        message = _with_head([self._hello.what, verb], mine)
-        await call_store(self._mailbox.post, _in(number, self._hello.rank), message)
-        await self._arrival({0: answer})
-        return await call_store(self._mailbox.take, answer, readers)
-
-    async def _gather(self, number: int, verb: str, mine: bytes) -> list[bytes]:
-        """Return what every rank has given, by rank; on rank 0."""
-        names = {rank: _in(number, rank) for rank in self._others}
-        await self._arrival(names)
-        abort = await call_store(self._mailbox.aborted)  # ranks may have given up since they sent; decide nothing then
-        if abort is not None:
-            raise error_of(abort)
-        gathered = [mine]
-        for rank, message in enumerate(await call_store(self._take_all, list(names.values())), start=1):
-            head, data = _without_head(message)
-            for theirs, ours in zip(head, [self._hello.what, verb], strict=True):
-                if theirs != ours:
-                    raise await self._watch.disagree(rank, theirs, ours)
-            gathered.append(data)
-        return gathered
-
-    async def _arrival(self, names: Mapping[int, str]) -> None:
-        """Return once all payloads are there; ``names`` has them by the rank that sends each."""
-        pause = _FIRST_PAUSE
-        while names:
-            left = self._watch.liveness.left & names.keys()  # before the look: who has left sends nothing any more
-            if await call_store(self._mailbox.posted, list(names.values())):
-                break
-            for rank in left:
-                if not await call_store(self._mailbox.posted, [names[rank]]):
-                    raise await self._watch.blame(rank, f"{self._watch.name(rank)} has left early")
-            await anyio.sleep(pause)
-            # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
-            pause = min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
-
-    def _post_all(self, payloads: Mapping[str, bytes]) -> None:
-        """Publish payloads, in one call in a thread."""
-        for name, data in payloads.items():
-            self._mailbox.post(name, data)
-
-    def _take_all(self, names: Sequence[str]) -> list[bytes]:
-        """Return payloads, in one call in a thread."""
-        return [self._mailbox.take(name) for name in names]
-
-
-def _in(number: int, rank: int) -> str:
-    """Return the name of what a rank gives in a step."""
-    return f"{number}/in/{rank}"
-
-
-def _with_head(head: list[str], data: bytes) -> bytes:
-    """Put some words before the bytes."""
-    words = json.dumps(head).encode()
-    return len(words).to_bytes(4, "big") + words + data
-
-
-def _without_head(message: bytes) -> tuple[list[str], bytes]:
-    """Return the words and the bytes."""
-    end = 4 + int.from_bytes(message[:4], "big")
-    return json.loads(message[4:end]), message[end:]
-
-
-def _describe(error: BaseException) -> str:
-    """Return how an error is told to the other ranks."""
-    if isinstance(error, anyio.get_cancelled_exc_class()):
-        return "the operation was cancelled there"
-    return f"{type(error).__name__}: {error}"

@@ -8,22 +8,22 @@ import os
 import time
 from collections import deque
 from contextlib import AbstractAsyncContextManager, suppress
-from datetime import timedelta
 from typing import ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
+from torch.distributed import Store
 
-from bcp.coordinators.mailbox import Hello, Mailbox
-from bcp.coordinators.mesh import own_address
+from bcp.coordinators.group import GroupSeat, address_towards
+from bcp.coordinators.hello import Hello
+from bcp.coordinators.mailbox import Mailbox
 from bcp.coordinators.operation import Operation
+from bcp.coordinators.store_channel import StoreChannel
 from bcp.errors import InputError
 from bcp.protocols import Agreement
 
-__all__ = ["StoreCoordinator", "private_connection"]
+__all__ = ["StoreCoordinator"]
 
-_CALL_SECONDS = 30.0  # how long one call to the store may take; nothing in here waits for a key
 _LINGER_SECONDS = 5.0  # how long rank 0, whose process usually is the store, waits for readers when it exits
 
 
@@ -39,7 +39,6 @@ class StoreCoordinator:
     """
 
     _lingering: ClassVar[WeakSet[StoreCoordinator]] = WeakSet()
-    _groups: ClassVar[WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]] = WeakKeyDictionary()
 
     def __init__(
         self, store: Store, rank: int, world_size: int, prefix: str = "bcp", address: str | None = None
@@ -74,19 +73,9 @@ class StoreCoordinator:
             InputError: torch.distributed is not initialised, or this rank is not a member.
 
         """
-        if not dist.is_initialized():
-            raise InputError("there is no process group yet; call torch.distributed.init_process_group first")
-        group = distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 -- no public name
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise InputError("this rank is not a member of the process group")
-        shared = distributed_c10d._get_process_group_store(group)  # noqa: SLF001 -- no public name
-        number = next(cls._groups.setdefault(group, itertools.count()))
-        # torchrun may keep its store over restarts of the workers, and older keys with it
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"bcp/{group.group_name}/{attempt}/{number}"
-        coordinator = cls(private_connection(shared), rank, dist.get_world_size(group), prefix, address)
-        if rank == 0:
+        seat = GroupSeat.of(group)
+        coordinator = cls(seat.store, seat.rank, seat.world_size, seat.prefix, address)
+        if seat.rank == 0:
             cls._lingering.add(coordinator)
         return coordinator
 
@@ -103,12 +92,12 @@ class StoreCoordinator:
             )
         mailbox = Mailbox(self._store, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
         hello = Hello.of(self.rank, what)
-        return Operation(mailbox, hello, self.world_size, timeout, left=self._left, address=self._own_address)
+        channel = StoreChannel(mailbox, hello, self.world_size, timeout, left=self._left)
+        return Operation(channel, hello, self.world_size, address=self._own_address)
 
     def _own_address(self) -> str:
         """Return the given address, or this host's in the network of the store's server."""
-        inner = _innermost(self._store)
-        return self._address or own_address((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
+        return self._address or address_towards(self._store)
 
     def _linger(self, deadline: float) -> None:
         """Wait until all ranks have left the operations that this one has left."""
@@ -128,34 +117,3 @@ class StoreCoordinator:
 
 
 atexit.register(StoreCoordinator._linger_all)  # noqa: SLF001 -- this module's own
-
-
-def private_connection(store: Store) -> Store:
-    """Return a connection of our own to a store, so that nobody's long wait holds up our signs of life.
-
-    A TCPStore client does one call at a time, and ``init_process_group`` and ``new_group`` wait for minutes in one.
-    Stores without connections are returned as they are.
-    """
-    clone = getattr(store, "clone", None)  # torch 2.13 has it
-    private: Store = reconnected(store) if clone is None else clone()
-    if isinstance(_innermost(private), TCPStore):
-        private.set_timeout(timedelta(seconds=_CALL_SECONDS))
-    return private
-
-
-def reconnected(store: Store) -> Store:
-    """Return a new client of a TCPStore's server, or the store itself; the way of torch before ``Store.clone``.
-
-    Prefixes are lost: torch does not tell them.
-    """
-    inner = _innermost(store)
-    if not isinstance(inner, TCPStore):
-        return store
-    return TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False)
-
-
-def _innermost(store: Store) -> Store:
-    """Return the store inside of all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store

@@ -10,12 +10,13 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 from anyio import to_thread
 
+from bcp.coordinators.hello import Abort, Hello, different, error_of
 from bcp.coordinators.liveness import Liveness
-from bcp.coordinators.mailbox import Abort, Hello, Mailbox
+from bcp.coordinators.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 
-__all__ = ["STORE_ERRORS", "Watch", "call_store", "error_of"]
+__all__ = ["STORE_ERRORS", "Watch", "call_store"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -42,10 +43,10 @@ class Watch:
     """
 
     def __init__(self, mailbox: Mailbox, hello: Hello, others: Iterable[int], timeout: float) -> None:
-        """Watch ``others`` from now on; a rank that is silent or late for ``timeout`` seconds is given up."""
+        """Prepare to watch ``others``; a rank that is silent or late for ``timeout`` seconds is given up."""
         self.verdict: Exception | None = None
         self.hellos: dict[int, Hello] = {}
-        self.liveness = Liveness(others, anyio.current_time())
+        self.liveness = Liveness(others, 0.0)
         self.waits_for = ""
         self._mailbox = mailbox
         self._hello = hello
@@ -57,6 +58,10 @@ class Watch:
     def __repr__(self) -> str:
         """Show who is watched, and the verdict."""
         return f"<Watch of {self._hello}: {self.liveness!r}, verdict {self.verdict!r}>"
+
+    def start(self) -> None:
+        """Count the seconds from now on."""
+        self.liveness = Liveness(self.liveness.watched, anyio.current_time())
 
     def name(self, rank: int) -> str:
         """Name a rank, with host and process where they are known."""
@@ -124,12 +129,9 @@ class Watch:
 
     async def disagree(self, rank: int, theirs: str, mine: str) -> InputError:
         """Tell all ranks that ``rank`` is doing something else than this one, and return the error to raise."""
-        message = (
-            f"the ranks are doing different things: rank {self._hello.rank}: {mine}; rank {rank}: {theirs}; "
-            "every rank has to make the same calls of bcp in the same order, with the same paths"
-        )
-        await self.tell(Abort(rank, message, disagreement=True))
-        return InputError(message)
+        abort = different(self._hello.rank, mine, rank, theirs)
+        await self.tell(abort)
+        return InputError(abort.message)
 
     async def _lost(self, now: float) -> PeerError | None:
         """Tell all ranks if one of them is late or silent."""
@@ -164,8 +166,3 @@ async def call_store(function: Callable[[*Ts], T], *args: *Ts) -> T:
     except STORE_ERRORS as error:
         cause = f"the store does not answer: {error}; it usually lives in the process of rank 0, which may have died"
         raise PeerError(0, cause) from error
-
-
-def error_of(abort: Abort) -> InputError | PeerError:
-    """Return the error that an abort is for a rank that is told of it."""
-    return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)

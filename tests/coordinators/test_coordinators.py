@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import structlog
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake"
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from bcp.coordinators import SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
+import bcp.coordinators
+from bcp.coordinators import GrpcCoordinator, SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
+from bcp.coordinators.group import private_connection, reconnected
 from bcp.coordinators.liveness import LEFT, Liveness
-from bcp.coordinators.store import private_connection, reconnected
+from bcp.coordinators.vigil import Vigil
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
@@ -117,6 +121,34 @@ async def test_solo() -> None:
             raise ZeroDivisionError
 
 
+def hide_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be one without grpcio."""
+    for name in [name for name in sys.modules if name.startswith("bcp.coordinators.")]:
+        if getattr(sys.modules[name], "grpc", None) is not None or name.endswith("grpc_coordinator"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "grpc", None)
+
+
+def test_without_grpc_the_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_grpc(monkeypatch)
+    dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
+    try:
+        with structlog.testing.capture_logs() as logs:
+            assert isinstance(coordinator(), StoreCoordinator)
+    finally:
+        dist.destroy_process_group()
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+    assert "grpcio cannot be imported" in logs[0]["event"]
+    assert "grpc" in logs[0]["error"]
+    with pytest.raises(ImportError):
+        bcp.coordinators.GrpcCoordinator  # noqa: B018 -- importing it is the test
+
+
+def test_the_package_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        bcp.coordinators.Nonsense  # noqa: B018 -- looking it up is the test
+
+
 # -- which coordinator -----------------------------------------------------------------------
 
 
@@ -140,16 +172,22 @@ def test_a_launcher_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> 
         StoreCoordinator.over()
 
 
-def test_one_coordinator_for_each_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [GrpcCoordinator, StoreCoordinator])
+def test_one_coordinator_for_each_process_group(
+    kind: type[GrpcCoordinator | StoreCoordinator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind is StoreCoordinator:
+        hide_grpc(monkeypatch)
     seen = []
     for _ in range(2):
         dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
         try:
             first = coordinator()
             assert coordinator() is first
+            assert isinstance(first, kind)
             assert (first.rank, first.world_size) == (1, 2)
             seen.append(first)
-            assert repr(StoreCoordinator.over()) != repr(first)  # no key in common
+            assert repr(kind.over()) != repr(first)  # no key in common
         finally:
             dist.destroy_process_group()
     assert seen[0] is not seen[1]
@@ -180,3 +218,18 @@ def test_a_watcher_that_slept_blames_nobody() -> None:
     liveness.note(1, b"1", now=1.0)
     liveness.note(1, b"99", now=1000.0)  # the first look after a long sleep
     assert liveness.lost(5.0, now=1000.0) is None
+
+
+def test_a_vigil_does_not_count_the_seconds_of_its_own_sleep() -> None:
+    vigil = Vigil(timeout=5.0, pause=1.0, now=100.0)
+    vigil.watch([1, 2])
+    vigil.note(1)
+    assert vigil.look(now=101.0) is None
+    assert vigil.look(now=1000.0) is None  # asleep for 899 s, of which 2 count
+    assert vigil.awake == 3.0
+    vigil.note(2)
+    for second in (1001.0, 1002.0):
+        assert vigil.look(now=second) is None
+    assert vigil.look(now=1003.0) == (1, 6.0, True)
+    vigil.leave(1)
+    assert vigil.look(now=1004.0) is None

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from bcp.coordinators.store import StoreCoordinator, private_connection
+from bcp.coordinators.group import private_connection
+from bcp.coordinators.store import StoreCoordinator
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 4), (4, 1), (2, 1), (1, 3)]
 DTYPES = ["float32", "bfloat16", "float64", "int64", "uint8", "float8_e4m3fn", "complex64", "bool"]

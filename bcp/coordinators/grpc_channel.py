@@ -1,0 +1,195 @@
+"""The channel of an operation over the tree: the side of the caller, on the caller's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import anyio
+
+from bcp.coordinators.frames import Frame, Kind
+from bcp.coordinators.hello import Abort, Hello, error_of
+from bcp.coordinators.loop import Loop
+from bcp.coordinators.node import Node
+from bcp.coordinators.operation import CardOf
+from bcp.coordinators.round import Round
+from bcp.coordinators.seat import Part
+from bcp.coordinators.values import Values
+from bcp.errors import InputError
+
+__all__ = ["GrpcChannel"]
+
+_BEAT_SECONDS = 1.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
+_FAREWELL_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
+_BLAME_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
+
+
+class GrpcChannel:
+    """A :class:`~bcp.coordinators.operation.Channel` over this rank's node, which lives on another loop.
+
+    Signs of life are given here: a rank whose own loop is stuck falls silent, as it should, though its node does not.
+    """
+
+    def __init__(self, node: Node, loop: Loop, number: int, hello: Hello, world_size: int, timeout: float) -> None:
+        """Prepare; nothing is sent before :meth:`join`.
+
+        Args:
+            node: this rank's place in the tree.
+            loop: where the node lives.
+            number: the operation's.
+            hello: who this rank is and what it is about to do.
+            world_size: how many ranks take part.
+            timeout: seconds that a rank may be late to join, or silent.
+
+        """
+        self.verdict: Exception | None = None
+        self._node = node
+        self._loop = loop
+        self._number = number
+        self._hello = hello
+        self._world_size = world_size
+        self._timeout = timeout
+        self._beat = min(_BEAT_SECONDS, timeout / 10)
+        self._steps = 0
+        self._answers: dict[int, asyncio.Future[bytes | Values]] = {}
+        self._leaving = False
+        self._news: asyncio.Event
+
+    def __repr__(self) -> str:
+        """Show how far it is."""
+        return f"<GrpcChannel of operation {self._number}, step {self._steps}, verdict {self.verdict!r}>"
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Begin."""
+        self._news = asyncio.Event()
+        here = asyncio.get_running_loop()
+
+        def call_here(function: Callable[..., None], *args: object) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
+                here.call_soon_threadsafe(function, *args)
+
+        part = Part(
+            what=self._hello.what,
+            timeout=self._timeout,
+            beat=self._beat,
+            hand_over=partial(call_here, self._take_answer),
+            end=partial(call_here, self._take_end),
+        )
+        self._loop.post(self._node.begin, self._number, part)
+
+    async def run(self, end: Callable[[], None]) -> None:
+        """Give signs of life until this rank leaves, or there is a verdict; then call ``end``."""
+        while not self._leaving and self.verdict is None:
+            with anyio.move_on_after(self._beat) as pause:
+                await self._news.wait()
+            if pause.cancelled_caught:
+                self._act(lambda its: its.beat(asyncio.get_running_loop().time()))
+        if self.verdict is not None:
+            end()
+
+    def condemn(self, error: Exception) -> None:
+        """Let this error be the verdict, unless there is one or this rank is leaving."""
+        if self.verdict is None and not self._leaving:
+            self.verdict = error
+            self._news.set()
+
+    def leave(self) -> None:
+        """Look no more; there will be no verdict after this."""
+        self._leaving = True
+        self._news.set()
+
+    async def tell(self, abort: Abort) -> None:
+        """Tell the others that the operation has ended."""
+        with suppress(InputError):
+            self._act(lambda its: its.end(abort))
+
+    async def farewell(self) -> None:
+        """Leave, and wait shortly until all that this rank has said is on its way, in case its process ends now."""
+        with suppress(InputError), anyio.move_on_after(_FAREWELL_SECONDS, shield=True):
+            self._act(Round.leave)
+            await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.flushed())))
+
+    # -- steps --------------------------------------------------------------------------------
+
+    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
+        """Give rank 0 what is mine, and return its answer."""
+        del common
+        _, answer = await self._give(verb, mine)
+        return answer if isinstance(answer, bytes) else answer.members()[0]
+
+    async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
+        """Return what every rank has given, by rank; on rank 0."""
+        number, values = await self._give(verb, mine)
+        gathered = [b""] * self._world_size
+        if isinstance(values, Values) and self._node.place is not None:
+            for rank, member in zip(self._node.place.order, values.members(), strict=True):
+                gathered[rank] = member
+        return number, gathered
+
+    async def reply(self, number: int, answer: bytes) -> None:
+        """Send one answer to all."""
+        frame = Frame(Kind.DOWN, self._number, number, answer)
+        self._act(lambda its: its.reply(number, frame, None))
+
+    async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
+        """Send an answer to each."""
+        order = () if self._node.place is None else self._node.place.order
+        values = Values.of(answers[rank] for rank in order)
+        frame = Frame(Kind.EACH, self._number, number)
+        self._act(lambda its: its.reply(number, frame, values))
+
+    async def cards(self, verb: str, mine: bytes) -> CardOf:
+        """Gather the cards of all ranks and tell them all."""
+        if self._hello.rank == 0:
+            number, gathered = await self.gather(verb, mine)
+            cards = gathered
+            await self.reply(number, Values.of(gathered).pack())
+        else:
+            cards = Values.unpack(await self.ask(verb, mine, common=True), self._world_size).members()
+
+        async def card_of(rank: int) -> bytes:
+            return cards[rank]
+
+        return card_of
+
+    async def blame(self, rank: int, cause: str) -> Exception:
+        """Wait shortly for the tree's word, which sets out before the sockets close but is not as fast; else blame."""
+        with anyio.move_on_after(_BLAME_SECONDS):
+            await self._end()
+        self._act(lambda its: its.blame(rank, cause))
+        return await self._end()
+
+    async def _end(self) -> Exception:
+        """Return the verdict, once there is one."""
+        while self.verdict is None:
+            await self._news.wait()
+        return self.verdict
+
+    async def _give(self, verb: str, mine: bytes) -> tuple[int, bytes | Values]:
+        """Take part in the next step, and return its number and what comes of it."""
+        self._steps += 1
+        number = self._steps
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._act(lambda its: its.give(number, verb, bytes(mine)))
+            return number, await answer
+        finally:
+            del self._answers[number]
+
+    # -- from the node ------------------------------------------------------------------------
+
+    def _act(self, action: Callable[[Round], None]) -> None:
+        """Let the node do something, after all that it was asked to do before."""
+        self._loop.post(self._node.act, self._number, action)
+
+    def _take_answer(self, number: int, answer: bytes | Values) -> None:
+        future = self._answers.get(number)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _take_end(self, abort: Abort) -> None:
+        self.condemn(error_of(abort))

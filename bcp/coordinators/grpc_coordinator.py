@@ -1,0 +1,200 @@
+"""Agreement over a tree of gRPC streams: the coordinator of jobs of more than one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from threading import Lock
+from weakref import finalize
+
+import torch.distributed as dist
+
+from bcp.coordinators.edge import Tls
+from bcp.coordinators.group import GroupSeat, address_towards
+from bcp.coordinators.grpc_channel import GrpcChannel
+from bcp.coordinators.hello import Hello
+from bcp.coordinators.link import Traffic
+from bcp.coordinators.loop import Loop, current_loop
+from bcp.coordinators.node import Node
+from bcp.coordinators.operation import Operation
+from bcp.coordinators.rendezvous import Addresses, MemoryRendezvous, Rendezvous
+from bcp.coordinators.store_rendezvous import StoreRendezvous
+from bcp.errors import InputError
+from bcp.protocols import Agreement
+
+__all__ = ["FANOUT", "GrpcCoordinator"]
+
+FANOUT = 16
+"""Children of a rank, on its host and above other hosts; three levels of hosts are 4,000.
+
+Few levels count more than few children: in a process that trains, each wake-up may wait 5 ms for the interpreter.
+"""
+
+_CLOSE_SECONDS = 8.0  # longer than a node's own limit
+
+
+class GrpcCoordinator:
+    """A :class:`~bcp.protocols.Coordinator` over a tree; made for up to some 100,000 ranks.
+
+    Every rank has one stream to its parent, which stays open. What all ranks say is gathered on its way up, each
+    distinct payload once, and answers go down the same way; a rank watches its neighbours only. Nothing is sent or
+    opened before the first operation.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks take part.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        rendezvous: Rendezvous,
+        address: Callable[[], str],
+        tls: Tls | None = None,
+    ) -> None:
+        """Coordinate with those that are met at ``rendezvous``; :meth:`over` and :meth:`at` make one.
+
+        ``address`` returns this host's address in the job's network, for the bulk data of ``all_to_all``.
+        """
+        if not 0 <= rank < world_size:
+            raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self._rendezvous = rendezvous
+        self._address = address
+        self._tls = tls
+        self._numbers = itertools.count()
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._loop: Loop | None = None
+        self._node: Node | None = None
+        self._closed = False
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        address: str | None = None,
+        fanout: int = FANOUT,
+        tls: Tls | None = None,
+    ) -> GrpcCoordinator:
+        """Coordinate the ranks of a process group, which meet over a private connection to the group's own store.
+
+        The group's collectives are not used. Every member has to call this equally often for one group.
+
+        Args:
+            group: None for the default group.
+            address: this host's, where nothing but this one is listened on; None: the one on the way to the store's
+                server.
+            fanout: how many children a rank has, on its own host and on others; the same on all ranks.
+            tls: certificates, where the network is not to be trusted; on all ranks or on none.
+
+        Raises:
+            InputError: torch.distributed is not initialised, or this rank is not a member.
+
+        """
+        seat = GroupSeat.of(group)
+
+        def own() -> str:
+            return address or address_towards(seat.store)
+
+        rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, own)
+        return cls(seat.rank, seat.world_size, rendezvous, own, tls)
+
+    @classmethod
+    def at(
+        cls,
+        rank: int,
+        addresses: Sequence[str],
+        token: str,
+        *,
+        hosts: Sequence[str] | None = None,
+        fanout: int = FANOUT,
+        tls: Tls | None = None,
+    ) -> GrpcCoordinator:
+        """Coordinate ranks whose addresses are known beforehand; needs no process group and no store.
+
+        Args:
+            rank: this rank.
+            addresses: ``"host:port"`` of every rank; this rank listens on its own, on that address only.
+            token: a secret of this job, the same on all ranks, as from ``secrets.token_hex()``.
+            hosts: a name for every rank's host, where the addresses do not tell.
+            fanout: how many children a rank has, on its own host and on others; the same on all ranks.
+            tls: certificates, where the network is not to be trusted; on all ranks or on none.
+
+        """
+        rendezvous = Addresses(rank, addresses, token, fanout, hosts)
+        own = addresses[rank].rpartition(":")[0].strip("[]")
+        return cls(rank, len(addresses), rendezvous, lambda: own, tls)
+
+    @classmethod
+    def in_memory(cls, hosts: Sequence[str], fanout: int = FANOUT) -> list[GrpcCoordinator]:
+        """Return one for each rank of this process; ``hosts`` are names that shape the tree."""
+        ranks = enumerate(MemoryRendezvous.all_of(hosts, fanout))
+        return [cls(rank, len(hosts), rendezvous, lambda: "127.0.0.1") for rank, rendezvous in ranks]
+
+    def __repr__(self) -> str:
+        """Show rank, and what it is connected to."""
+        state = "closed" if self._closed else "not connected" if self._node is None else repr(self._node)
+        return f"<GrpcCoordinator of rank {self.rank} of {self.world_size}, {self._rendezvous!r}: {state}>"
+
+    @property
+    def traffic(self) -> Mapping[int, Traffic]:
+        """What has passed between this rank and each neighbour in the tree; empty before the first operation."""
+        return {} if self._node is None else self._node.traffic
+
+    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+        """Take this rank's place in the next operation."""
+        if os.getpid() != self._pid:
+            raise InputError(
+                f"{self!r} was made in process {self._pid} and this is its fork {os.getpid()}: only the rank itself "
+                "can take part; pass coordinator=SoloCoordinator() to save or load alone"
+            )
+        if self._closed:
+            raise InputError(f"{self!r} cannot begin {what!r}: it was closed")
+        node, loop = self._connect()
+        hello = Hello.of(self.rank, what)
+        channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
+        return Operation(channel, hello, self.world_size, address=self._own_address)
+
+    def close(self) -> None:
+        """Say goodbye to the neighbours and let go of connections; blocks, for some seconds at most. Idempotent.
+
+        It is done at the end of the process, too. Operations under way on other ranks end with an error.
+        """
+        self._closed = True
+        if self._node is not None and self._loop is not None and os.getpid() == self._pid:
+            with suppress(TimeoutError, InputError):
+                self._loop.run(self._node.aclose()).result(_CLOSE_SECONDS)
+
+    async def aclose(self) -> None:
+        """Do the same without blocking the event loop."""
+        self._closed = True
+        if self._node is not None and self._loop is not None and os.getpid() == self._pid:
+            with suppress(InputError):
+                await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.aclose())))
+
+    def _own_address(self) -> str:
+        """Return this host's address; a method, so that an operation keeps its coordinator, and with it the node."""
+        return self._address()
+
+    def _connect(self) -> tuple[Node, Loop]:
+        """Return this rank's node; the first call makes it."""
+        with self._lock:
+            if self._node is None or self._loop is None:
+                self._loop = current_loop()
+                self._node = Node(Hello.of(self.rank, ""), self._rendezvous, self._tls)
+                self._loop.residents.add(self._node)
+                finalize(self, _let_go, self._loop, self._node).atexit = False  # the loop closes its residents itself
+            return self._node, self._loop
+
+
+def _let_go(loop: Loop, node: Node) -> None:
+    """Close the node of a coordinator that nobody has any more."""
+    if loop.alive:
+        with suppress(InputError):
+            loop.run(node.aclose())

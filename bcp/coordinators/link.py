@@ -1,0 +1,120 @@
+"""One edge of the tree: what is still to be sent over it, whether it is up, and what has passed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from bcp.coordinators.hello import Hello
+
+__all__ = ["Link", "Traffic"]
+
+
+class Traffic(NamedTuple):
+    """Bytes and messages of one edge since it was made: our frames, without what gRPC and TCP add."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+
+
+class Link:
+    """This rank's end of the edge to one neighbour; lives on the coordinators' loop.
+
+    It outlives connections. Frames that are sent before the first one wait for it; those that wait or are on their way
+    when one breaks are lost, which ends their operations.
+
+    Attributes:
+        rank: the neighbour.
+        hello: who the neighbour is, once it has been connected.
+        connection: the present one, an object of the transport's own; None while there is none.
+        trouble: why there is none, for messages; empty where nothing is known.
+        traffic: what has passed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Make an end that is not connected."""
+        self.rank = rank
+        self.hello: Hello | None = None
+        self.connection: object | None = None
+        self.trouble = ""
+        self.traffic = Traffic()
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._writing = False
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        """Show the neighbour, and whether it is there."""
+        state = "up" if self.connection is not None else "down"
+        return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
+
+    def __str__(self) -> str:
+        """Name the neighbour, with host and process where they are known."""
+        return f"rank {self.rank}" if self.hello is None else str(self.hello)
+
+    @property
+    def empty(self) -> bool:
+        """Say whether all frames have been handed to the transport."""
+        return not self._waiting and not self._writing
+
+    def send(self, operation: int, frame: bytes) -> None:
+        """Send a frame of an operation, after all earlier ones."""
+        self._waiting.append((operation, frame))
+        self._wake()
+
+    def drop(self, operation: int) -> None:
+        """Forget the frames of an operation that still wait."""
+        self._waiting = deque(each for each in self._waiting if each[0] != operation)
+
+    def received(self, frame: bytes) -> None:
+        """Count a frame."""
+        self.traffic = self.traffic._replace(
+            bytes_received=self.traffic.bytes_received + len(frame),
+            messages_received=self.traffic.messages_received + 1,
+        )
+
+    def up(self, connection: object, hello: Hello) -> None:
+        """Take note of a new connection."""
+        self.connection, self.hello, self.trouble = connection, hello, ""
+        self._wake()
+
+    def down(self, trouble: str) -> None:
+        """Take note that there is none any more, and forget what waited for it."""
+        self.connection, self.trouble = None, trouble
+        self._waiting.clear()
+        self._wake()
+
+    async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write the frames that wait, as they come, as long as the connection is this one."""
+        while self.connection is connection:
+            if not self._waiting:
+                await self.changed()
+                continue
+            _, frame = self._waiting.popleft()
+            self._writing = True
+            try:
+                await write(frame)
+            finally:
+                self._writing = False
+            self.traffic = self.traffic._replace(
+                bytes_sent=self.traffic.bytes_sent + len(frame), messages_sent=self.traffic.messages_sent + 1
+            )
+            if not self._waiting:
+                self._wake()
+
+    async def flushed(self) -> None:
+        """Return once all frames have been handed to the transport, or the connection is gone."""
+        while self.connection is not None and not self.empty:
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Return at the next change of anything here."""
+        await self._news.wait()
+
+    def _wake(self) -> None:
+        """Wake those who wait for a change; whoever waits from now on waits for the next."""
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,120 @@
+"""The one event loop on which all gRPC coordinators of a process talk, whatever loops their callers run on.
+
+gRPC's asyncio side serves one loop well and several badly. It is a loop of its own, so that what callers do on theirs
+holds up nobody who waits for another rank's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+from weakref import WeakSet
+
+from bcp.errors import InputError
+
+__all__ = ["Loop", "current_loop"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_EXIT_SECONDS = 8.0  # longer than any node's own limit
+
+
+class Closable(Protocol):
+    """What is closed when the process ends."""
+
+    async def aclose(self) -> None:
+        """Let go of everything."""
+
+
+class Loop:
+    """An event loop on a daemon thread.
+
+    Attributes:
+        residents: what lives on it, and is closed at exit.
+    """
+
+    def __init__(self) -> None:
+        """Start the thread."""
+        self.residents: WeakSet[Closable] = WeakSet()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="bcp-coordinators", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        """Show how many live on it."""
+        return f"<Loop of {len(self.residents)} coordinators, {'alive' if self._thread.is_alive() else 'ended'}>"
+
+    @property
+    def alive(self) -> bool:
+        """Say whether calls get through."""
+        return self._thread.is_alive() and not self._loop.is_closed()
+
+    def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call a function on the loop, after all that was posted earlier; from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as error:
+            raise InputError("the process is ending: ranks can agree on nothing any more") from error
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop; from any other thread."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise InputError("the process is ending: ranks can agree on nothing any more") from error
+
+    def close(self) -> None:
+        """Close all that lives here, then end the thread."""
+        with suppress(TimeoutError, InputError):
+            self.run(self._close_residents()).result(_EXIT_SECONDS)
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_EXIT_SECONDS)
+
+    async def _close_residents(self) -> None:
+        closing: list[Awaitable[None]] = [resident.aclose() for resident in list(self.residents)]
+        await asyncio.gather(*closing, return_exceptions=True)
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop):  # leaving it cancels what is left and closes the loop
+            self._loop.run_forever()
+
+
+_lock = threading.Lock()
+_current: Loop | None = None
+_inherited: list[object] = []
+
+
+def current_loop() -> Loop:
+    """Return the loop of this process, which the first call starts."""
+    global _current  # noqa: PLW0603 -- one a process
+    with _lock:
+        if _current is None or not _current.alive:
+            _current = Loop()
+        return _current
+
+
+def _forget_in_child() -> None:
+    """Give a forked child a fresh start; what it has of the parent's is kept, since deleting it would use the loop."""
+    global _lock, _current  # noqa: PLW0603 -- one a process
+    if _current is not None:
+        _inherited.extend((_current, *_current.residents))
+    _lock = threading.Lock()
+    _current = None
+
+
+def _close_at_exit() -> None:
+    if _current is not None:
+        _current.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_close_at_exit)

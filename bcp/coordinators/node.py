@@ -1,0 +1,295 @@
+"""One rank's node in the tree: its connections, and the operations that pass through it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from bcp.coordinators.dial import RefusedError, dial
+from bcp.coordinators.edge import Tls
+from bcp.coordinators.frames import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.hello import Abort, Hello, describe
+from bcp.coordinators.link import Link, Traffic
+from bcp.coordinators.rendezvous import Invitation, Rendezvous
+from bcp.coordinators.round import Round
+from bcp.coordinators.seat import Part
+from bcp.coordinators.server import Server, credentials_of
+from bcp.coordinators.tree import Place
+from bcp.errors import PeerError
+from bcp.pipeline import in_thread
+
+__all__ = ["Node"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 2.0  # seconds between two attempts to connect; doubles
+_GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours to have read all
+_STRANGER_SECONDS = (
+    1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
+)
+_MOST_ROUNDS = 1024  # operations that are kept for a rank that has not begun them
+
+
+class Node:
+    """Passes on what its subtree says, whether or not its own rank takes part just then.
+
+    Everything here runs on the coordinators' loop, so there are no locks. Connections are made when the first operation
+    begins, and made anew when one begins after they broke.
+    """
+
+    def __init__(self, hello: Hello, rendezvous: Rendezvous, tls: Tls | None) -> None:
+        """Prepare; nothing is sent before the first operation."""
+        self.rank = hello.rank
+        self.place: Place | None = None
+        self._hello = hello
+        self._rendezvous = rendezvous
+        self._tls = tls
+        self._name = secrets.token_hex(8)
+        self._links: dict[int, Link] = {}
+        self._rounds: dict[int, Round] = {}
+        self._next = 0
+        self._over: set[int] = set()
+        self._all_over = 0  # every operation below this number is over
+        self._server: Server | None = None
+        self._driver: asyncio.Task[None] | None = None
+        self._announcing: set[asyncio.Task[None]] = set()
+        self._mute = False
+        self._closing: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        """Show its edges and operations."""
+        up = sum(link.connection is not None for link in self._links.values())
+        return f"<Node of {self._hello}: {up} of {len(self._links)} edges up, {len(self._rounds)} operations>"
+
+    @property
+    def traffic(self) -> Mapping[int, Traffic]:
+        """What has passed over each edge, by neighbour."""
+        return {rank: link.traffic for rank, link in list(self._links.items())}
+
+    # -- this node's own rank -----------------------------------------------------------------
+
+    def begin(self, number: int, part: Part) -> None:
+        """Let this node's rank begin an operation."""
+        if self._closing is not None:
+            part.end(Abort(self.rank, f"the coordinator of {self._hello} was closed"))
+            return
+        self._next = max(self._next, number + 1)
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive(), name=f"bcp coordinator of rank {self.rank}")
+        now = asyncio.get_running_loop().time()
+        self.act(number, lambda its: its.begin(part, now))
+
+    def act(self, number: int, action: Callable[[Round], None]) -> None:
+        """Do something with an operation; an error there ends it."""
+        its = self._rounds.get(number)
+        if its is None:
+            if self._is_over(number):
+                return
+            its = self._rounds[number] = Round(number, self)
+        try:
+            action(its)
+        except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
+            its.end(Abort(self.rank, f"{self._hello}: {describe(error)}"))
+        self._tidy(its)
+
+    async def flushed(self) -> None:
+        """Return once all that was sent has been handed to the transport, where there is a connection."""
+        for link in list(self._links.values()):
+            await link.flushed()
+
+    async def aclose(self) -> None:
+        """Say goodbye to the neighbours, wait shortly until they have read all, and let go of everything."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"bcp coordinator of rank {self.rank} closes")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        abort = Abort(self.rank, f"the coordinator of {self._hello} was closed")
+        for its in list(self._rounds.values()):
+            if its.part is not None and not its.left:
+                its.end(abort)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await asyncio.gather(*map(self._part_from, self._links.values()))
+        for task in (self._driver, *self._announcing):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if self._server is not None:
+            await self._server.aclose()
+
+    async def _part_from(self, link: Link) -> None:
+        """Return when a neighbour has read all; one that has still to connect may have to hear why there is no need."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STRANGER_SECONDS):
+                while link.hello is None and not link.empty:
+                    await link.changed()
+        if link.connection is not None:
+            link.send(0, Frame(Kind.BYE).pack())
+        while link.connection is not None:
+            await link.changed()
+
+    # -- what a round needs -------------------------------------------------------------------
+
+    def send(self, rank: int, frame: Frame) -> None:
+        """Send a neighbour a frame."""
+        if rank == self._parent:
+            # a parent that refuses this rank, or that has said goodbye, is asked again at the next operation only
+            self._mute = self._mute and frame.kind is not Kind.JOIN
+            if self._mute:
+                return
+        link = self._links[rank]
+        if frame.kind is Kind.ABORT:
+            link.drop(frame.operation)  # a neighbour that hears it late must not finish a step first
+        link.send(frame.operation, frame.pack())
+
+    def name(self, rank: int) -> str:
+        """Name a rank, with host and process where they are known."""
+        return str(self._links.get(rank, f"rank {rank}"))
+
+    def connected(self, rank: int) -> bool:
+        """Say whether there is a connection to a neighbour."""
+        return self._links[rank].connection is not None
+
+    def trouble(self, rank: int) -> str:
+        """Say why there is none, as the end of a message; or nothing."""
+        return self._links[rank].trouble if rank in self._links else ""
+
+    def absent(self) -> int | None:
+        """Return a rank for which the tree waits."""
+        return self._rendezvous.absent()
+
+    def announce(self, number: int, abort: Abort) -> None:
+        """Tell those who have no place in the tree yet that an operation has ended."""
+        task = asyncio.create_task(self._announce(number, abort))
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
+
+    async def _announce(self, number: int, abort: Abort) -> None:
+        with suppress(PeerError):  # the store is gone: nobody can be told
+            await self._rendezvous.announce(number, abort)
+
+    # -- the neighbours -----------------------------------------------------------------------
+
+    def receive(self, rank: int, data: bytes) -> bool:
+        """Take a neighbour's frame; say whether there will be more. Raises :class:`FrameError`."""
+        self._links[rank].received(data)
+        frame = Frame.unpack(data)
+        if frame.kind is Kind.BYE:
+            return False
+        number = frame.operation
+        if self._is_over(number):
+            if frame.kind in (Kind.JOIN, Kind.UP):
+                self.send(rank, Frame(Kind.OLD, number, body=pack_number(self._next)))
+            return True
+        its = self._rounds.get(number)
+        if its is None:
+            if frame.kind is Kind.OLD:
+                return True
+            if len(self._rounds) >= _MOST_ROUNDS:
+                abort = Abort(self.rank, f"{self._hello} is {len(self._rounds)} operations behind rank {rank}")
+                self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
+                return True
+            its = self._rounds[number] = Round(number, self)
+        its.take(rank, frame)
+        self._tidy(its)
+        return True
+
+    def lost(self, rank: int, connection: object, reason: str | None) -> None:
+        """Take note that a connection has ended; the end of the operations under way, too."""
+        link = self._links[rank]
+        if link.connection is not connection:
+            return
+        self._mute = self._mute or (reason is None and rank == self._parent)
+        link.down("" if reason is None else f"; the connection to it broke: {reason}")
+        if self._closing is not None:
+            return
+        cause = f"{link} has closed its coordinator" if reason is None else f"the connection to {link} broke: {reason}"
+        for its in list(self._rounds.values()):
+            its.lose(rank, cause)
+            self._tidy(its)
+
+    @property
+    def _parent(self) -> int | None:
+        return None if self.place is None else self.place.parent
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def _is_over(self, number: int) -> bool:
+        return number < self._all_over or number in self._over
+
+    def _tidy(self, its: Round) -> None:
+        """Forget an operation that is over everywhere around."""
+        if its.over and self._rounds.pop(its.number, None) is not None:
+            self._over.add(its.number)
+            while self._all_over in self._over:
+                self._over.remove(self._all_over)
+                self._all_over += 1
+
+    def _end_all(self, abort: Abort) -> None:
+        """End all operations that this node's rank has begun."""
+        for its in list(self._rounds.values()):
+            if its.part is not None:
+                its.end(abort)
+
+    def _heard(self, number: int, abort: Abort) -> None:
+        """Take note of what was announced before this node had its place."""
+        if not self._is_over(number):
+            self._rounds.setdefault(number, Round(number, self)).end(abort, source=abort.rank)
+
+    # -- connections --------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        """Find this rank's place, serve its children, and stay connected to its parent."""
+        try:
+            invitation = await self._rendezvous.invitation(self._heard)
+            if self.place is None:
+                self._take_place(invitation.place)
+            if invitation.place.children and self._server is None:
+                await self._serve(invitation)
+            if invitation.place.parent is not None:
+                await self._stay_connected(self._links[invitation.place.parent], invitation)
+        except PeerError as error:
+            self._driver = None  # the next operation tries again
+            self._end_all(Abort(error.rank, error.cause))
+        except Exception as error:  # noqa: BLE001 -- told to those who wait for it
+            self._driver = None
+            self._end_all(Abort(self.rank, f"{self._hello}: {describe(error)}"))
+
+    def _take_place(self, place: Place) -> None:
+        """Become a part of the tree; what was said before is said now."""
+        self._links = {rank: Link(rank) for rank in place.neighbours}
+        self.place = place
+        for its in list(self._rounds.values()):
+            its.resume()
+            self._tidy(its)
+
+    async def _serve(self, invitation: Invitation) -> None:
+        """Start to listen, and tell the children where."""
+        server = Server(self._hello, invitation, self._links, receive=self.receive, lost=self.lost)
+        port = await server.start(await in_thread(self._rendezvous.bind_address), self._tls)
+        self._server = server
+        await self._rendezvous.publish(port)
+
+    async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
+        """Connect to the parent whenever there is something to tell it."""
+        pause = _FIRST_PAUSE
+        while True:
+            while link.empty:
+                await link.changed()
+            address = await self._rendezvous.address_of(link.rank)
+            try:
+                credentials = credentials_of(invitation, self._name)
+                connected = await dial(
+                    address, self._tls, self._hello, credentials, link, receive=self.receive, lost=self.lost
+                )
+            except RefusedError as error:
+                self._end_all(Abort(self.rank, str(error), disagreement=True))
+                link.down(link.trouble)
+                self._mute = True
+                continue
+            if connected:
+                pause = _FIRST_PAUSE
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)

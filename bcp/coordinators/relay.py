@@ -1,0 +1,177 @@
+"""The steps of one operation on one node: what a subtree gives is gathered on its way up, answers are handed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from bcp.coordinators.frames import DIGEST_BYTES, Frame, FrameError, Kind, bytes_of, digest_of
+from bcp.coordinators.seat import Seat
+from bcp.coordinators.tree import Place
+from bcp.coordinators.values import Values
+
+__all__ = ["Relay"]
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step under way.
+
+    Attributes:
+        verb: what this node's rank calls it; None until it has come as far.
+        mine: what this node's rank gives.
+        given: what the children's subtrees give, with the digest of their verb.
+        sent: whether all of it is on its way up.
+    """
+
+    verb: str | None = None
+    mine: bytes = b""
+    given: dict[int, tuple[bytes, Values]] = field(default_factory=dict)
+    sent: bool = False
+
+
+class Relay:
+    """Keeps what children give until this node's rank and all of them have given theirs."""
+
+    def __init__(
+        self,
+        number: int,
+        seat: Seat,
+        gone: AbstractSet[int],
+        *,
+        blame: Callable[[int, str], None],
+        hand_over: Callable[[int, bytes | Values], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            number: the operation's.
+            seat: the node's.
+            gone: the neighbours that have left; whoever changes it calls :meth:`advance`.
+            blame: called with a rank that has left early, and what to say of it.
+            hand_over: takes the answer to a step, or, on rank 0, what was gathered, in walk order.
+
+        """
+        self._number = number
+        self._seat = seat
+        self._gone = gone
+        self._blame = blame
+        self._hand_over = hand_over
+        self._steps: dict[int, _Step] = {}
+        self._held = False
+
+    def __repr__(self) -> str:
+        """Show the steps under way."""
+        return f"<Relay of rank {self._seat.rank}, operation {self._number}: steps {sorted(self._steps)}>"
+
+    @property
+    def verb(self) -> str | None:
+        """What this node's rank is waiting in, the oldest if there are several."""
+        return next((step.verb for step in self._steps.values() if step.verb is not None), None)
+
+    def verb_of(self, number: int) -> str | None:
+        """Return what this node's rank calls a step that it is waiting in."""
+        step = self._steps.get(number)
+        return None if step is None else step.verb
+
+    def hold(self) -> None:
+        """Send nothing up any more: the ranks are doing different things."""
+        self._held = True
+
+    def stop(self) -> None:
+        """Forget everything; the operation has ended."""
+        self._held = True
+        self._steps.clear()
+
+    def give(self, number: int, verb: str, mine: bytes) -> None:
+        """Take what this node's rank gives in a step."""
+        step = self._steps.setdefault(number, _Step())
+        step.verb, step.mine = verb, mine
+        self._advance(number)
+
+    def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
+        """On rank 0: answer a step, with ``frame`` for all or ``answers`` in walk order."""
+        del self._steps[number]
+        self._pass_down(frame, answers)
+
+    def advance(self) -> None:
+        """Do what has become possible: send steps up, or blame who will never give anything."""
+        for number in sorted(self._steps):
+            self._advance(number)
+
+    # -- up -----------------------------------------------------------------------------------
+
+    def take_up(self, rank: int, frame: Frame) -> None:
+        """Keep what a child's subtree gives in a step. Raises :class:`FrameError`."""
+        place = self._seat.place
+        if place is None or rank not in place.children or frame.step == 0:
+            raise FrameError(f"rank {rank} gives something to rank {self._seat.rank}, in step {frame.step}")
+        size = place.sizes[place.children.index(rank)]
+        digest, values = frame.body[:DIGEST_BYTES], Values.unpack(frame.body[DIGEST_BYTES:], size)
+        step = self._steps.setdefault(frame.step, _Step())
+        if step.sent or rank in step.given:
+            raise FrameError(f"rank {rank} gives something twice in step {frame.step}")
+        step.given[rank] = digest, values
+        self._advance(frame.step)
+
+    def _advance(self, number: int) -> None:
+        """Send a step up if the subtree is complete; blame who will never give anything."""
+        step, place = self._steps.get(number), self._seat.place
+        if step is None or step.verb is None or place is None or self._held:
+            return
+        if place.parent is not None and place.parent in self._gone:
+            self._blame(place.parent, f"{self._seat.name(place.parent)} has left early")
+        elif not step.sent and self._fits(number, step, step.verb, place):
+            missing = [child for child in place.children if child not in step.given]
+            early = [child for child in missing if child in self._gone]
+            if early:
+                self._blame(early[0], f"{self._seat.name(early[0])} has left early")
+            elif not missing:
+                self._send_up(number, step, place)
+
+    def _fits(self, number: int, step: _Step, verb: str, place: Place) -> bool:
+        """Say whether all that is here is of one verb; tell a child of another one what this rank is in."""
+        digest = digest_of(verb)
+        for child in place.children:
+            if child in step.given and step.given[child][0] != digest:
+                self._seat.send(child, Frame(Kind.SAY, self._number, number, bytes_of(verb)))
+                return False
+        return True
+
+    def _send_up(self, number: int, step: _Step, place: Place) -> None:
+        """Join what the subtree gives, and send it on; on rank 0 it is complete."""
+        pieces = (step.given[child][1] for child in place.children)
+        values = Values.joined([Values.of([step.mine]), *pieces])
+        step.sent = True
+        step.mine = b""
+        step.given.clear()
+        if place.parent is None:
+            self._hand_over(number, values)
+        else:
+            body = digest_of(step.verb or "") + values.pack()
+            self._seat.send(place.parent, Frame(Kind.UP, self._number, number, body))
+
+    # -- down ---------------------------------------------------------------------------------
+
+    def take_down(self, rank: int, frame: Frame) -> None:
+        """Pass an answer on, and hand it over. Raises :class:`FrameError`."""
+        step, place = self._steps.get(frame.step), self._seat.place
+        if place is None or rank != place.parent or step is None or not step.sent:
+            raise FrameError(f"rank {rank} answers step {frame.step}, which rank {self._seat.rank} has not asked for")
+        answers = Values.unpack(frame.body, place.size) if frame.kind is Kind.EACH else None
+        del self._steps[frame.step]
+        self._pass_down(frame, answers)
+        self._hand_over(frame.step, frame.body if answers is None else answers.distinct[answers.which[0]])
+
+    def _pass_down(self, frame: Frame, answers: Values | None) -> None:
+        """Send the children an answer: the same to all, or to each its subtree's."""
+        place = self._seat.place
+        if place is None:
+            return
+        if answers is None:
+            for child in place.children:
+                self._seat.send(child, frame)
+        else:
+            for child, piece in zip(place.children, answers.split((1, *place.sizes))[1:], strict=True):
+                self._seat.send(child, Frame(Kind.EACH, frame.operation, frame.step, piece.pack()))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+
+import killed_rank
+import killed_save
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import bcp
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+PROMPTLY = 5.0  # seconds; takes some milliseconds, and the timeout of silence is 10
+ROOT, INNER, LEAF = 0, 1, 4
+
+
+@pytest.fixture(scope="module")
+def server() -> TCPStore:
+    return TCPStore(killed_rank.LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
+
+
+def run_job(server: TCPStore, job: str, path: Path, victim: int | None = None, moment: str = "") -> list[int | None]:
+    """Run all ranks, forked from a process that has imported everything; return their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bcp", "bcp.coordinators.grpc_coordinator"])
+    ranks = [
+        context.Process(target=killed_rank.main, args=(rank, server.port, job, path, victim, moment))
+        for rank in range(killed_rank.SIZE)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    return codes
+
+
+@pytest.mark.parametrize("moment", killed_rank.MOMENTS)
+@pytest.mark.parametrize("victim", [ROOT, INNER, LEAF])
+def test_everyone_names_the_killed_rank_and_a_restarted_job_saves(
+    server: TCPStore, tmp_path: Path, victim: int, moment: str
+) -> None:
+    name = f"{victim}-{moment}"
+    codes = run_job(server, name, tmp_path, victim, moment)
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_rank.SIZE)]
+    killed = float((tmp_path / f"{name}-killed").read_text())
+    for rank in set(range(killed_rank.SIZE)) - {victim}:
+        kind, blamed, message, ended = json.loads((tmp_path / f"{name}-{rank}").read_text())
+        assert (kind, blamed) == ("PeerError", victim), message
+        assert f"the connection to rank {victim} (host " in message
+        assert ended - killed < PROMPTLY
+    with pytest.raises((bcp.UncommittedError, bcp.NotACheckpointError)):
+        bcp.load(tmp_path / "ckpt", killed_save.state(0))
+
+    assert run_job(server, f"{name}-again", tmp_path) == [0] * killed_rank.SIZE
+    loaded = killed_save.state(0)
+    bcp.load(tmp_path / "ckpt", loaded)
+    expected = killed_save.state(killed_rank.SIZE)["model"]
+    assert all(torch.equal(loaded["model"][tensor], expected[tensor]) for tensor in expected)

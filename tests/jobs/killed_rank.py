@@ -1,0 +1,102 @@
+"""One rank of a job whose ranks agree over a tree; one of them kills itself in the middle of a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import killed_save
+from torch.distributed import TCPStore
+
+import bcp
+from bcp.backends import resolve
+from bcp.coordinators import GrpcCoordinator
+from bcp.coordinators.store_rendezvous import StoreRendezvous
+from bcp.protocols import Agreement, Buffer
+from bcp.testing.storage_fakes import FaultyBackend
+
+LOOPBACK = "127.0.0.1"
+SIZE = 5
+FANOUT = 2  # so that rank 1 is an inner node: 0 has 1 and 2, 1 has 3 and 4
+TIMEOUT = 10.0  # seconds of silence
+MOMENTS = ("gather", "upload", "commit")
+
+
+class Deadly:
+    """A coordinator whose rank dies in one step: rank 0 when all have given theirs, others when it begins."""
+
+    def __init__(self, inner: GrpcCoordinator, step: str, die: Callable[[], None]) -> None:
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self._inner = inner
+        self._step = step
+        self._die = die
+
+    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+        operation = self._inner.begin(what, timeout)
+
+        @asynccontextmanager
+        async def deadly() -> AsyncIterator[Agreement]:
+            async with operation as agreement:
+                yield _DeadlyAgreement(agreement, self._inner.rank, self._step, self._die)
+
+        return deadly()
+
+
+class _DeadlyAgreement:
+    def __init__(self, inner: Agreement, rank: int, step: str, die: Callable[[], None]) -> None:
+        self._inner = inner
+        self._rank = rank
+        self._step = step
+        self._die = die
+
+    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+        return await self._inner.divide(step, mine, divide)
+
+    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+        if step != self._step:
+            return await self._inner.decide(step, mine, decide)
+        if self._rank != 0:
+            self._die()
+
+        async def never(_gathered: Sequence[bytes]) -> bytes:
+            self._die()
+            return b""
+
+        return await self._inner.decide(step, mine, never)
+
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+        return await self._inner.all_to_all(send, receive)
+
+
+def main(rank: int, port: int, job: str, directory: Path, victim: int | None, moment: str) -> None:
+    """Save once, so that all know each other; save ``directory/ckpt`` then, and write down what came of it."""
+    store = TCPStore(LOOPBACK, port, None, is_master=False, wait_for_workers=False)
+    rendezvous = StoreRendezvous(store, job, rank, SIZE, FANOUT, lambda: LOOPBACK)
+    ranks: Any = GrpcCoordinator(rank, SIZE, rendezvous, lambda: LOOPBACK)
+    bcp.save(directory / f"{job}-older", killed_save.state(1), coordinator=ranks)
+
+    def die() -> None:
+        (directory / f"{job}-killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def upload(_: str) -> None:
+        if rank == victim and moment == "upload":
+            die()
+
+    backend = FaultyBackend(resolve(directory / "ckpt"), "write_part", upload, key="model")
+    if rank == victim and moment != "upload":
+        ranks = Deadly(ranks, "begin" if moment == "gather" else "commit", die)
+    options = bcp.SaveOptions(part_bytes=1 << 20, timeout=TIMEOUT, overwrite=True)
+    outcome: list[Any] = ["saved", None, ""]
+    try:
+        bcp.save(backend, killed_save.state(SIZE), options=options, coordinator=ranks)
+    except bcp.PeerError as error:
+        outcome = ["PeerError", error.rank, str(error)]
+    (directory / f"{job}-{rank}").write_text(json.dumps([*outcome, time.time()]))
