@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from benchmarks.agreement import spine, virtual_ranks
 from benchmarks.figures import Figures, arguments
 from benchmarks.llama import Job
 from benchmarks.planning import LARGE, look_up, plan, reshard
@@ -33,6 +34,10 @@ def main() -> int:
         if job.world_size < LARGE:
             for tp, dp, pp in TARGETS:
                 reshard(planned, Job(tp, dp, pp, job.zero), figures)
+    figures.head("Agreement over gRPC, on the loopback of this machine")
+    spine(3, 21, 10.0, figures)
+    spine(4, 18, 15.0, figures)
+    virtual_ranks(512 if options.quick else 4096, 16, 2.0, figures)
     return figures.close(options)
 
 

@@ -21,7 +21,7 @@ from bcp.errors import InputError
 
 __all__ = ["GrpcChannel"]
 
-_BEAT_SECONDS = 1.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
+_BEAT_SECONDS = 5.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
 _FAREWELL_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
 _BLAME_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
 
@@ -67,10 +67,11 @@ class GrpcChannel:
         """Begin."""
         self._news = asyncio.Event()
         here = asyncio.get_running_loop()
+        call_soon = here.call_soon if self._loop.is_here else here.call_soon_threadsafe
 
         def call_here(function: Callable[..., None], *args: object) -> None:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
-                here.call_soon_threadsafe(function, *args)
+                call_soon(function, *args)
 
         part = Part(
             what=self._hello.what,

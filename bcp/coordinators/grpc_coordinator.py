@@ -22,6 +22,7 @@ from bcp.coordinators.node import Node
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.rendezvous import Addresses, MemoryRendezvous, Rendezvous
 from bcp.coordinators.store_rendezvous import StoreRendezvous
+from bcp.coordinators.tree import Tree
 from bcp.errors import InputError
 from bcp.protocols import Agreement
 
@@ -132,10 +133,10 @@ class GrpcCoordinator:
         return cls(rank, len(addresses), rendezvous, lambda: own, tls)
 
     @classmethod
-    def in_memory(cls, hosts: Sequence[str], fanout: int = FANOUT) -> list[GrpcCoordinator]:
-        """Return one for each rank of this process; ``hosts`` are names that shape the tree."""
-        ranks = enumerate(MemoryRendezvous.all_of(hosts, fanout))
-        return [cls(rank, len(hosts), rendezvous, lambda: "127.0.0.1") for rank, rendezvous in ranks]
+    def in_memory(cls, tree: Tree) -> list[GrpcCoordinator]:
+        """Return one for each rank of a tree, all in this process."""
+        ranks = enumerate(MemoryRendezvous.all_of(tree))
+        return [cls(rank, len(tree.parents), rendezvous, lambda: "127.0.0.1") for rank, rendezvous in ranks]
 
     def __repr__(self) -> str:
         """Show rank, and what it is connected to."""

@@ -32,7 +32,6 @@ class Link:
         hello: who the neighbour is, once it has been connected.
         connection: the present one, an object of the transport's own; None while there is none.
         trouble: why there is none, for messages; empty where nothing is known.
-        traffic: what has passed.
     """
 
     def __init__(self, rank: int) -> None:
@@ -41,10 +40,10 @@ class Link:
         self.hello: Hello | None = None
         self.connection: object | None = None
         self.trouble = ""
-        self.traffic = Traffic()
+        self._sent, self._received = [0, 0], [0, 0]
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._writing = False
-        self._news = asyncio.Event()
+        self._watchers: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         """Show the neighbour, and whether it is there."""
@@ -54,6 +53,12 @@ class Link:
     def __str__(self) -> str:
         """Name the neighbour, with host and process where they are known."""
         return f"rank {self.rank}" if self.hello is None else str(self.hello)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has passed."""
+        (sent, messages_sent), (received, messages_received) = self._sent, self._received
+        return Traffic(sent, received, messages_sent, messages_received)
 
     @property
     def empty(self) -> bool:
@@ -71,10 +76,8 @@ class Link:
 
     def received(self, frame: bytes) -> None:
         """Count a frame."""
-        self.traffic = self.traffic._replace(
-            bytes_received=self.traffic.bytes_received + len(frame),
-            messages_received=self.traffic.messages_received + 1,
-        )
+        self._received[0] += len(frame)
+        self._received[1] += 1
 
     def up(self, connection: object, hello: Hello) -> None:
         """Take note of a new connection."""
@@ -99,9 +102,8 @@ class Link:
                 await write(frame)
             finally:
                 self._writing = False
-            self.traffic = self.traffic._replace(
-                bytes_sent=self.traffic.bytes_sent + len(frame), messages_sent=self.traffic.messages_sent + 1
-            )
+            self._sent[0] += len(frame)
+            self._sent[1] += 1
             if not self._waiting:
                 self._wake()
 
@@ -112,9 +114,13 @@ class Link:
 
     async def changed(self) -> None:
         """Return at the next change of anything here."""
-        await self._news.wait()
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        await watcher
 
     def _wake(self) -> None:
         """Wake those who wait for a change; whoever waits from now on waits for the next."""
-        self._news.set()
-        self._news = asyncio.Event()
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)

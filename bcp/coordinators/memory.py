@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import HashStore
 
 from bcp.coordinators.store import StoreCoordinator
+from bcp.coordinators.tree import Tree
 from bcp.protocols import Coordinator
 
 if TYPE_CHECKING:
@@ -33,4 +34,4 @@ def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | 
     """
     from bcp.coordinators.grpc_coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
 
-    return GrpcCoordinator.in_memory(["host"] * world_size if hosts is None else hosts, fanout)
+    return GrpcCoordinator.in_memory(Tree.of(["host"] * world_size if hosts is None else hosts, fanout))

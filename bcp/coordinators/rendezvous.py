@@ -137,10 +137,10 @@ class MemoryRendezvous:
         self._invitation = invitation
 
     @classmethod
-    def all_of(cls, hosts: Sequence[str], fanout: int) -> list[MemoryRendezvous]:
-        """Return one for each rank; ``hosts`` are names for the tree only."""
+    def all_of(cls, tree: Tree) -> list[MemoryRendezvous]:
+        """Return one for each rank."""
         board, token, session = _Board(), new_token(), secrets.token_hex(8)
-        return [cls(board, Invitation(place, token, session)) for place in Tree.of(hosts, fanout).places()]
+        return [cls(board, Invitation(place, token, session)) for place in tree.places()]
 
     def __repr__(self) -> str:
         """Show the rank."""

@@ -126,9 +126,8 @@ def fail_in_background(path: Path) -> tuple[str, str]:
     backend = FaultyBackend(resolve(path), "commit", fault, key="model")
     if dist.get_rank() == 2:
         backend = FaultyBackend(resolve(path), "write_part", fault)
-    pending = bcp.save(backend, replicated(), async_checkpoint=True)
-    try:
-        pending.wait(60)
+    try:  # the others hear of it at once, perhaps before their own snapshot is done
+        bcp.save(backend, replicated(), async_checkpoint=True).wait(60)
     except bcp.BcpError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
