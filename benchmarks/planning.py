@@ -81,8 +81,8 @@ def plan(job: Job, figures: Figures) -> Planned:
     encode_ms, layout = cpu_ms(lambda: encode_layout(division.layout), 3)
     stored = encode_metadata(layout, _commit(job))
     case = f"{job.zero}, {job.world_size:,} ranks"
-    figures.add(f"{case}: shards, folded", len(world.flat_rank) + len(division.layout.piece_tensor))
-    figures.add(f"{case}: entries of the layout", len(division.layout.piece_tensor) + len(division.layout.segment_line))
+    figures.add(f"{case}: shards, folded", len(world.flat_rank) + len(division.layout.offset))
+    figures.add(f"{case}: entries of the layout", len(division.layout.offset) + len(division.layout.segments))
     figures.add(f"{case}: rank 0 receives", sum(map(len, hellos)) + sum(map(len, messages)), "B")
     figures.add(f"{case}: rank 0 answers", sum(map(len, answers)), "B")
     figures.add(f"{case}: reading what ranks say", survey_ms + gather_ms, "ms")

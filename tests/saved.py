@@ -16,6 +16,7 @@ from bcp.plan.columns import Ints, matrix
 from bcp.plan.layout import Layout
 from bcp.plan.load.reads import placements, wants
 from bcp.plan.lookup import find, resolve
+from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta, TensorTable
 
 DTYPES = {"uint8": 1, "int16": 2, "int32": 4, "int64": 8}
@@ -75,9 +76,9 @@ def save(
         piece_tensor=np.array(owner, dtype=np.int64),
         offset=matrix([piece.box.offsets for piece in pieces], width, 0),
         length=matrix([piece.box.lengths for piece in pieces], width, 1),
-        segment_line=np.concatenate(([0], np.cumsum(lengths))),
-        segment_file=np.array(file, dtype=np.int64),
-        segment_at=at,
+        segments=Segments.of(
+            np.bincount([p for p, *_ in rows], minlength=len(pieces)), lengths, np.array(file, dtype=np.int64), at
+        ).folded(),
         file_kind=np.array([kind for kind, _ in keys], dtype=np.int64),
         file_rank=np.array([rank for _, rank in keys], dtype=np.int64),
         file_nbytes=np.array(ends, dtype=np.int64),
@@ -87,7 +88,7 @@ def save(
         extra_kind=np.empty(0, dtype=np.int64),
         extra_rank=np.empty(0, dtype=np.int64),
     )
-    check_layout(layout, np.bincount(layout.segment_piece, minlength=len(pieces)))
+    check_layout(layout)
     rng = np.random.default_rng(0)
     arrays = [rng.integers(0, 256 if t.itemsize == 1 else 30_000, t.shape) for t in tensors]
     places = [(np.full(t.shape, -1), np.full(t.shape, -1)) for t in tensors]

@@ -13,12 +13,13 @@ from operator import lt
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.columns import Ints, Whole
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
 from bcp.plan.lookup import find
+from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS, TensorTable
 
-__all__ = ["LARGEST", "check_block_bytes", "check_layout"]
+__all__ = ["LARGEST", "check_block_bytes", "check_layout", "check_segments"]
 
 LARGEST = 1 << 62
 """All tensors together have fewer elements, and all files fewer bytes: such numbers can be added in int64."""
@@ -28,7 +29,7 @@ LARGEST_BLOCK = 1 << 40
 MOST_DIMENSIONS = 64
 
 CHUNK = 512
-"""Pieces whose segments are looked at together, so that temporary columns stay in the cache: 1 in place of 3 ms."""
+"""Pieces whose segments are looked at together, so that temporary columns stay in the cache."""
 
 ALIGNMENT = 16
 """The largest item size; blocks are multiples of it, so that no element is cut by a block."""
@@ -36,14 +37,11 @@ ALIGNMENT = 16
 Bools = npt.NDArray[np.bool_]
 
 
-def check_layout(layout: Layout, segments: Ints) -> None:
+def check_layout(layout: Layout) -> None:
     """Check everything that a reader of the layout relies on, except what follows from what it reads.
 
-    That is: ``piece_tensor`` counts up, and ``segment_line`` is the running sum of the lengths.
-
-    Args:
-        layout: what was read, or is to be written.
-        segments: int64[p], how many segments each piece has.
+    That is: ``piece_tensor`` and ``segments.begin`` count up, and ``segments.line`` is a running sum. Whether every
+    segment lies inside its file is not checked here, but where bytes are wanted, or by :func:`check_segments`.
 
     Raises:
         ValueError: what is wrong, and in which row.
@@ -58,8 +56,8 @@ def check_layout(layout: Layout, segments: Ints) -> None:
     stored = untied & (numel > 0)
     _check_families(layout, untied, stored)
     _check_files(layout)
-    line = _check_pieces(layout, np.where(stored & (layout.leader == np.arange(len(numel))), numel, 0))
-    _check_segments(layout, stored, segments, line)
+    pieces = _check_pieces(layout, np.where(stored & (layout.leader == np.arange(len(numel))), numel, 0))
+    _check_patterns(layout.segments, pieces, len(layout.file_rank))
     _check_owners(layout)
 
 
@@ -76,7 +74,7 @@ def _refuse(bad: npt.ArrayLike, what: str, first: int = 0) -> None:
         raise ValueError(f"{what}: row {rows[0]}" + (f" and {rows.size - 1} more" if rows.size > 1 else ""))
 
 
-def _refuse_outside(values: Whole, stop: int, what: str, first: int = 0) -> None:
+def _refuse_outside(values: Ints, stop: int, what: str, first: int = 0) -> None:
     """Raise if any value is not in [0, stop)."""
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) < stop:
         _refuse((values < 0) | (values >= stop), what, first)
@@ -171,40 +169,52 @@ def _check_files(layout: Layout) -> None:
 
 
 def _check_pieces(layout: Layout, volume: Ints) -> Ints:
-    """Check that pieces lie inside their tensors and have these volumes together; return ``layout.piece_line``."""
+    """Check that pieces lie inside their tensors and have these volumes together; return the volume of each piece."""
     shape, owner = layout.tensors.shape, layout.piece_tensor
     if {layout.offset.shape[1], layout.length.shape[1]} != {shape.shape[1]}:
         raise ValueError("pieces with other numbers of dimensions than tensors")
     outside = (layout.offset < 0) | (layout.length < 1) | (layout.offset > shape.take(owner, axis=0) - layout.length)
     _refuse(outside, "piece outside its tensor")
-    line = np.concatenate(([0], np.cumsum(_volumes(layout.length))))
+    pieces = _volumes(layout.length)
+    line = np.concatenate(([0], np.cumsum(pieces)))
     total = np.diff(line[np.searchsorted(owner, np.arange(len(volume) + 1))])
     _refuse(total != volume, "tensor whose pieces do not add up to it")
-    return line
+    return pieces
 
 
-def _check_segments(layout: Layout, stored: Bools, segments: Ints, line: Ints) -> None:
-    """Check that segments have elements, fill their pieces, and lie in their files, in all planes of their family."""
-    room, row = _room(layout, stored)
-    flat, group = room.reshape(-1), (row * room.shape[1])[layout.piece_tensor]
-    _refuse(segments < 1, "piece without segments")
-    begin = np.concatenate(([0], np.cumsum(segments)))
-    for piece in range(0, len(segments), CHUNK):
-        pieces = slice(piece, piece + CHUNK)
-        first, stop = int(begin[piece]), int(begin[min(piece + CHUNK, len(segments))])
-        file, at = layout.segment_file[first:stop], layout.segment_at[first:stop]
-        length = np.diff(layout.segment_line[first : stop + 1])
-        _refuse_outside(file, room.shape[1], "segment in no file", first)
-        _refuse_outside(at, LARGEST, "segment outside its file", first)
-        _refuse_outside(length - 1, LARGEST, "segment without elements, or too many", first)
-        one = group[piece]  # as a rule all pieces of a chunk are of one group
-        row = one if (group[pieces] == one).all() else np.repeat(group[pieces], segments[pieces])
-        left = flat[file.astype(np.int64, copy=False) + row]  # int64 is indexed by three times as fast as int32
-        left -= at
-        left -= length
+def _check_patterns(segments: Segments, volume: Ints, files: int) -> None:
+    """Check that patterns consist of segments with elements, and fill the pieces, which have these volumes."""
+    if len(segments.pattern) != len(volume) or len(segments.file) != len(volume):
+        raise ValueError("pieces without pattern")
+    _refuse_outside(segments.pattern, len(segments.begin) - 1, "piece of no pattern")
+    _refuse(np.diff(segments.begin) < 1, "pattern without segments")
+    _refuse_outside(segments.length - 1, LARGEST, "segment without elements, or too many")
+    _refuse_outside(segments.at, LARGEST, "segment outside its file")
+    total = np.diff(segments.line[segments.begin])
+    _refuse(total[segments.pattern] != volume, "piece whose segments do not add up to it")
+    if len(segments):
+        low = segments.file + np.minimum.reduceat(segments.step, segments.begin[:-1])[segments.pattern]
+        high = segments.file + np.maximum.reduceat(segments.step, segments.begin[:-1])[segments.pattern]
+        _refuse((low < 0) | (high >= files), "piece with a segment in no file")
+
+
+def check_segments(layout: Layout) -> None:
+    """Check that all segments of all pieces of a sound layout lie in their files, in all planes of their family.
+
+    Takes as long as opening the checkpoint. Raises ValueError.
+    """
+    stored = np.array([not tied for tied in layout.tensors.tied_to], dtype=np.bool_) & (layout.tensors.numel > 0)
+    segments = layout.segments
+    room, group = _room(layout, stored)
+    begin, end = group * room.shape[1], segments.at + segments.length
+    for first in range(0, len(segments.pattern), CHUNK):
+        pieces = np.arange(first, min(first + CHUNK, len(segments.pattern)))
+        piece, row = segments.of_pieces(pieces)
+        file = segments.file[piece] + segments.step[row]
+        left = room.reshape(-1)[file + begin[layout.piece_tensor[piece]]] - end[row]
         if int(left.min()) < 0:
-            _refuse(left < 0, "segment outside its file", first)
-    _refuse(layout.segment_line[begin[1:]] != line[1:], "piece whose segments do not add up to it")
+            outside = np.isin(pieces, piece[left < 0])
+            _refuse(outside, "piece with a segment outside its file", first)
 
 
 def _room(layout: Layout, stored: Bools) -> tuple[Ints, Ints]:

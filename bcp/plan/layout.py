@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from bcp.plan.columns import Ints, Whole
+from bcp.plan.columns import Ints
+from bcp.plan.segments import Segments
 from bcp.plan.shards import TensorTable
 
 __all__ = ["Layout"]
@@ -17,15 +16,15 @@ __all__ = ["Layout"]
 class Layout:
     """The paper's TensorShardToBasicByteMap (sec. 3.2), columnar.
 
-    A tensor consists of pieces: boxes that tile its global shape. A piece consists of segments: runs of its
-    row-major elements, each contiguous in one data file. All pieces lie on a *line*, end to end in the order (tensor,
-    offset), each in row-major order; segments tile it. A tensor that is ``tied_to`` another has no pieces of its own.
+    A tensor consists of pieces: boxes that tile its global shape, in the order (tensor, offset). A piece consists of
+    segments: runs of its row-major elements, each contiguous in one data file. A tensor that is ``tied_to`` another has
+    no pieces of its own.
 
     The states that an optimizer keeps of one parameter are cut alike, so they share pieces and segments: those of
     their *leader*, the first of them. What tells them apart is the *plane*: a data file is a row of planes, each
     with elements of one size, and a segment lies in all planes of its leader's family at the same element. Byte of
-    element i of a segment, counted from the start of the data section:
-    ``file_planes[segment_file, plane[tensor]] + (segment_at + i) * itemsize[tensor]``.
+    element i of a segment in file f, counted from the start of the data section:
+    ``file_planes[f, plane[tensor]] + (at + i) * itemsize[tensor]``.
 
     Attributes:
         world_size: how many ranks saved.
@@ -36,9 +35,7 @@ class Layout:
         piece_tensor: int64[p], row in ``tensors``, of a leader; not decreasing.
         offset: int64[p, D], first corner of each piece.
         length: int64[p, D], extent of each piece.
-        segment_line: int64[s + 1], where each segment begins on the line, in elements, and where the last one ends.
-        segment_file: int[s], row in the file columns; any signed integers, as ``segment_at``.
-        segment_at: int[s], first element, counted from the start of a plane.
+        segments: how the pieces are cut.
         file_kind: int64[f], code in ``KINDS``.
         file_rank: int64[f], the rank that writes it.
         file_nbytes: int64[f], bytes of the data section.
@@ -57,9 +54,7 @@ class Layout:
     piece_tensor: Ints
     offset: Ints
     length: Ints
-    segment_line: Ints
-    segment_file: Whole
-    segment_at: Whole
+    segments: Segments
     file_kind: Ints
     file_rank: Ints
     file_nbytes: Ints
@@ -68,23 +63,3 @@ class Layout:
     object_rank: Ints
     extra_kind: Ints
     extra_rank: Ints
-
-    @property
-    def piece_line(self) -> Ints:
-        """int64[p + 1]: where each piece begins on the line, in elements, and where the last one ends."""
-        return np.concatenate(([0], np.cumsum(self.length.prod(axis=1))))
-
-    @property
-    def segment_length(self) -> Ints:
-        """int64[s]: elements of each segment."""
-        return np.diff(self.segment_line)
-
-    @property
-    def segment_piece(self) -> Ints:
-        """int64[s]: the piece of each segment."""
-        return np.asarray(np.searchsorted(self.piece_line, self.segment_line[:-1], side="right") - 1, dtype=np.int64)
-
-    @property
-    def segment_start(self) -> Ints:
-        """int64[s]: first flat position of each segment inside its piece, in elements."""
-        return self.segment_line[:-1] - self.piece_line[self.segment_piece]

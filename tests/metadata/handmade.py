@@ -11,6 +11,7 @@ import xxhash
 
 from bcp.metadata import Commit, data_key, encode_layout, encode_metadata, receipt_key
 from bcp.plan.layout import Layout
+from bcp.plan.segments import Segments
 from bcp.plan.shards import TensorMeta, TensorTable
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 
@@ -40,9 +41,12 @@ LAYOUT = Layout(
     piece_tensor=ints(0, 1, 1, 4),
     offset=np.array([[0, 0], [0, 0], [0, 3], [0, 0]]),
     length=np.array([[1, 1], [4, 3], [4, 3], [4, 6]]),
-    segment_line=ints(0, 1, 6, 13, 25, 36, 49),
-    segment_file=ints(0, 0, 1, 1, 2, 3),
-    segment_at=ints(0, 0, 0, 7, 0, 0),
+    segments=Segments.of(
+        number=ints(1, 2, 1, 2),
+        length=ints(1, 5, 7, 12, 11, 13),
+        file=ints(0, 0, 1, 1, 2, 3),
+        at=ints(0, 0, 0, 7, 0, 0),
+    ),
     file_kind=ints(0, 0, 1, 1),
     file_rank=ints(0, 1, 0, 1),
     file_nbytes=ints(14, 38, 88, 104),

@@ -53,17 +53,17 @@ def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     sections = [read_section(Path(path), file, commit["operation"]) for file in files]
     stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
     first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
-    first_segment = [0, *accumulate(piece["segments"] for piece in pieces)]
+    begin = [0, *accumulate(pattern["segments"] for pattern in tables["patterns"])]
     for name in stored:
         row = stored[name[0], stored[name]["tied_to"] or name[1]]
         n, size, leader = row["ndim"], row["itemsize"], row["leader"]
         data = np.zeros((*row["shape"][:n], size), dtype=np.uint8)
         for k in range(first_piece[leader], first_piece[leader + 1]):
             piece, flat = pieces[k], b""
-            for run in segments[first_segment[k] : first_segment[k + 1]]:
+            for run in segments[begin[piece["pattern"]] : begin[piece["pattern"] + 1]]:
                 file = piece["file"] + run["file"]
-                begin = files[file]["planes"][row["plane"]] + run["at"] * size
-                flat += sections[file][begin : begin + run["length"] * size]
+                at = files[file]["planes"][row["plane"]] + run["at"] * size
+                flat += sections[file][at : at + run["length"] * size]
             block = tuple(slice(a, a + b) for a, b in zip(piece["offset"][:n], piece["length"][:n], strict=True))
             data[block] = np.frombuffer(flat, np.uint8).reshape(*piece["length"][:n], size)
         found[KINDS[name[0]], name[1]] = Tensor(row["dtype"], data.shape[:-1], data)

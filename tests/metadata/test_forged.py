@@ -13,11 +13,15 @@ from handmade import LAYOUT, commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bcp.container import GRID, INT, encode_table, read_tables, seal
+from bcp.container import GRID, INT, encode_table, read_tables, seal, translated
 from bcp.errors import CorruptError
 from bcp.layout_file import LAYOUT_TABLES
 from bcp.metadata import COMMIT, MAGIC, decode_metadata, encode_layout, encode_metadata
+from bcp.plan.box import Box
+from bcp.plan.check import check_segments
 from bcp.plan.layout import Layout
+from bcp.plan.load.reads import wants
+from bcp.plan.shards import ShardRow, ShardTable
 
 TABLES = {of.metadata[b"bcp.table"].decode(): of for of in (COMMIT, *LAYOUT_TABLES)}
 RECEIPTS = b"a" * 16 + b"\x00" * 16
@@ -124,45 +128,49 @@ FORGERIES = [
     ("pieces", {"length": [[1, 1], [4, 3], [4, 2], [4, 6]]}, "add up"),
     ("pieces", {"length": [[1, 1], [4, 3], [4, HUGE], [4, 6]]}, "outside its tensor"),
     ("pieces", {"length": [[1, 1], [4, 3], [4, 0], [4, 6]]}, "outside its tensor"),
-    ("pieces", {"file": [0, 0, 1, -2]}, "in no file: row 4"),
-    ("pieces", {"file": [0, 0, 1, 2]}, "in no file: row 5"),
-    ("pieces", {"file": [0, 0, 1, 0]}, "outside its file: row 4"),
+    ("pieces", {"file": [0, 0, 1, -2]}, "in no file: row 3"),
+    ("pieces", {"file": [0, 0, 1, 2]}, "in no file: row 3"),
+    ("pieces", {"file": [0, 0, 1, 0]}, "outside its file: row 3"),
     ("pieces", {"file": [2, -2, 1, 1]}, "outside its file: row 0"),
-    ("pieces", {"file": [MOST, MOST, MOST, MOST]}, "segments in files"),
-    ("pieces", {"segments": [1, 2, 1, 3]}, "segments do not add up"),
-    ("pieces", {"segments": [0, 3, 1, 2]}, "without segments: row 0"),
-    ("pieces", {"segments": [1, 1, 2, 2]}, "outside its file: row 2"),
+    ("pieces", {"file": [MOST, MOST, MOST, MOST]}, "impossible files"),
+    ("patterns", {"segments": [1, 2, 1, 3]}, "segments do not add up"),
+    ("patterns", {"segments": [0, 3, 1, 2]}, "without segments: row 0"),
+    ("patterns", {"segments": [1, 1, 2, 2]}, "add up to it: row 1 and 1 more"),
+    ("pieces", {"pattern": [0, 1, 2, 4]}, "no pattern: row 3"),
+    ("pieces", {"pattern": [0, 1, 2, -1]}, "no pattern: row 3"),
+    ("pieces", {"pattern": [0, 1, 2, 2]}, "add up to it: row 3"),
+    ("pieces", {"pattern": [0, 1, 2, HUGE]}, "no pattern: row 3"),
     (
         "pieces",
         {"offset": [[0, 0], [0, 0], [0, 2], [0, 0]], "length": [[1, 1], [4, 2], [4, 4], [4, 6]]},
-        "add up to it: row 1$",
+        "add up to it: row 1 and 1 more",
     ),
     ("segments", {"length": [1, 5, 7, 12, 11, 12]}, "add up to it: row 3"),
     ("segments", {"length": [1, 5, 7, 12, 24, 0]}, "without elements.*: row 5|outside its file: row 4"),
     ("segments", {"length": [1, 5, 7, 12, -11, 35]}, "without elements.*: row 4"),
     ("segments", {"length": [1, 5, 7, 12, HUGE, HUGE]}, "impossible total length"),
     ("segments", {"length": [1, 5, 7, 12, MOST, MOST]}, "impossible total length"),
-    ("segments", {"length": [1, 5, 7, 12, 12, 12]}, "outside its file: row 4"),
-    ("segments", {"file": [0, 0, 1, 0, 0, 2]}, "in no file: row 5"),
-    ("segments", {"file": [0, 0, 1, 0, 0, -3]}, "in no file: row 5"),
-    ("segments", {"file": [0, 0, 1, 0, 0, MOST]}, "segments in files"),
-    ("segments", {"file": [0, 0, 1, 2, 0, 1]}, "outside its file: row 3"),
-    ("segments", {"at": [0, 0, 0, 8, 0, 0]}, "outside its file: row 3"),
-    ("segments", {"at": [0, 0, 0, 7, 0, 1]}, "outside its file: row 5"),
+    ("segments", {"length": [1, 5, 7, 12, 12, 12]}, "outside its file: row 3"),
+    ("segments", {"file": [0, 0, 1, 0, 0, 2]}, "in no file: row 3"),
+    ("segments", {"file": [0, 0, 1, 0, 0, -3]}, "in no file: row 3"),
+    ("segments", {"file": [0, 0, 1, 0, 0, MOST]}, "impossible files"),
+    ("segments", {"file": [0, 0, 1, 2, 0, 1]}, "outside its file: row 2"),
+    ("segments", {"at": [0, 0, 0, 8, 0, 0]}, "outside its file: row 2"),
+    ("segments", {"at": [0, 0, 0, 7, 0, 1]}, "outside its file: row 3"),
     ("segments", {"at": [0, 0, 0, -1, 0, 0]}, "outside its file: row 3"),
     ("segments", {"at": [0, 0, 0, 7, 0, MOST]}, "outside its file: row 5"),
     ("files", {"kind": [0, 0, 1, 9]}, "unknown kind: row 3"),
-    ("files", {"kind": [0, 0, 1, 2]}, "outside its file: row 5"),
+    ("files", {"kind": [0, 0, 1, 2]}, "outside its file: row 3"),
     ("files", {"rank": [0, 1, -1, 2]}, "outside the world: row 3"),
     ("files", {"rank": [0, 0, 0, 1]}, "two files.*: row 1"),
     ("files", {"nbytes": [14, 38, 88, -1]}, "impossible size: row 3"),
     ("files", {"nbytes": [14, HUGE - 1, 88, HUGE - 1]}, "impossible total"),
-    ("files", {"nbytes": [14, 38, 88, 103]}, "outside its file: row 5"),
+    ("files", {"nbytes": [14, 38, 88, 103]}, "outside its file: row 3"),
     ("files", {"planes": [[0, 4], [0, 0], [0, 44], [0, -52]]}, "plane outside it: row 3"),
     ("files", {"planes": [[0, 4], [0, 0], [0, 44], [0, 108]]}, "plane outside it: row 3"),
     ("files", {"planes": [[0, 4], [0, 0], [0, 44], [0, 54]]}, "misaligned plane: row 3"),
     ("files", {"planes": [[0, 5], [0, 0], [0, 44], [0, 52]]}, "misaligned plane: row 0"),
-    ("files", {"planes": [[0, 4], [0, 0], [0, 48], [0, 52]]}, "outside its file: row 4"),
+    ("files", {"planes": [[0, 4], [0, 0], [0, 48], [0, 52]]}, "outside its file: row 3"),
     ("files", {"planes": [[0], [0], [0], [0]]}, "in no plane"),
     ("objects", {"kind": ["optimizer", "../../etc"]}, "unknown kind"),
     ("objects", {"path": ["step", "step"]}, "two objects"),
@@ -175,17 +183,25 @@ FORGERIES = [
 ]
 
 
+def read_all(data: bytes) -> Layout:
+    """Open a checkpoint, and look at every segment."""
+    layout = decode_metadata(data, WHERE).layout
+    with translated(WHERE):
+        check_segments(layout)
+    return layout
+
+
 @pytest.mark.parametrize(("table", "columns", "message"), FORGERIES)
 def test_forged_numbers_are_refused(table: str, columns: dict[str, object], message: str) -> None:
     with pytest.raises(CorruptError, match=rf"{WHERE} is corrupt.*(?:{message})"):
-        decode_metadata(forged(table, **columns), WHERE)
+        read_all(forged(table, **columns))
 
 
 def test_lengths_whose_sum_wraps_around_are_refused() -> None:
     room = HUGE // 2 - 2048  # elements of two bytes
     lengths = [1, 5, 7, *[room] * 8, 2**64 + 12 - 8 * room, 11, 13]  # those of the third piece: 12, modulo 2^64
     changes = {
-        "pieces": {"segments": [1, 2, 9, 2]},
+        "patterns": {"segments": [1, 2, 9, 2]},
         "segments": {"length": lengths, "file": [0, 0, 1, *[0] * 10, 1], "at": [0] * 14},
         "files": {"nbytes": [14, 2 * room, 88, 104]},
     }
@@ -202,12 +218,12 @@ def test_columns_are_stored_in_the_narrowest_integers_and_read_in_any() -> None:
     assert {str(field.type) for field in FOUND["segments"].schema} == {"int8"}
     assert [
         str(field.type)
-        for field in read_tables(forged("files", nbytes=[14, 40_000, 88, 104])[:-24], [*TABLES.values()])[5].schema
+        for field in read_tables(forged("files", nbytes=[14, 40_000, 88, 104])[:-24], [*TABLES.values()])[6].schema
     ][2] == "int32"
     arrays = [pa.array(column, type=pa.int64()) for column in STORED["segments"].values()]
     found = decode_metadata(assembled(segments=raw("segments", arrays)), WHERE).layout
-    for name in ("segment_piece", "segment_line", "segment_length", "segment_file", "segment_at"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(LAYOUT, name))
+    for name in ("file", "pattern", "begin", "line", "step", "at"):
+        np.testing.assert_array_equal(getattr(found.segments, name), getattr(LAYOUT.segments, name))
 
 
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.float64(), pa.string(), pa.list_(pa.int8(), 1)])
@@ -224,10 +240,12 @@ def out_of_bounds(layout: Layout) -> bool:
     """Find out the slow way whether any byte of any element lies outside its file, or across an element."""
     for tensor, leader in enumerate(layout.leader.tolist()):
         itemsize, seen = int(layout.tensors.itemsize[tensor]), 0
-        for segment in range(len(layout.segment_piece)):
-            if layout.piece_tensor[layout.segment_piece[segment]] == leader:
-                file, length = int(layout.segment_file[segment]), int(layout.segment_length[segment])
-                begin = int(layout.file_planes[file, layout.plane[tensor]]) + int(layout.segment_at[segment]) * itemsize
+        segments = layout.segments
+        everything = segments.of_pieces(np.arange(len(layout.offset)))
+        for piece, segment in zip(*(column.tolist() for column in everything), strict=True):
+            if layout.piece_tensor[piece] == leader:
+                file, length = int(segments.file[piece] + segments.step[segment]), int(segments.length[segment])
+                begin = int(layout.file_planes[file, layout.plane[tensor]]) + int(segments.at[segment]) * itemsize
                 fits = 0 <= begin <= begin + length * itemsize <= layout.file_nbytes[file] and length > 0
                 seen += length
                 if not fits or begin % itemsize or layout.file_kind[file] != layout.tensors.kind[tensor]:
@@ -259,11 +277,23 @@ def test_any_forged_numbers_are_either_sound_or_refused(
         tables[name][key][row] = [*old[:inside], value, *old[inside + 1 :]] if isinstance(old, list) else value
     data = assembled(**{name: encoded(name, columns) for name, columns in tables.items()})
     try:
-        found = decode_metadata(data, WHERE)
+        layout = decode_metadata(data, WHERE).layout
     except CorruptError:
         return
-    assert not out_of_bounds(found.layout)
-    encode_layout(found.layout)  # no reader would refuse it
+    forged_bounds = out_of_bounds(layout)
+    try:  # whoever looks at all segments, or wants them all, finds out
+        check_segments(layout)
+    except ValueError:
+        pass
+    else:
+        assert not forged_bounds
+        encode_layout(layout)  # no reader would refuse it
+    rows = [ShardRow(layout.tensors[row], Box.whole(layout.tensors[row].shape)) for row in range(len(layout.tensors))]
+    if forged_bounds:
+        with pytest.raises(CorruptError, match="the metadata is corrupt"):
+            wants(layout, ShardTable.build(rows))
+    else:
+        wants(layout, ShardTable.build(rows))
 
 
 def test_missing_values_are_refused() -> None:

@@ -21,7 +21,9 @@ from bcp.metadata import (
     receipt_key,
 )
 from bcp.plan.cache import PlanCache
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
+from bcp.plan.segments import Segments
 from bcp.plan.shards import TensorMeta, TensorTable
 
 RECEIPTS = b"a" * 16 + b"\x00" * 16
@@ -33,7 +35,7 @@ def same(one: Layout, two: Layout) -> bool:
     def equal(a: object, b: object) -> bool:
         if isinstance(a, np.ndarray):
             return np.array_equal(a, b) and a.dtype.kind == b.dtype.kind
-        if isinstance(a, TensorTable):
+        if isinstance(a, TensorTable | Segments):
             return all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
         return list(a) == list(b) if isinstance(a, Sequence) else a == b
 
@@ -55,7 +57,7 @@ def test_an_empty_layout_round_trips() -> None:
     nothing = {field.name: ints() for field in fields(Layout)}
     matrices = {name: np.empty((0, 0), dtype=np.int64) for name in ("offset", "length", "file_planes")}
     plain = {"world_size": 1, "block_bytes": 16, "tensors": TensorTable.build([]), "objects": []}
-    empty = Layout(**nothing | matrices | plain | {"segment_line": ints(0)})
+    empty = Layout(**nothing | matrices | plain | {"segments": Segments.of(ints(), ints(), ints(), ints())})
     assert same(empty, decode_layout(encode_layout(empty)))
 
 
@@ -69,9 +71,7 @@ def test_a_layout_of_scalars_round_trips() -> None:
         piece_tensor=ints(0),
         offset=none,
         length=none,
-        segment_line=ints(0, 1),
-        segment_file=ints(0),
-        segment_at=ints(0),
+        segments=Segments.of(ints(1), ints(1), ints(0), ints(0)),
     )
     assert same(scalar, decode_layout(encode_layout(scalar)))
 
@@ -92,9 +92,7 @@ def test_a_layout_of_many_pieces_and_segments_round_trips() -> None:
         piece_tensor=np.arange(pieces),
         offset=np.zeros((pieces, 1), dtype=np.int64),
         length=volume[:, None],
-        segment_line=np.concatenate(([0], np.cumsum(length))),
-        segment_file=file,
-        segment_at=np.cumsum(length) % 1000,
+        segments=Segments.of(np.full(pieces, each), length, file, np.cumsum(length) % 1000),
         file_kind=np.zeros(7, dtype=np.int64),
         file_rank=np.arange(7),
         file_nbytes=room + 2000,
@@ -102,10 +100,10 @@ def test_a_layout_of_many_pieces_and_segments_round_trips() -> None:
     )
     assert same(many, decode_layout(encode_layout(many)))
     for row in (0, 1 << 14, pieces * each - 1):
-        past = many.segment_at.copy()
+        past = many.segments.at.copy()
         past[row] = 1 << 60
-        with pytest.raises(InputError, match=rf"outside its file: row {row}$"):
-            encode_layout(replace(many, segment_at=past))
+        with pytest.raises(InputError, match=rf"outside its file: row {row // each}$"):
+            encode_layout(replace(many, segments=replace(many.segments, at=past)))
 
 
 def test_encoding_is_deterministic_and_does_not_depend_on_the_save() -> None:
@@ -155,22 +153,49 @@ def test_messages_name_the_numbers() -> None:
 
 
 def test_a_layout_that_no_reader_would_accept_is_not_written() -> None:
-    with pytest.raises(InputError, match="piece without segments"):
-        encode_layout(replace(LAYOUT, segment_line=ints(0, 1, 6, 12, 25, 36, 49)))
+    def cut(**columns: Ints) -> Layout:
+        return replace(LAYOUT, segments=replace(LAYOUT.segments, **columns))
+
+    with pytest.raises(InputError, match="add up to it: row 1 and 1 more"):
+        encode_layout(cut(line=ints(0, 1, 6, 12, 25, 36, 49)))
     with pytest.raises(InputError, match="without elements"):
-        encode_layout(replace(LAYOUT, segment_line=ints(0, 1, 1, 13, 25, 36, 49)))
+        encode_layout(cut(line=ints(0, 1, 1, 13, 25, 36, 49)))
     with pytest.raises(InputError, match="begin at 0"):
-        encode_layout(replace(LAYOUT, segment_line=ints(1, 2, 6, 13, 25, 36, 49)))
+        encode_layout(cut(line=ints(1, 2, 6, 13, 25, 36, 49)))
     with pytest.raises(InputError, match="different lengths"):
-        encode_layout(replace(LAYOUT, segment_line=ints(0, 1, 6, 13, 25, 49)))
-    with pytest.raises(InputError, match="end where"):
-        encode_layout(replace(LAYOUT, segment_line=ints(0, 1, 6, 13, 25, 36, 48)))
+        encode_layout(cut(line=ints(0, 1, 6, 13, 25, 49)))
+    with pytest.raises(InputError, match="pattern without segments"):
+        encode_layout(cut(begin=ints(0, 1, 1, 4, 6)))
+    with pytest.raises(InputError, match="segments without pattern"):
+        encode_layout(cut(begin=ints(0, 1, 3, 4, 5)))
     with pytest.raises(InputError, match="not sorted"):
         encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 4, 1)))
     with pytest.raises(InputError, match="no tensor"):
         encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 1, 6)))
     with pytest.raises(InputError, match="add up"):
         encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 2, 4)))
+
+
+def test_pieces_that_are_cut_alike_share_a_pattern() -> None:
+    pieces = 6
+    alike = Segments.of(
+        number=np.full(pieces, 2),
+        length=np.tile([3, 5], pieces),
+        file=np.repeat(np.arange(pieces), 2) + np.tile([0, 1], pieces),
+        at=np.tile([7, 0], pieces),
+    )
+    other = Segments.of(np.full(pieces, 2), np.tile([3, 5], pieces), np.tile([0, 1], pieces), np.arange(2 * pieces))
+    assert (len(alike.folded()), len(other.folded())) == (2, 2 * pieces)
+    for segments in (alike, other):
+        folded, everything = segments.folded(), np.arange(pieces)
+        for (piece, mine), (same_piece, row) in [(segments.of_pieces(everything), folded.of_pieces(everything))]:
+            assert np.array_equal(piece, same_piece)
+            assert np.array_equal(segments.file[piece] + segments.step[mine], folded.file[piece] + folded.step[row])
+            assert np.array_equal(segments.at[mine], folded.at[row])
+            assert np.array_equal(segments.length[mine], folded.length[row])
+        again = folded.folded()
+        assert np.array_equal(again.pattern, folded.pattern)
+        assert np.array_equal(again.line, folded.line)
 
 
 def test_families_in_one_plane_have_leaders_in_one_plane() -> None:
@@ -186,9 +211,9 @@ def test_families_in_one_plane_have_leaders_in_one_plane() -> None:
             piece_tensor=np.append(LAYOUT.piece_tensor, 6),
             offset=np.concatenate((LAYOUT.offset, one * 0)),
             length=np.concatenate((LAYOUT.length, one)),
-            segment_line=np.append(LAYOUT.segment_line, 50),
-            segment_file=np.append(LAYOUT.segment_file, 2),
-            segment_at=np.append(LAYOUT.segment_at, 0),
+            segments=Segments.of(
+                ints(1, 2, 1, 2, 1), ints(1, 5, 7, 12, 11, 13, 1), ints(0, 0, 1, 1, 2, 3, 2), ints(0, 0, 0, 7, 0, 0, 0)
+            ).folded(),
         )
 
     assert same(layout(0), decode_layout(encode_layout(layout(0))))
@@ -220,8 +245,8 @@ def test_another_layout_is_never_served(cache: PlanCache[Layout]) -> None:
     others = [
         LAYOUT,
         replace(LAYOUT, block_bytes=32),
-        replace(LAYOUT, segment_at=ints(0, 0, 0, 7, 0, 0) * 0, file_nbytes=LAYOUT.file_nbytes),
-        replace(LAYOUT, segment_file=ints(0, 0, 1, 1, 3, 3)),
+        replace(LAYOUT, segments=replace(LAYOUT.segments, at=ints(0, 0, 0, 6, 0, 0))),
+        replace(LAYOUT, segments=replace(LAYOUT.segments, file=ints(0, 0, 1, 3), step=ints(0, 0, 1, 0, 0, 0))),
         replace(LAYOUT, plane=ints(0, 1, 1, 0, 1, 0)),
         replace(LAYOUT, object_rank=ints(1, 0)),
     ]

@@ -93,14 +93,14 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 def segments(layout: Layout) -> list[tuple[int, TensorMeta, Box, int, int, int]]:
     """List (file, tensor, box, start, stop, offset) of every segment of every tensor."""
     found = []
-    for at, piece in enumerate(layout.segment_piece.tolist()):
+    all_segments = layout.segments
+    for piece, at in zip(*(c.tolist() for c in all_segments.of_pieces(np.arange(len(layout.offset)))), strict=True):
         for row in np.flatnonzero(layout.leader == layout.piece_tensor[piece]).tolist():
-            meta, file = layout.tensors[row], int(layout.segment_file[at])
+            meta, file = layout.tensors[row], int(all_segments.file[piece] + all_segments.step[at])
             ndim = len(meta.shape)
             box = Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
-            start = int(layout.segment_start[at])
-            stop = start + int(layout.segment_length[at])
-            offset = int(layout.file_planes[file, layout.plane[row]] + layout.segment_at[at] * meta.itemsize)
+            start, stop = (all_segments.line[at : at + 2] - all_segments.starts[piece]).tolist()
+            offset = int(layout.file_planes[file, layout.plane[row]] + all_segments.at[at] * meta.itemsize)
             found.append((file, meta, box, start, stop, offset))
     return found
 
@@ -143,8 +143,6 @@ def check_rows_are_sorted(layout: Layout) -> None:
     assert names == sorted(set(names))
     pieces = np.column_stack([layout.piece_tensor, layout.offset]).tolist()
     assert pieces == sorted(pieces)
-    runs = list(zip(layout.segment_piece.tolist(), layout.segment_start.tolist(), strict=True))
-    assert runs == sorted(set(runs))
 
 
 def check_writers_hold_what_they_write(tables: list[ShardTable], division: Divided) -> None:
@@ -240,7 +238,7 @@ def test_the_same_tables_give_the_same_division():
     big = TensorMeta("model", "big", "float32", 4, (500, 100))
     tables = [table(whole(big), whole(W))] * 4
     first, second = (divided(tables, block_bytes=4096) for _ in range(2))
-    assert len(first.layout.segment_piece) == 5
+    assert len(first.layout.segments) == 5
     for a, b in zip(first.writes, second.writes, strict=True):
         assert all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
 
@@ -332,7 +330,7 @@ def test_sizes_beyond_32_bits():
     huge = TensorMeta("model", "huge", "float32", 4, (1 << 20, 1 << 16))
     layout = divided([table(whole(huge), whole(W))] * 3, block_bytes=4096).layout
     assert layout.file_nbytes.sum() == (4 << 36) + 96
-    assert layout.segment_length.sum() == (1 << 36) + 24
+    assert layout.segments.length.sum() == (1 << 36) + 24
     assert layout.file_nbytes.max() / layout.file_nbytes.mean() <= 1.01
     columns = [getattr(layout, f.name) for f in fields(layout)]
     assert {column.dtype for column in columns if isinstance(column, np.ndarray)} == {np.dtype(np.int64)}
@@ -344,5 +342,5 @@ def test_64_ranks_of_2000_shards_take_no_second():
     started = time.process_time()
     division = divided(tables, block_bytes=4096)
     seconds = time.process_time() - started
-    assert len(division.layout.segment_piece) == 128_000
+    assert len(division.layout.segments) == 128_000
     assert seconds < 2  # 0.2 to 0.4 of CPU time as measured; the rest is for slow machines

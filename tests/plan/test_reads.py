@@ -18,6 +18,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import LATELY, Pieces, pieces_of
 from bcp.plan.load.reads import Wants, wants
 from bcp.plan.lookup import find, find_all, names, resolve, resolve_all
+from bcp.plan.segments import Segments
 from bcp.plan.shards import ShardRow, ShardTable, TensorTable
 
 
@@ -57,15 +58,15 @@ def test_wants_are_exact_hulls(data: st.DataObject) -> None:
         tensor = memory.tensor(row)
         itemsize = int(layout.tensors.itemsize[tensor])
         files, starts = (memory.expected(row, of).reshape(-1) for of in saved.places[tensor])
-        for segment, file in enumerate(layout.segment_file.tolist()):
-            if layout.piece_tensor[layout.segment_piece[segment]] != layout.leader[tensor]:
-                continue
-            first = layout.file_planes[file, layout.plane[tensor]] + layout.segment_at[segment] * itemsize
-            last = first + layout.segment_length[segment] * itemsize
+        mine = np.flatnonzero(layout.piece_tensor == layout.leader[tensor])
+        for piece, segment in zip(*(column.tolist() for column in layout.segments.of_pieces(mine)), strict=True):
+            file = layout.segments.file[piece] + layout.segments.step[segment]
+            first = layout.file_planes[file, layout.plane[tensor]] + layout.segments.at[segment] * itemsize
+            last = first + layout.segments.length[segment] * itemsize
             inside = starts[(files == file) & (starts >= first) & (starts < last)]
             if inside.size:
-                needed[row, segment] = int(inside.min()), int(inside.max() + itemsize)
-    keys = zip(found.row.tolist(), found.segment.tolist(), strict=True)
+                needed[row, piece, segment] = int(inside.min()), int(inside.max() + itemsize)
+    keys = zip(found.row.tolist(), found.piece.tolist(), found.segment.tolist(), strict=True)
     assert dict(zip(keys, zip(found.start, found.stop, strict=True), strict=True)) == needed
     assert len(found) == len(needed)
     assert found.tensor.tolist() == [memory.tensor(row) for row in found.row.tolist()]
@@ -124,9 +125,9 @@ def many_rows(tensors: int, ranks: int) -> Layout:
         piece_tensor=np.repeat(np.arange(tensors), ranks),
         offset=np.stack((np.tile(np.arange(ranks), tensors), np.zeros(count, dtype=np.int64)), axis=1),
         length=np.tile([1, 2], (count, 1)),
-        segment_line=2 * np.arange(count + 1),
-        segment_file=np.zeros(count, dtype=np.int64),
-        segment_at=2 * np.arange(count),
+        segments=Segments.of(
+            np.ones(count, dtype=np.int64), np.full(count, 2), np.zeros(count, dtype=np.int64), 2 * np.arange(count)
+        ),
         file_nbytes=np.array([8 * count]),
     )
 
@@ -134,10 +135,10 @@ def many_rows(tensors: int, ranks: int) -> Layout:
 def test_one_row_of_many_tensors_is_found_without_looking_at_the_others() -> None:
     tensors, ranks = 100, 1000
     layout = many_rows(tensors, ranks)
-    check_layout(layout, np.ones(tensors * ranks, dtype=np.int64))
+    check_layout(layout)
     rows = [ShardRow(layout.tensors[tensor], Box((417, 0), (1, 2))) for tensor in range(tensors)]
     found = wants(layout, ShardTable.build(rows))
-    assert layout.segment_piece[found.segment].tolist() == [number * ranks + 417 for number in range(tensors)]
+    assert found.piece.tolist() == [number * ranks + 417 for number in range(tensors)]
     first, stop = pieces_of(layout).candidates(np.arange(tensors), np.full(tensors, 417), np.full(tensors, 418))
     assert int((stop - first).sum()) == tensors
 

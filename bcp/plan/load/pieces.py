@@ -25,7 +25,6 @@ class Pieces:
     Attributes:
         offset: int64[p, D], as in the layout, but with at least one column.
         length: int64[p, D], the same.
-        line: int64[p + 1], ``Layout.piece_line``.
         base: int64[n], where each tensor begins.
         begin: int64[p], where each piece begins; not decreasing.
         reach: int64[p], how far this piece and all before it reach; not decreasing.
@@ -33,7 +32,6 @@ class Pieces:
 
     offset: Ints
     length: Ints
-    line: Ints
     base: Ints
     begin: Ints
     reach: Ints
@@ -46,7 +44,7 @@ class Pieces:
         extent = fitted(layout.tensors.shape, width, 1)[:, 0]
         base = np.cumsum(extent) - extent
         begin = base[layout.piece_tensor] + offset[:, 0]
-        return cls(offset, length, layout.piece_line, base, begin, np.maximum.accumulate(begin + length[:, 0]))
+        return cls(offset, length, base, begin, np.maximum.accumulate(begin + length[:, 0]))
 
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bcp.errors import CorruptError
 from bcp.plan.box import Box, flat_boxes
 from bcp.plan.columns import Ints, spread
 from bcp.plan.flat import Boxes, decompose
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import Pieces, fitted, pieces_of
 from bcp.plan.lookup import find_all, resolve_all, rows_of
-from bcp.plan.shards import ShardTable
+from bcp.plan.segments import Segments
+from bcp.plan.shards import KINDS, ShardTable
 
 __all__ = ["Placement", "Wants", "placements", "wants"]
 
@@ -31,7 +33,8 @@ class Wants:
     Attributes:
         row: int64[n], row of the target shard in this rank's table.
         tensor: int64[n], row in the layout of the tensor that is stored for it.
-        segment: int64[n], row of the segment in the layout; no (row, segment) comes twice.
+        piece: int64[n], row of the piece in the layout.
+        segment: int64[n], row of the segment in its patterns; no (row, piece, segment) comes twice.
         first: int64[n], first needed element, as a flat position in the segment's piece.
         file: int64[n], row of the file in the layout.
         start: int64[n], first needed byte in the file's data section.
@@ -40,6 +43,7 @@ class Wants:
 
     row: Ints
     tensor: Ints
+    piece: Ints
     segment: Ints
     first: Ints
     file: Ints
@@ -104,21 +108,27 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants
         table: the target shards.
         saved: ``find_all(layout, table.tensors)``, where it is known already.
 
+    Raises:
+        CorruptError: what is wanted lies outside its file, or in a file of another kind.
+
     """
     asked = _Asked.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
-    pieces = pieces_of(layout)
-    found = _hulls(layout, pieces, _meetings(pieces, asked))
+    segments = layout.segments
+    found = _hulls(segments, _meetings(pieces_of(layout), asked))
     # From here on every state of a parameter by itself: they share pieces and segments, and differ in plane and size.
     source, state = spread(asked.count[found.ask])
     at = asked.begin[found.ask[source]] + state
     tensor, row = asked.tensor[at], asked.row[at]
-    segment, line, length = found.segment[source], found.line[source], found.length[source]
-    file, itemsize = layout.segment_file[segment], layout.tensors.itemsize[tensor]
-    element = layout.segment_at[segment] + line - layout.segment_line[segment]
-    start = layout.file_planes[file, layout.plane[tensor]] + element * itemsize
+    piece, segment = found.piece[source], found.segment[source]
+    line, length = found.line[source], found.length[source]
+    file, itemsize = segments.file[piece] + segments.step[segment], layout.tensors.itemsize[tensor]
+    element = segments.at[segment] + line - segments.line[segment]
+    base = layout.file_planes[file, layout.plane[tensor]]
+    _check_inside(layout, tensor, file, element + length, base)
+    start = base + element * itemsize
     order = np.lexsort((start, file))
-    first = line - pieces.line[np.searchsorted(pieces.line, line, side="right") - 1]
-    columns = (row, tensor, segment, first, file, start, start + length * itemsize)
+    first = line - segments.starts[piece]
+    columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
     return Wants(*(column[order] for column in columns))
 
 
@@ -141,6 +151,24 @@ def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: 
     inside = (wanted.start[first:last] < hi) & (wanted.stop[first:last] > lo)
     for index in (first + np.flatnonzero(inside)).tolist():
         yield from _copies(layout, list(_targets(table, int(wanted.row[index]))), wanted, index, (lo, hi))
+
+
+def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
+    """Raise where a checkpoint says that elements lie where its files have none.
+
+    ``stop`` is one past the last element that is wanted of a plane, which begins at byte ``base``.
+    """
+    itemsize = layout.tensors.itemsize[tensor]
+    wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
+    wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
+    if wrong.any():
+        at = int(wrong.argmax())
+        meta, where = layout.tensors[int(tensor[at])], int(file[at])
+        raise CorruptError(
+            f"the metadata is corrupt: {meta.kind} tensor {meta.fqn!r} is said to end with element {stop[at]} behind "
+            f"byte {base[at]} of the {KINDS[layout.file_kind[where]]} file of rank {layout.file_rank[where]}, whose "
+            f"size is {layout.file_nbytes[where]} bytes; restore it"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,25 +242,26 @@ def _meetings(pieces: Pieces, asked: _Asked) -> _Meetings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hulls:
-    """Hulls of what is needed of a segment: ``length`` elements from position ``line`` of the line of all pieces."""
+    """Hulls of what is needed of a piece's segment: ``length`` elements from position ``line`` of all patterns."""
 
     ask: Ints
+    piece: Ints
     segment: Ints
     line: Ints
     length: Ints
 
 
-def _hulls(layout: Layout, pieces: Pieces, met: _Meetings) -> _Hulls:
+def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
     """Find the segments of all meetings, and the first and last element that is needed of each."""
-    base = pieces.line[met.piece]
+    base = segments.starts[met.piece]
     first, stop = met.blocks.ends
-    begins = layout.segment_line[:-1]
+    begins = segments.line[:-1]
     begin = np.searchsorted(begins, base + first, side="right") - 1
     each, segment = spread(np.searchsorted(begins, base + stop) - begin)
     segment += begin[each]
-    base, line = base[each], layout.segment_line[segment]
+    base, line = base[each], segments.line[segment]
     low = np.maximum(first[each], line - base)
-    high = np.minimum(stop[each], layout.segment_line[segment + 1] - base)
+    high = np.minimum(stop[each], segments.line[segment + 1] - base)
     ragged = np.flatnonzero((stop - first > met.blocks.extent.prod(axis=1))[each])
     if len(ragged):  # between the rows of such a block lies what is not needed
         blocks = met.blocks.take(each[ragged])
@@ -241,18 +270,20 @@ def _hulls(layout: Layout, pieces: Pieces, met: _Meetings) -> _Hulls:
         low[ragged], last = blocks.position(np.stack((np.minimum(before, until - 1), until - 1)))
         high[ragged] = np.where(before < until, last + 1, low[ragged])
     hit = np.flatnonzero(low < high)
-    return _joined(met.ask[each[hit]], segment[hit], (base + low)[hit], (base + high)[hit])
+    each = each[hit]
+    return _joined(met.ask[each], met.piece[each], segment[hit], (base + low)[hit], (base + high)[hit])
 
 
-def _joined(ask: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
+def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
     """Make one hull of several in a segment: a flat shard may meet it with its head, its body and its tail."""
-    order = np.lexsort((segment, ask))
-    ask, segment, line, stop = ask[order], segment[order], line[order], stop[order]
-    heads = np.flatnonzero((np.diff(ask, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0))
+    order = np.lexsort((segment, piece, ask))
+    ask, piece, segment, line, stop = (column[order] for column in (ask, piece, segment, line, stop))
+    changes = [np.diff(column, prepend=-1) != 0 for column in (ask, piece, segment)]
+    heads = np.flatnonzero(np.logical_or.reduce(changes))
     if not len(heads):
-        return _Hulls(ask, segment, line, stop)
+        return _Hulls(ask, piece, segment, line, stop)
     line, stop = np.minimum.reduceat(line, heads), np.maximum.reduceat(stop, heads)
-    return _Hulls(ask[heads], segment[heads], line, stop - line)
+    return _Hulls(ask[heads], piece[heads], segment[heads], line, stop - line)
 
 
 def _copies(
@@ -261,7 +292,7 @@ def _copies(
     """Yield the copies from a run of file bytes for one wanted part, whose shard is made of these targets."""
     lo, hi = run
     tensor, begin = int(wanted.tensor[index]), int(wanted.start[index])
-    itemsize, box = int(layout.tensors.itemsize[tensor]), _piece_box(layout, int(wanted.segment[index]))
+    itemsize, box = int(layout.tensors.itemsize[tensor]), _piece_box(layout, int(wanted.piece[index]))
     start, stop = max(lo, begin), min(hi, int(wanted.stop[index]))
     first = int(wanted.first[index]) + (start - begin) // itemsize
     for flat, inner in flat_boxes(box.lengths, first, first + (stop - start) // itemsize):
@@ -290,10 +321,8 @@ def _targets(table: ShardTable, row: int) -> Iterator[tuple[int | None, Box]]:
         yield flat - start, _outward(inner, box)
 
 
-def _piece_box(layout: Layout, segment: int) -> Box:
-    """Return the box of a segment's piece, in its tensor's own number of dimensions."""
-    line = pieces_of(layout).line
-    piece = int(np.searchsorted(line, layout.segment_line[segment], side="right")) - 1
+def _piece_box(layout: Layout, piece: int) -> Box:
+    """Return the box of a piece, in its tensor's own number of dimensions."""
     ndim = int(layout.tensors.ndim[layout.piece_tensor[piece]])
     return Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
 

@@ -17,6 +17,7 @@ from bcp.plan.save.names import Merged, merge_tensors
 from bcp.plan.save.template import MOST_MEMBERS, signature
 from bcp.plan.save.world import World
 from bcp.plan.save.writes import SHARE
+from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS
 
 __all__ = ["Division", "divide"]
@@ -204,6 +205,7 @@ def _layout(
         for kind in catalogue.extras
         for rank in np.flatnonzero(found == number).tolist()
     )
+    number = np.bincount(shards.piece[cuts.shard], minlength=len(shards.piece_tensor))
     return Layout(
         world_size=world.world_size,
         block_bytes=block_bytes,
@@ -213,9 +215,7 @@ def _layout(
         piece_tensor=shards.piece_tensor,
         offset=shards.offset,
         length=shards.length,
-        segment_line=np.concatenate(([0], np.cumsum(cuts.stop - cuts.start))),
-        segment_file=files.file,
-        segment_at=files.at,
+        segments=Segments.of(number, cuts.stop - cuts.start, files.file, files.at),
         file_kind=files.kind,
         file_rank=files.rank,
         file_nbytes=files.nbytes,
