@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import anyio
 
-from bcp.coordinators.grpc_coordinator import GrpcCoordinator
-from bcp.coordinators.loop import current_loop
-from bcp.coordinators.tree import Tree
+from bcp.coordinators.tree.coordinator import GrpcCoordinator
+from bcp.coordinators.tree.loop import current_loop
+from bcp.coordinators.tree.topology import Tree
 from benchmarks.figures import Figures
 
 __all__ = ["spine", "virtual_ranks"]

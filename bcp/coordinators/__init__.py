@@ -17,8 +17,8 @@ from bcp.errors import InputError
 from bcp.protocols import Coordinator
 
 if TYPE_CHECKING:
-    from bcp.coordinators.edge import Tls
-    from bcp.coordinators.grpc_coordinator import GrpcCoordinator
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator
+    from bcp.coordinators.tree.edge import Tls
 
 __all__ = [
     "GrpcCoordinator",
@@ -66,7 +66,7 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
 def _over(group: dist.ProcessGroup) -> Coordinator:
     """Return a new coordinator for a group, the best that can be imported."""
     try:
-        from bcp.coordinators.grpc_coordinator import GrpcCoordinator  # noqa: PLC0415 -- see __getattr__
+        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- see __getattr__
     except ImportError as error:
         log.warning(
             "the ranks agree over the torch store, which is slower: grpcio cannot be imported", error=str(error)
@@ -78,11 +78,11 @@ def _over(group: dist.ProcessGroup) -> Coordinator:
 def __getattr__(name: str) -> Any:
     """Import gRPC, and set it up for this process, only where it is wanted."""
     if name == "GrpcCoordinator":
-        from bcp.coordinators.grpc_coordinator import GrpcCoordinator  # noqa: PLC0415
+        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415
 
         return GrpcCoordinator
     if name == "Tls":
-        from bcp.coordinators.edge import Tls  # noqa: PLC0415
+        from bcp.coordinators.tree.edge import Tls  # noqa: PLC0415
 
         return Tls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

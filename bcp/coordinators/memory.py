@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch.distributed import HashStore
 
 from bcp.coordinators.store import StoreCoordinator
-from bcp.coordinators.tree import Tree
+from bcp.coordinators.tree.topology import Tree
 from bcp.protocols import Coordinator
 
 if TYPE_CHECKING:
-    from bcp.coordinators.grpc_coordinator import GrpcCoordinator
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator
 
 __all__ = ["grpc_coordinators", "memory_coordinators"]
 
@@ -32,6 +32,6 @@ def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | 
     They connect over the loopback, and behave as in a job in everything. ``hosts`` names each rank's host, to shape
     the tree; None: all ranks are on one.
     """
-    from bcp.coordinators.grpc_coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
 
     return GrpcCoordinator.in_memory(Tree.of(["host"] * world_size if hosts is None else hosts, fanout))

@@ -16,7 +16,7 @@ import bcp.coordinators
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
 from bcp.coordinators.group import private_connection, reconnected
 from bcp.coordinators.liveness import LEFT, Liveness
-from bcp.coordinators.vigil import Vigil
+from bcp.coordinators.tree.vigil import Vigil
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
@@ -124,7 +124,7 @@ async def test_solo() -> None:
 def hide_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process be one without grpcio."""
     for name in [name for name in sys.modules if name.startswith("bcp.coordinators.")]:
-        if getattr(sys.modules[name], "grpc", None) is not None or name.endswith("grpc_coordinator"):
+        if getattr(sys.modules[name], "grpc", None) is not None or name.endswith("tree.coordinator"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "grpc", None)
 

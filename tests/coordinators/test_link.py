@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.link import Link, Traffic
+from bcp.coordinators.tree.link import Link, Traffic
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ def server() -> TCPStore:
 def run_job(server: TCPStore, job: str, path: Path, victim: int | None = None, moment: str = "") -> list[int | None]:
     """Run all ranks, forked from a process that has imported everything; return their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bcp", "bcp.coordinators.grpc_coordinator"])
+    context.set_forkserver_preload(["bcp", "bcp.coordinators.tree.coordinator"])
     ranks = [
         context.Process(target=killed_rank.main, args=(rank, server.port, job, path, victim, moment))
         for rank in range(killed_rank.SIZE)

@@ -8,12 +8,12 @@ from typing import Any
 
 import structlog
 
-from bcp.coordinators.edge import METHOD, SERVICE, CredentialsError, Receive, Tls, converse, hello_of, metadata_of
-from bcp.coordinators.edge import server_options as options_for
-from bcp.coordinators.grpc_import import grpc
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.link import Link
-from bcp.coordinators.rendezvous import Invitation
+from bcp.coordinators.tree.edge import METHOD, SERVICE, CredentialsError, Receive, Tls, converse, hello_of, metadata_of
+from bcp.coordinators.tree.edge import server_options as options_for
+from bcp.coordinators.tree.grpc_import import grpc
+from bcp.coordinators.tree.link import Link
+from bcp.coordinators.tree.rendezvous import Invitation
 from bcp.errors import InputError
 
 __all__ = ["Server", "credentials_of"]

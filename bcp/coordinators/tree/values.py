@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bcp.coordinators.frames import FrameError, pack_number, unpack_number
+from bcp.coordinators.tree.frames import FrameError, pack_number, unpack_number
 
 __all__ = ["Values"]
 
@@ -66,7 +66,7 @@ class Values:
 
     @classmethod
     def unpack(cls, data: bytes, count: int) -> Values:
-        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.frames.FrameError`."""
+        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.frames.FrameError`."""
         size, at = unpack_number(data, 0)
         if not (0 < size <= count and size <= len(data)):
             raise FrameError(f"{size} distinct values for {count} ranks, in {len(data)} bytes")

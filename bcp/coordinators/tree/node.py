@@ -7,16 +7,16 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from bcp.coordinators.dial import RefusedError, dial
-from bcp.coordinators.edge import Tls
-from bcp.coordinators.frames import Frame, Kind, body_of_abort, pack_number
 from bcp.coordinators.hello import Abort, Hello, describe
-from bcp.coordinators.link import Link, Traffic
-from bcp.coordinators.rendezvous import Invitation, Rendezvous
-from bcp.coordinators.round import Round
-from bcp.coordinators.seat import Part
-from bcp.coordinators.server import Server, credentials_of
-from bcp.coordinators.tree import Place
+from bcp.coordinators.tree.dial import RefusedError, dial
+from bcp.coordinators.tree.edge import Tls
+from bcp.coordinators.tree.frames import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.tree.link import Link, Traffic
+from bcp.coordinators.tree.rendezvous import Invitation, Rendezvous
+from bcp.coordinators.tree.round import Round
+from bcp.coordinators.tree.seat import Part
+from bcp.coordinators.tree.server import Server, credentials_of
+from bcp.coordinators.tree.topology import Place
 from bcp.errors import PeerError
 from bcp.pipeline import in_thread
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from bcp.coordinators.frames import DIGEST_BYTES, Frame, FrameError, Kind, bytes_of, digest_of
-from bcp.coordinators.seat import Seat
-from bcp.coordinators.tree import Place
-from bcp.coordinators.values import Values
+from bcp.coordinators.tree.frames import DIGEST_BYTES, Frame, FrameError, Kind, bytes_of, digest_of
+from bcp.coordinators.tree.seat import Seat
+from bcp.coordinators.tree.topology import Place
+from bcp.coordinators.tree.values import Values
 
 __all__ = ["Relay"]
 

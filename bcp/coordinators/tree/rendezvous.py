@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bcp.coordinators.hello import Abort
-from bcp.coordinators.tree import Place, Tree
+from bcp.coordinators.tree.topology import Place, Tree
 from bcp.errors import InputError
 
 __all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Rendezvous", "new_token"]

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bcp.coordinators.frames import FrameError
-from bcp.coordinators.grpc_import import grpc
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.link import Link
+from bcp.coordinators.tree.frames import FrameError
+from bcp.coordinators.tree.grpc_import import grpc
+from bcp.coordinators.tree.link import Link
 
 __all__ = [
     "METHOD",

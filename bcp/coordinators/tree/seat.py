@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from bcp.coordinators.frames import Frame
 from bcp.coordinators.hello import Abort
-from bcp.coordinators.tree import Place
-from bcp.coordinators.values import Values
+from bcp.coordinators.tree.frames import Frame
+from bcp.coordinators.tree.topology import Place
+from bcp.coordinators.tree.values import Values
 
 __all__ = ["Part", "Seat"]
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from bcp.coordinators.edge import (
+from bcp.coordinators.hello import Hello
+from bcp.coordinators.tree.edge import (
     METHOD,
     SERVICE,
     CredentialsError,
@@ -17,9 +18,8 @@ from bcp.coordinators.edge import (
     hello_of,
     metadata_of,
 )
-from bcp.coordinators.grpc_import import grpc
-from bcp.coordinators.hello import Hello
-from bcp.coordinators.link import Link
+from bcp.coordinators.tree.grpc_import import grpc
+from bcp.coordinators.tree.link import Link
 
 __all__ = ["RefusedError", "dial"]
 

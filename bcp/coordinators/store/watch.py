@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from bcp.coordinators.hello import Abort, Hello, different, error_of
 from bcp.coordinators.liveness import Liveness
-from bcp.coordinators.mailbox import Mailbox
+from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 

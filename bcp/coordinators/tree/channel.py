@@ -9,14 +9,14 @@ from functools import partial
 
 import anyio
 
-from bcp.coordinators.frames import Frame, Kind
 from bcp.coordinators.hello import Abort, Hello, error_of
-from bcp.coordinators.loop import Loop
-from bcp.coordinators.node import Node
 from bcp.coordinators.operation import CardOf
-from bcp.coordinators.round import Round
-from bcp.coordinators.seat import Part
-from bcp.coordinators.values import Values
+from bcp.coordinators.tree.frames import Frame, Kind
+from bcp.coordinators.tree.loop import Loop
+from bcp.coordinators.tree.node import Node
+from bcp.coordinators.tree.round import Round
+from bcp.coordinators.tree.seat import Part
+from bcp.coordinators.tree.values import Values
 from bcp.errors import InputError
 
 __all__ = ["GrpcChannel"]

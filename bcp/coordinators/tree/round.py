@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bcp.coordinators.frames import (
+from bcp.coordinators.hello import Abort, different
+from bcp.coordinators.tree.frames import (
     Frame,
     FrameError,
     Kind,
@@ -13,11 +14,10 @@ from bcp.coordinators.frames import (
     text_of,
     unpack_number,
 )
-from bcp.coordinators.hello import Abort, different
-from bcp.coordinators.relay import Relay
-from bcp.coordinators.seat import Part, Seat
-from bcp.coordinators.values import Values
-from bcp.coordinators.vigil import Vigil
+from bcp.coordinators.tree.relay import Relay
+from bcp.coordinators.tree.seat import Part, Seat
+from bcp.coordinators.tree.values import Values
+from bcp.coordinators.tree.vigil import Vigil
 
 __all__ = ["Round"]
 

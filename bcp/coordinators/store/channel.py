@@ -1,4 +1,4 @@
-"""The channel of an operation over a :class:`~bcp.coordinators.mailbox.Mailbox`, that is over a torch Store."""
+"""The channel of an operation over a :class:`~bcp.coordinators.store.mailbox.Mailbox`, that is over a torch Store."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import anyio
 from anyio import to_thread
 
 from bcp.coordinators.hello import Abort, Hello, error_of
-from bcp.coordinators.mailbox import Mailbox
 from bcp.coordinators.operation import CardOf
-from bcp.coordinators.watch import STORE_ERRORS, Watch, call_store
+from bcp.coordinators.store.mailbox import Mailbox
+from bcp.coordinators.store.watch import STORE_ERRORS, Watch, call_store
 
 __all__ = ["StoreChannel"]
 

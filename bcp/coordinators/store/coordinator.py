@@ -16,9 +16,9 @@ from torch.distributed import Store
 
 from bcp.coordinators.group import GroupSeat, address_towards
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.mailbox import Mailbox
 from bcp.coordinators.operation import Operation
-from bcp.coordinators.store_channel import StoreChannel
+from bcp.coordinators.store.channel import StoreChannel
+from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError
 from bcp.protocols import Agreement
 

@@ -12,17 +12,17 @@ from weakref import finalize
 
 import torch.distributed as dist
 
-from bcp.coordinators.edge import Tls
 from bcp.coordinators.group import GroupSeat, address_towards
-from bcp.coordinators.grpc_channel import GrpcChannel
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.link import Traffic
-from bcp.coordinators.loop import Loop, current_loop
-from bcp.coordinators.node import Node
 from bcp.coordinators.operation import Operation
-from bcp.coordinators.rendezvous import Addresses, MemoryRendezvous, Rendezvous
-from bcp.coordinators.store_rendezvous import StoreRendezvous
-from bcp.coordinators.tree import Tree
+from bcp.coordinators.tree.channel import GrpcChannel
+from bcp.coordinators.tree.edge import Tls
+from bcp.coordinators.tree.link import Traffic
+from bcp.coordinators.tree.loop import Loop, current_loop
+from bcp.coordinators.tree.node import Node
+from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendezvous
+from bcp.coordinators.tree.store_rendezvous import StoreRendezvous
+from bcp.coordinators.tree.topology import Tree
 from bcp.errors import InputError
 from bcp.protocols import Agreement
 

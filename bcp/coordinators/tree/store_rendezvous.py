@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bcp.coordinators.hello import Abort
-from bcp.coordinators.rendezvous import Ended, Invitation, new_token
-from bcp.coordinators.tree import Place, Tree
-from bcp.coordinators.watch import call_store
+from bcp.coordinators.store.watch import call_store
+from bcp.coordinators.tree.rendezvous import Ended, Invitation, new_token
+from bcp.coordinators.tree.topology import Place, Tree
 
 if TYPE_CHECKING:
     from torch.distributed import Store
