@@ -40,10 +40,10 @@ def spine(levels: int, fanout: int, goal_ms: float, figures: Figures, rounds: in
         if parent is not None:
             children[parent].append(rank)
     tree = Tree(tuple(parents), tuple(map(tuple, children)))
-    times = sorted(_timed(tree, stands_for, 3 + rounds)[3:])
     name = f"gather + scatter through {levels} levels of {fanout}: {fanout**levels:,} ranks"
-    figures.add(f"{name}, p50", 1000 * statistics.median(times), "ms", goal_ms)
-    figures.add(f"{name}, p95", 1000 * times[int(0.95 * len(times))], "ms")
+    figures.measure(
+        f"{name}, p50", lambda: 1000 * statistics.median(_timed(tree, stands_for, 3 + rounds)[3:]), "ms", goal_ms
+    )
 
 
 def virtual_ranks(world_size: int, fanout: int, goal_s: float, figures: Figures, rounds: int = 5) -> None:

@@ -7,7 +7,7 @@ rank in ``bcp.load``, gets it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -69,30 +69,44 @@ def _check(job: Job, said: Sequence[Stated]) -> None:
 def plan(job: Job, figures: Figures) -> Planned:
     """Plan a save as rank 0 does, in all its steps, and print what it costs."""
     large = job.world_size >= LARGE
-    goal = 250.0 if large else {"A": 25.0, "B": 100.0}[job.zero]
     said = states(job)
     hellos = [one.hello for one in said]
-    survey_ms, found = cpu_ms(lambda: survey(hellos, balance="split", block_bytes=BLOCK_BYTES))
+    found = survey(hellos, balance="split", block_bytes=BLOCK_BYTES)
     told = Survey.decode(found.encode())
     messages = [one.message(rank, told) for rank, one in enumerate(said)]
-    gather_ms, world = cpu_ms(lambda: gather(found, messages))
-    divide_ms, division = cpu_ms(lambda: divide(world, block_bytes=BLOCK_BYTES))
-    answer_ms, answers = cpu_ms(lambda: encode_shares(division))
-    encode_ms, layout = cpu_ms(lambda: encode_layout(division.layout), 3)
-    stored = encode_metadata(layout, _commit(job))
+    world = gather(found, messages)
+    division = divide(world, block_bytes=BLOCK_BYTES)
+    stored = encode_metadata(encode_layout(division.layout), _commit(job))
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("comparing digests", lambda: survey(hellos, balance="split", block_bytes=BLOCK_BYTES)),
+        ("reading what ranks hold", lambda: gather(found, messages)),
+        ("merging, cover check, balance, layout", lambda: divide(world, block_bytes=BLOCK_BYTES)),
+        ("writing the answers", lambda: encode_shares(division)),
+    ]
     case = f"{job.zero}, {job.world_size:,} ranks"
-    figures.add(f"{case}: shards, folded", len(world.flat_rank) + len(division.layout.offset))
-    figures.add(f"{case}: entries of the layout", len(division.layout.offset) + len(division.layout.segments))
-    figures.add(f"{case}: rank 0 receives", sum(map(len, hellos)) + sum(map(len, messages)), "B")
-    figures.add(f"{case}: rank 0 answers", sum(map(len, answers)), "B")
-    figures.add(f"{case}: reading what ranks say", survey_ms + gather_ms, "ms")
-    figures.add(f"{case}: merging, cover check, balance, layout", divide_ms, "ms")
-    figures.add(f"{case}: writing the answers", answer_ms, "ms")
-    figures.add(f"{case}: planning on rank 0, all of it", survey_ms + gather_ms + divide_ms + answer_ms, "ms", goal)
-    figures.add(f"{case}: encoding the layout", encode_ms, "ms")
+    figures.add(f"{case}: flat intervals and boxes", len(world.flat_rank) + len(division.layout.offset))
+    figures.add(f"{case}: pieces and segments", len(division.layout.offset) + len(division.layout.segments))
+    figures.add(f"{case}: the same with each pattern once", _entries(division))
+    figures.add(f"{case}: rank 0 receives", (sum(map(len, hellos)) + sum(map(len, messages))) / 1e6, "MB")
+    figures.add(f"{case}: rank 0 answers", sum(map(len, encode_shares(division))) / 1e6, "MB")
+    for name, work in steps:
+        figures.add(f"{case}: {name}", cpu_ms(work, 3), "ms")
+    figures.measure(
+        f"{case}: planning on rank 0, all four",
+        lambda: sum(cpu_ms(work) for _, work in steps),
+        "ms",
+        250.0 if large else {"A": 25.0, "B": 100.0}[job.zero],
+    )
+    figures.add(f"{case}: encoding the layout", cpu_ms(lambda: encode_layout(division.layout), 3), "ms")
     _balance(job, division, figures, case)
     figures.add(f"{case}: metadata.arrow", len(stored) / 1e6, "MB", None if large else 0.25)
     return Planned(job, division, stored)
+
+
+def _entries(division: Division) -> int:
+    """Count pieces, patterns and segments as they are stored."""
+    folded = division.layout.segments.folded()
+    return len(folded.pattern) + len(folded.begin) - 1 + len(folded)
 
 
 def _commit(job: Job) -> Commit:
@@ -125,19 +139,22 @@ def look_up(planned: Planned, figures: Figures) -> None:
         layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
         return wants(layout, table).ranges()
 
-    ms, _ = cpu_ms(first, 15)
-    case = f"{job.zero}, {job.world_size:,} ranks"
-    figures.add(f"{case}: open, and look up one rank's tensors", ms, "ms", 5.0 if job.world_size < LARGE else None)
+    name = f"{job.zero}, {job.world_size:,} ranks: open, and look up one rank's tensors"
+    if job.world_size < LARGE:
+        figures.measure(name, lambda: cpu_ms(first, 15), "ms", 5.0)
+    else:
+        figures.add(name, cpu_ms(first, 15), "ms")
 
 
 def reshard(planned: Planned, target: Job, figures: Figures) -> None:
     """Look up what ranks of another job want."""
     layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
-    costs, ranges = [], []
-    for rank in np.linspace(0, target.world_size - 1, 8).astype(int).tolist():
-        table = target.table(rank)
-        ms, found = cpu_ms(lambda table=table: wants(layout, table).ranges())
-        costs.append(ms)
-        ranges.append(len(found))
-    case = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}"
-    figures.add(f"{case}: look-up of a rank, {min(ranges)} to {max(ranges)} ranges", max(costs), "ms", 1.0)
+    tables = [target.table(rank) for rank in np.linspace(0, target.world_size - 1, 8).astype(int).tolist()]
+    ranges = [len(wants(layout, table).ranges()) for table in tables]
+    name = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}"
+    figures.measure(
+        f"{name}: look-up of a rank, {min(ranges)} to {max(ranges)} ranges",
+        lambda: max(cpu_ms(lambda table=table: wants(layout, table).ranges()) for table in tables),  # type: ignore[misc]
+        "ms",
+        1.0,
+    )
