@@ -16,8 +16,14 @@ import xxhash
 from bcp import metadata
 from bcp._save import BLOCK_BYTES
 from bcp.metadata import Commit, encode_layout, encode_metadata
+from bcp.options import LoadOptions
 from bcp.plan.cache import PlanCache
+from bcp.plan.columns import Ints
+from bcp.plan.load.assign import assign
+from bcp.plan.load.line import BlockLine
 from bcp.plan.load.reads import wants
+from bcp.plan.load.share import share
+from bcp.plan.lookup import find_all
 from bcp.plan.save.divide import Division, divide
 from bcp.plan.save.survey import Stated, Survey, gather, survey
 from bcp.plan.save.template import factor
@@ -25,7 +31,7 @@ from bcp.plan.save.wire import digest, encode_flat, encode_shares
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
 
-__all__ = ["Planned", "look_up", "plan", "reshard"]
+__all__ = ["LARGE", "Planned", "look_up", "plan", "reshard", "share_reads"]
 
 LARGE = 100_000
 """From so many ranks on, other goals hold."""
@@ -158,3 +164,26 @@ def reshard(planned: Planned, target: Job, figures: Figures) -> None:
         "ms",
         1.0,
     )
+
+
+def share_reads(planned: Planned, target: Job, figures: Figures) -> None:
+    """Divide the reading of a load between all ranks of another job, as rank 0 does."""
+    layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
+    line = BlockLine.of(layout)
+    runs: list[Ints] = [np.empty((0, 2), dtype=np.int64)] * target.world_size
+    for tp, pp, table, start, stop in target.groups():
+        saved = find_all(layout, table.tensors)
+        for dp in range(target.dp):
+            mine = replace(table, start=start[dp], stop=stop[dp])
+            runs[target.rank(tp, dp, pp)] = line.runs(wants(layout, mine, saved).ranges())
+    options = LoadOptions()
+    limits = {"read_bytes": options.read_bytes, "exchange_bytes": options.exchange_bytes}
+    said = [line.encode(each) for each in runs]
+    shared = share(line, runs, **limits)
+    reads = [assign(line, rank, runs[rank], shared, read_bytes=options.read_bytes) for rank in range(0, 8960, 640)]
+    case = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}, {target.world_size:,} ranks"
+    figures.add(f"{case}: rank 0 receives", sum(map(len, said)) / 1e6, "MB")
+    figures.add(f"{case}: rank 0 tells everyone", len(shared.encode(line)) / 1e6, "MB")
+    figures.add(f"{case}: reading what ranks want", cpu_ms(lambda: [line.decode(each) for each in said], 1), "ms")
+    figures.add(f"{case}: dividing the reading", cpu_ms(lambda: share(line, runs, **limits), 1), "ms")
+    figures.add(f"{case}: rounds of exchange", reads[0].rounds)

@@ -12,7 +12,7 @@ import sys
 from benchmarks.agreement import spine, virtual_ranks
 from benchmarks.figures import Figures, arguments
 from benchmarks.llama import Job
-from benchmarks.planning import LARGE, look_up, plan, reshard
+from benchmarks.planning import LARGE, look_up, plan, reshard, share_reads
 
 JOBS = [Job(8, 70, 16, "A"), Job(8, 70, 16, "B"), Job(8, 782, 16, "A"), Job(8, 782, 16, "B")]
 
@@ -34,6 +34,8 @@ def main() -> int:
         if job.world_size < LARGE:
             for tp, dp, pp in TARGETS:
                 reshard(planned, Job(tp, dp, pp, job.zero), figures)
+        if job is JOBS[1] and not options.quick:
+            share_reads(planned, Job(4, 140, 16, job.zero), figures)
     figures.head("Agreement over gRPC, on the loopback of this machine")
     spine(3, 21, 10.0, figures)
     spine(4, 18, 15.0, figures)

@@ -163,7 +163,7 @@ def _check_files(layout: Layout) -> None:
     _refuse_outside(layout.file_nbytes, LARGEST, "file with impossible size")
     if float(layout.file_nbytes.sum(dtype=np.float64)) >= LARGEST:
         raise ValueError("files with an impossible total size")
-    _refuse_repeated(layout.file_rank * len(KINDS) + layout.file_kind, "two files of one kind and rank")
+    _refuse_repeated(layout.file_kind * layout.world_size + layout.file_rank, "two files of one kind and rank")
     outside = (layout.file_planes < 0) | (layout.file_planes > layout.file_nbytes[:, None])
     _refuse(outside, "file with a plane outside it")
 

@@ -134,7 +134,7 @@ def check_files_are_packed_and_aligned(layout: Layout) -> None:
         for _, _, meta, *place in found:
             runs[meta].append(place)
         assert all(run == sorted(run) for run in runs.values())
-    owners = list(zip(layout.file_rank.tolist(), layout.file_kind.tolist(), strict=True))
+    owners = list(zip(layout.file_kind.tolist(), layout.file_rank.tolist(), strict=True))
     assert owners == sorted(set(owners))
 
 
@@ -309,7 +309,7 @@ def test_tensors_of_different_ndim_on_different_ranks():
     scalar = TensorMeta("optimizer", "step", "float32", 4, ())
     layout = divided([table(whole(scalar)), table(whole(W)), table(whole(deep))], block_bytes=4096).layout
     assert [layout.tensors[i].shape for i in range(3)] == [(2, 1, 2, 3), (4, 6), ()]
-    assert layout.file_rank.tolist() == [0, 1, 2]
+    assert layout.file_rank.tolist() == [1, 2, 0]
     check_every_element_once(layout)
 
 

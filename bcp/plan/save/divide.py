@@ -83,7 +83,7 @@ class _Planes:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files, and where the cuts lie: ``file``, element ``at`` of a plane; ``order`` sorts them by (file, class)."""
+    """The files, and where the cuts lie: ``file``, element ``at`` of a plane; ``order``: by rank, in file order."""
 
     file: Ints
     at: Ints
@@ -152,7 +152,11 @@ def _files(merged: Merged, planes: _Planes, shards: Shards, cuts: Cuts, world_si
     for code_of_kind, (itemsize, owner) in enumerate(zip(planes.itemsize, planes.owner, strict=True)):
         mine = kind == code_of_kind
         bases[mine, : len(itemsize)], nbytes[mine] = plane_bases(elements[mine], itemsize, owner)
-    return _Files(file, at, order, kind, key // len(KINDS), nbytes, bases)
+    by_kind = np.argsort(kind, kind="stable")  # files of a kind lie together, by rank
+    number = np.empty_like(by_kind)
+    number[by_kind] = np.arange(len(by_kind))
+    rank = key // len(KINDS)
+    return _Files(number[file], at, order, kind[by_kind], rank[by_kind], nbytes[by_kind], bases[by_kind])
 
 
 def _rows(shards: Shards, cuts: Cuts, files: _Files, world_size: int) -> tuple[npt.NDArray[np.void], Ints]:
