@@ -29,7 +29,8 @@ class Figure:
 
     def __str__(self) -> str:
         """Return a line of the table."""
-        value = f"{self.value:,.0f}" if self.unit == "" and self.value >= 1000 else f"{self.value:.4g}"  # noqa: PLR2004
+        count = float(self.value).is_integer() and self.unit == ""
+        value = f"{self.value:,.0f}" if count else f"{self.value:.4f}" if self.unit == "" else f"{self.value:.4g}"
         goal = "" if self.goal is None else f"{'MISSED' if self.missed else 'ok':>7}, goal {self.goal:g} {self.unit}"
         return f"{self.name:<62} {value:>12} {self.unit:<5}{goal}"
 
