@@ -6,16 +6,20 @@ import gc
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import anyio
+import xxhash
 
+from bcp._agree import agree
 from bcp.coordinators.tree.coordinator import GrpcCoordinator
 from bcp.coordinators.tree.loop import current_loop
 from bcp.coordinators.tree.topology import Tree
-from benchmarks.figures import Figures
+from bcp.protocols import Buffer
+from benchmarks.figures import Figures, cpu_ms
 
-__all__ = ["spine", "virtual_ranks"]
+__all__ = ["gathered", "spine", "virtual_ranks"]
 
 WORD = 17
 """Bytes that a rank says when it commits."""
@@ -57,6 +61,41 @@ def virtual_ranks(world_size: int, fanout: int, goal_s: float, figures: Figures,
     figures.add(f"{name}: gather + scatter, p50", statistics.median(times), "s", goal_s)
     figures.add(f"{name}: gather + scatter, slowest of {rounds}", max(times), "s")
     figures.add(f"{name}: all of it, with leaving and closing", total, "s")
+
+
+def gathered(world_size: int, figures: Figures) -> None:
+    """Time what rank 0 does with what it has gathered, before it answers: looks for errors, compares, joins."""
+
+    async def same_plan(said: Sequence[bytes]) -> bytes:
+        return bytes([all(word == said[0] for word in said)])
+
+    async def joined(said: Sequence[bytes]) -> bytes:
+        return xxhash.xxh3_128_digest(b"".join(said))
+
+    for name, answer in (("begin", same_plan), ("commit", joined)):
+        words = [b"\0" + (bytes(16) if answer is same_plan else secrets.token_bytes(16)) for _ in range(world_size)]
+        work = partial(anyio.run, agree, _Gathered(words), name, 0, words[0][1:], answer)
+        figures.add(f"rank 0 and what {world_size:,} ranks say at {name}", cpu_ms(work), "ms")
+
+
+class _Gathered:
+    """An agreement in which all others have said what they have to say."""
+
+    def __init__(self, words: Sequence[bytes]) -> None:
+        self._words = words
+
+    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+        """Let rank 0 decide."""
+        del step, mine
+        return await decide(self._words)
+
+    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+        """Refuse: nobody asks."""
+        raise NotImplementedError
+
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+        """Refuse: nobody asks."""
+        raise NotImplementedError
 
 
 def _timed(tree: Tree, stands_for: Sequence[int], rounds: int) -> list[float]:
