@@ -50,7 +50,7 @@ def spine(levels: int, fanout: int, goal_ms: float, figures: Figures, rounds: in
     )
 
 
-def virtual_ranks(world_size: int, fanout: int, goal_s: float, figures: Figures, rounds: int = 5) -> None:
+def virtual_ranks(world_size: int, fanout: int, goal_s: float, figures: Figures, rounds: int = 3) -> None:
     """Time gather + scatter of so many ranks, all of which are in this process: total work, not latency."""
     tree = Tree.of([f"host {rank // 8}" for rank in range(world_size)], fanout)
     started = time.perf_counter()
