@@ -203,7 +203,7 @@ def check_segments(layout: Layout) -> None:
 
     Takes as long as opening the checkpoint. Raises ValueError.
     """
-    stored = np.array([not tied for tied in layout.tensors.tied_to], dtype=np.bool_) & (layout.tensors.numel > 0)
+    stored = ~layout.tensors.tied & (layout.tensors.numel > 0)
     segments = layout.segments
     room, group = _room(layout, stored)
     begin, end = group * room.shape[1], segments.at + segments.length

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints, matrix
@@ -143,16 +144,23 @@ class TensorTable:
         at = rows.tolist()
         return TensorTable(
             kind=self.kind[rows],
-            fqn=[self.fqn[row] for row in at],
-            dtype=[self.dtype[row] for row in at],
+            fqn=list(map(self.fqn.__getitem__, at)),
+            dtype=list(map(self.dtype.__getitem__, at)),
             itemsize=self.itemsize[rows],
             ndim=self.ndim[rows],
             shape=self.shape[rows],
             stride=self.stride[rows],
-            device=[self.device[row] for row in at],
+            device=list(map(self.device.__getitem__, at)),
             requires_grad=self.requires_grad[rows],
-            tied_to=[self.tied_to[row] for row in at],
+            tied_to=list(map(self.tied_to.__getitem__, at)),
         )
+
+    @property
+    def tied(self) -> npt.NDArray[np.bool_]:
+        """bool[n]: whether each tensor is tied to another."""
+        if not any(self.tied_to):  # as a rule
+            return np.zeros(len(self), dtype=np.bool_)
+        return np.array(list(map(bool, self.tied_to)), dtype=np.bool_)
 
     @property
     def numel(self) -> Ints:

@@ -61,9 +61,8 @@ def _check_boxes(merged: Merged, shards: Shards) -> None:
     volume, whole = _measure(shards.offset, shards.offset + shards.length), _measure(0 * tensors.shape, tensors.shape)
     covered = np.zeros(len(tensors), dtype=np.uint64)
     np.add.at(covered, shards.piece_tensor, volume)
-    tied = np.array([bool(target) for target in tensors.tied_to], dtype=bool)
     leads = merged.leader == np.arange(len(tensors))
-    wrong = (covered != whole) & leads & ~tied & (tensors.numel > 0)
+    wrong = (covered != whole) & leads & ~tensors.tied & (tensors.numel > 0)
     if wrong.any():
         _explain_boxes(tensors, shards, int(wrong.argmax()))
 

@@ -85,8 +85,7 @@ def factor(table: ShardTable) -> Factored:
     place[order] = np.arange(len(order))
     owner = place[table.tensor]
     row = np.argsort(owner, kind="stable")
-    tied = np.array([bool(name) for name in table.tensors.tied_to], dtype=bool)
-    row = row[~tied[table.tensor[row]]]  # nothing is stored for them
+    row = row[~table.tensors.tied[table.tensor[row]]]  # nothing is stored for them
     begin = np.searchsorted(owner[row], np.arange(len(order) + 1))
     shards = np.column_stack([table.offset, table.length, table.start, table.stop])[row]
     tensors = table.tensors.take(order)
