@@ -214,25 +214,35 @@ def _holders(world: World, begin: Ints, source: Ints) -> tuple[Ints, Sequence[In
     """Return the holder of every shard, of which ``source[begin[i]:begin[i + 1]]`` state shard i, and the groups."""
     templates, size = len(world.template_slots), np.diff(begin)
     order = grouped(world.template, templates)
-    bounds = np.searchsorted(world.template[order], np.arange(templates + 1))
-    holder = source[begin[:-1]] - templates  # right where it is one rank alone
+    of_template = np.split(order, np.cumsum(np.bincount(world.template, minlength=templates))[:-1])
     groups: list[Ints] = []
-    several = np.flatnonzero((size > 1) | (holder < 0))
+
+    def numbered(ranks: Ints) -> int:
+        """Return the number of the rank, or of a new group."""
+        if len(ranks) == 1:
+            return int(ranks[0])
+        groups.append(ranks)
+        return world.world_size + len(groups) - 1
+
+    holder = source[begin[:-1]] - templates  # right where it is one rank alone; templates count from the end
+    alone = np.flatnonzero((size == 1) & (holder < 0))
+    numbers = np.zeros(templates, dtype=np.int64)
+    for template in np.unique(holder[alone] + templates).tolist():
+        numbers[template] = numbered(of_template[template])
+    holder[alone] = numbers[holder[alone] + templates]
+    several = np.flatnonzero(size > 1)
     for many in np.unique(size[several]).tolist():
         rows = several[size[several] == many]
-        lists = source[begin[rows, None] + np.arange(many)] - templates
+        lists = source[begin[rows, None] + np.arange(many)]
         first, code = distinct_rows(lists)
-        numbers = np.empty(len(first), dtype=np.int64)
-        for number, ranks in enumerate(lists[first]):
-            if ranks[0] < 0:  # a template, whose number is counted from the end
-                of = ranks[ranks < 0] + templates
-                parts = [order[bounds[each] : bounds[each + 1]] for each in of]
-                theirs = np.concatenate([*parts, ranks[len(of) :]])
-                ranks = theirs if many == 1 else np.unique(theirs)  # noqa: PLW2901 -- what it stands for
-            numbers[number] = ranks[0] if len(ranks) == 1 else world.world_size + len(groups)
-            if len(ranks) > 1:
-                groups.append(ranks)
-        holder[rows] = numbers[code]
+        found = []
+        for sources in lists[first]:
+            ranks = sources - templates
+            if ranks[0] < 0:
+                parts = [of_template[each] for each in sources[ranks < 0].tolist()]
+                ranks = np.unique(np.concatenate([*parts, ranks[len(parts) :]]))
+            found.append(numbered(ranks))
+        holder[rows] = np.array(found, dtype=np.int64)[code]
     return holder, groups
 
 

@@ -59,16 +59,9 @@ def merge_tensors(world: World) -> Merged:
 
     """
     parts = [catalogue.tensors for catalogue in world.catalogues]
-    index: dict[tuple[int, str], int] = {}
-    found = [
-        index.setdefault(key, len(index)) for part in parts for key in zip(part.kind.tolist(), part.fqn, strict=True)
-    ]
-    keys = sorted(index)
-    place = np.empty(len(keys), dtype=np.int64)
-    place[[index[key] for key in keys]] = np.arange(len(keys))
-    merged = place[np.array(found, dtype=np.int64)]
+    index, merged = _by_name(parts)
     stacked = _concat_tensors(parts)
-    first = np.full(len(keys), len(merged), dtype=np.int64)
+    first = np.full(sum(map(len, index)), len(merged), dtype=np.int64)
     np.minimum.at(first, merged, np.arange(len(merged), dtype=np.int64))
     ranks = np.repeat(world.lowest_ranks(), [len(part) for part in parts])
     _check_agreement(stacked, first[merged], ranks)
@@ -76,6 +69,23 @@ def merge_tensors(world: World) -> Merged:
     _check_ties(tensors, index)
     _check_itemsizes(tensors)
     return _with_families(world.catalogues, tensors, merged)
+
+
+def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], Ints]:
+    """Return, for each kind, the merged row of every name; and the merged row of every row of the parts.
+
+    Rows of a part are sorted by kind.
+    """
+    index: list[dict[str, int]] = []
+    rows: list[list[int]] = [[] for _ in parts]
+    ends = [np.searchsorted(part.kind, np.arange(len(KINDS) + 1)).tolist() for part in parts]
+    for kind in range(len(KINDS)):
+        names = [part.fqn[end[kind] : end[kind + 1]] for part, end in zip(parts, ends, strict=True)]
+        base = sum(map(len, index))
+        index.append({fqn: row for row, fqn in enumerate(sorted(set().union(*names)), start=base)})
+        for found, mine in zip(rows, names, strict=True):
+            found.extend(map(index[kind].__getitem__, mine))
+    return index, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
 
 
 def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> Merged:
@@ -139,20 +149,19 @@ def _check_agreement(tensors: TensorTable, first: Ints, ranks: Ints) -> None:
     )
 
 
-def _check_ties(tensors: TensorTable, index: dict[tuple[int, str], int]) -> None:
+def _check_ties(tensors: TensorTable, index: Sequence[dict[str, int]]) -> None:
     """Raise where a tied tensor's target is unknown, or is tied itself."""
-    if not any(tensors.tied_to):
-        return
-    ties = {(kind, fqn): to for kind, fqn, to in zip(tensors.kind.tolist(), tensors.fqn, tensors.tied_to, strict=True)}
-    for (kind, fqn), target in ties.items():
-        if target and (kind, target) not in index:
+    for row in np.flatnonzero(tensors.tied).tolist():
+        meta = tensors[row]
+        target = index[int(tensors.kind[row])].get(meta.tied_to)
+        if target is None:
             raise StateError(
-                f"{KINDS[kind]} tensor {fqn!r} is tied to {target!r}, which no rank holds; save it as well"
+                f"{meta.kind} tensor {meta.fqn!r} is tied to {meta.tied_to!r}, which no rank holds; save it as well"
             )
-        if target and ties[kind, target]:
+        if tensors.tied_to[target]:
             raise StateError(
-                f"{KINDS[kind]} tensor {fqn!r} is tied to {target!r}, which is itself tied to {ties[kind, target]!r}; "
-                "tie both to the tensor that is stored"
+                f"{meta.kind} tensor {meta.fqn!r} is tied to {meta.tied_to!r}, which is itself tied to "
+                f"{tensors.tied_to[target]!r}; tie both to the tensor that is stored"
             )
 
 
