@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.agreement import gathered, spine, virtual_ranks
+from benchmarks.chain import busy_chain
 from benchmarks.figures import Figures, arguments
 from benchmarks.llama import Job
 from benchmarks.planning import LARGE, look_up, plan, reshard, share_reads
@@ -39,6 +40,7 @@ def main() -> int:
     figures.head("Agreement over gRPC, on the loopback of this machine")
     spine(3, 21, 10.0, figures)
     spine(4, 18, 15.0, figures)
+    busy_chain(3, 100.0, figures)
     for ranks in (8_960, 100_096):
         gathered(ranks, figures)
     virtual_ranks(512 if options.quick else 4096, 16, 2.0, figures)

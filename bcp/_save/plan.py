@@ -48,7 +48,7 @@ class SavePlan:
 async def plan_writes(
     agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
 ) -> tuple[Held, Opening, SavePlan]:
-    """Agree on who writes what; on an unchanged layout that costs two digests a rank (paper sec. 4.1)."""
+    """Agree on who writes what; on an unchanged layout that costs 16 bytes a rank (paper sec. 4.1)."""
     if isinstance(held, BcpError):
         await agree(agreement, "begin", rank, held, root.open)
         raise held

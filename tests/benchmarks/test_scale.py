@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.agreement import gathered, spine, virtual_ranks
+from benchmarks.chain import busy_chain
 from benchmarks.figures import Figures
 from benchmarks.llama import Job
 from benchmarks.planning import look_up, plan, reshard
@@ -52,7 +53,8 @@ def test_agreement_is_measured() -> None:
     spine(2, 3, 1e9, figures, rounds=2)
     virtual_ranks(20, 4, 1e9, figures, rounds=2)
     gathered(20, figures)
-    assert len(figures.found) == 7
+    busy_chain(1, 1e9, figures)
+    assert len(figures.found) == 8
     assert all(figure.value > 0 for figure in figures.found)
 
 
