@@ -49,6 +49,25 @@ anyio.run(main)
 os._exit(0)  # gloo waits for the dead rank otherwise
 """
 
+BETWEEN = """
+async def main():
+    async with ranks.begin("first", 60.0) as agreement:
+        await agreement.decide("commit", b"", join)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = []
+    for what in ("second", "third"):
+        try:
+            async with ranks.begin(what, 3600.0) as agreement:
+                await agreement.decide("commit", b"", join)
+        except Exception as error:
+            result.append([type(error).__name__, getattr(error, "rank", None), str(error)])
+    print(json.dumps(result), flush=True)
+
+anyio.run(main)
+os._exit(0)
+"""
+
 ENDED = """
 async def main():
     async with ranks.begin("only", 60.0) as agreement:
@@ -100,6 +119,19 @@ def test_a_killed_rank(tmp_path: Path, kind: str, victim: int, cause: str) -> No
         assert (error, blamed) == ("PeerError", victim), message
         assert cause in message
         assert seconds < (30 if kind == "store" else 10)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_that_died_between_operations_is_not_waited_for(tmp_path: Path, victim: int) -> None:
+    for rank, (code, out, log) in enumerate(run_four(tmp_path, BETWEEN, "grpc", victim)):
+        if rank == victim:
+            assert code == -9, log
+            continue
+        assert code == 0, log
+        second, third = json.loads(out)
+        for error, blamed, message in (second, third):
+            assert (error, blamed) == ("PeerError", victim), message
+            assert f"the connection to rank {victim} (host " in message
 
 
 @pytest.mark.parametrize("at_once", [0, 1])

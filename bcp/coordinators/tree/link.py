@@ -32,6 +32,8 @@ class Link:
         hello: who the neighbour is, once it has been connected.
         connection: the present one, an object of the transport's own; None while there is none.
         trouble: why there is none, for messages; empty where nothing is known.
+        awaited: that it broke, as an object of its own, while the neighbour may come back; None otherwise.
+        given_up: what to say of a neighbour that has not come back; empty where there is no reason to.
     """
 
     def __init__(self, rank: int) -> None:
@@ -40,6 +42,8 @@ class Link:
         self.hello: Hello | None = None
         self.connection: object | None = None
         self.trouble = ""
+        self.awaited: object | None = None
+        self.given_up = ""
         self._sent, self._received = [0, 0], [0, 0]
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._writing = False
@@ -82,6 +86,7 @@ class Link:
     def up(self, connection: object, hello: Hello) -> None:
         """Take note of a new connection."""
         self.connection, self.hello, self.trouble = connection, hello, ""
+        self.awaited, self.given_up = None, ""
         self._wake()
 
     def down(self, trouble: str) -> None:

@@ -27,6 +27,7 @@ _GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours t
 _STRANGER_SECONDS = (
     1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
 )
+_BACK_SECONDS = 3.0  # how long a neighbour whose connection broke has to come back; it dials again at once
 _MOST_ROUNDS = 1024  # operations that are kept for a rank that has not begun them
 
 
@@ -205,6 +206,22 @@ class Node:
         if self._closing is not None:
             return
         cause = f"{link} has closed its coordinator" if reason is None else f"the connection to {link} broke: {reason}"
+        if reason is not None:
+            link.awaited = broke = object()
+            asyncio.get_running_loop().call_later(_BACK_SECONDS, self._give_up, link, broke, cause)
+        self._lose(rank, cause)
+
+    def given_up(self, rank: int) -> str:
+        """Say why a neighbour is taken to be dead, or nothing."""
+        return self._links[rank].given_up if rank in self._links else ""
+
+    def _give_up(self, link: Link, broke: object, cause: str) -> None:
+        """Take a neighbour to be dead that has not come back: it died between two operations."""
+        if link.awaited is broke and self._closing is None:
+            link.awaited, link.given_up = None, f"{cause}, and it has not come back"
+            self._lose(link.rank, link.given_up)
+
+    def _lose(self, rank: int, cause: str) -> None:
         for its in list(self._rounds.values()):
             its.lose(rank, cause)
             self._tidy(its)
@@ -272,10 +289,10 @@ class Node:
         await self._rendezvous.publish(port)
 
     async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
-        """Connect to the parent whenever there is something to tell it."""
+        """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
         pause = _FIRST_PAUSE
         while True:
-            while link.empty:
+            while link.empty and link.awaited is None:
                 await link.changed()
             address = await self._rendezvous.address_of(link.rank)
             try:

@@ -223,6 +223,9 @@ class Round:
             self._compare(rank)
         for rank in self.gone:
             vigil.leave(rank)
+        for rank in place.neighbours:
+            if cause := self._seat.given_up(rank):
+                self.lose(rank, cause)
 
     def _compare(self, rank: int) -> None:
         """If a neighbour is doing something else, tell it what this rank does; it does the same."""
