@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -19,6 +20,7 @@ from bcp.metadata import Commit, encode_layout, encode_metadata
 from bcp.options import LoadOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
+from bcp.plan.layout import Layout
 from bcp.plan.load.assign import assign
 from bcp.plan.load.line import BlockLine
 from bcp.plan.load.reads import wants
@@ -28,6 +30,7 @@ from bcp.plan.save.divide import Division, divide
 from bcp.plan.save.survey import Stated, Survey, gather, survey
 from bcp.plan.save.template import factor
 from bcp.plan.save.wire import digest, encode_flat, encode_shares
+from bcp.plan.shards import ShardTable
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
 
@@ -158,14 +161,19 @@ def reshard(planned: Planned, target: Job, figures: Figures) -> None:
     """Look up what ranks of another job want."""
     layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
     tables = [target.table(rank) for rank in np.linspace(0, target.world_size - 1, 8).astype(int).tolist()]
-    ranges = [len(wants(layout, table).ranges()) for table in tables]
+    ranges = [len(_ranges(layout, table)) for table in tables]
     name = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}"
     figures.measure(
         f"{name}: look-up of a rank, {min(ranges)} to {max(ranges)} ranges",
-        lambda: max(cpu_ms(lambda table=table: wants(layout, table).ranges()) for table in tables),  # type: ignore[misc]
+        lambda: max(cpu_ms(partial(_ranges, layout, table)) for table in tables),
         "ms",
         1.0,
     )
+
+
+def _ranges(layout: Layout, table: ShardTable) -> Ints:
+    """Return what a rank that has this table reads."""
+    return wants(layout, table).ranges()
 
 
 def share_reads(planned: Planned, target: Job, figures: Figures) -> None:

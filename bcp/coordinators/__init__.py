@@ -78,11 +78,11 @@ def _over(group: dist.ProcessGroup) -> Coordinator:
 def __getattr__(name: str) -> Any:
     """Import gRPC, and set it up for this process, only where it is wanted."""
     if name == "GrpcCoordinator":
-        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415
+        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- needs grpcio
 
         return GrpcCoordinator
     if name == "Tls":
-        from bcp.coordinators.tree.edge import Tls  # noqa: PLC0415
+        from bcp.coordinators.tree.edge import Tls  # noqa: PLC0415 -- needs grpcio
 
         return Tls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
