@@ -107,6 +107,12 @@ async def on_its_loop(coordinator: GrpcCoordinator, work: Coroutine[Any, Any, T]
         return await asyncio.wrap_future(coordinator._loop.run(work))
 
 
+async def ended(link: Link, connection: object) -> None:
+    """Wait until a connection is no longer the link's; the child may have dialled again already."""
+    while link.connection is connection:
+        await link.changed()
+
+
 async def disconnected(link: Link) -> None:
     while link.connection is not None:
         await link.changed()
@@ -281,12 +287,13 @@ async def test_an_old_operation_id_is_refused() -> None:
 async def test_a_damaged_frame_ends_its_connection_only(data: bytes) -> None:
     coordinators = grpc_coordinators(3, fanout=2)
     assert await works(coordinators)
-    link = node_of(coordinators[1])._links[0]
+    ends = [node_of(coordinators[1])._links[0], node_of(coordinators[0])._links[1]]
+    damaged = [link.connection for link in ends]
     assert coordinators[1]._loop is not None
-    coordinators[1]._loop.post(link.send, 9, data)
+    coordinators[1]._loop.post(ends[0].send, 9, data)
 
-    await on_its_loop(coordinators[1], disconnected(link))
-    await on_its_loop(coordinators[1], disconnected(node_of(coordinators[0])._links[1]))
+    for link, connection in zip(ends, damaged, strict=True):
+        await on_its_loop(coordinators[1], ended(link, connection))
     assert await works(coordinators)
 
 

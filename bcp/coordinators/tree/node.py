@@ -27,7 +27,7 @@ _GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours t
 _STRANGER_SECONDS = (
     1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
 )
-_BACK_SECONDS = 3.0  # how long a neighbour whose connection broke has to come back; it dials again at once
+_BACK_SECONDS = 10.0  # how long a neighbour whose connection broke has to come back; it dials again at once
 _MOST_ROUNDS = 1024  # operations that are kept for a rank that has not begun them
 
 
