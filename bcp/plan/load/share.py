@@ -1,8 +1,8 @@
 """Which rank reads what several ranks want: every such block is read once in the whole job (paper sec. 4.1).
 
 Rank 0 computes this from what all ranks want, in time that depends on how many different things are wanted and not on
-how many ranks want each: 0.6 to 1.7 s for 8,960 ranks with 220 to 300 runs of blocks each. The result is the same
-for everyone; :func:`bcp.plan.load.assign.assign` makes it one rank's.
+how many ranks want each: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for everyone;
+:func:`bcp.plan.load.assign.assign` makes it one rank's.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ class Shared:
         return np.flatnonzero(mine[self.group])
 
     def encode(self, line: BlockLine) -> bytes:
-        """Return the table as bytes; the same for all ranks.
-
-        915,000 stretches, 19 MB, take 1.4 MB; 6 MB if their places were not sent as differences.
-        """
+        """Return the table as bytes; the same for all ranks. Places are sent as differences, which compress."""
         first, stop = self.run.T
         wide = (np.diff(first, prepend=0), stop - first)
         narrow = (self.parts, self.reader, self.group, self.groups.size, self.groups.rank)

@@ -94,7 +94,7 @@ class _Files:
     planes: Ints
 
 
-def plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
+def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
     """Return the first byte of each plane, int64[f, P], and the bytes of each file, int64[f].
 
     Args:
@@ -151,7 +151,7 @@ def _files(merged: Merged, planes: _Planes, shards: Shards, cuts: Cuts, world_si
     nbytes = np.zeros(len(key), dtype=np.int64)
     for code_of_kind, (itemsize, owner) in enumerate(zip(planes.itemsize, planes.owner, strict=True)):
         mine = kind == code_of_kind
-        bases[mine, : len(itemsize)], nbytes[mine] = plane_bases(elements[mine], itemsize, owner)
+        bases[mine, : len(itemsize)], nbytes[mine] = _plane_bases(elements[mine], itemsize, owner)
     by_kind = np.argsort(kind, kind="stable")  # files of a kind lie together, by rank
     number = np.empty_like(by_kind)
     number[by_kind] = np.arange(len(by_kind))

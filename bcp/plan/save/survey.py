@@ -2,7 +2,7 @@
 
 48 bytes from each rank tell which ranks hold the same; one rank for each distinct catalogue and slots sends
 them; and each rank sends its own flat intervals, 20 bytes each. For 405B parameters on 8,960 ranks these are
-16 catalogues and 32 times slots instead of 8,960 tables.
+16 catalogues and 24 times slots instead of 8,960 tables.
 """
 
 from __future__ import annotations
