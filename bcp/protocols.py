@@ -17,7 +17,7 @@ from bcp.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from bcp.plan.layout import Layout
+    from bcp.plan.load.saved import Saved
     from bcp.plan.shards import ShardTable
 
 __all__ = [
@@ -110,8 +110,10 @@ class Planner(Protocol):
     def local_shards(self, states: States) -> LocalShards:
         """Say what this rank holds. Raises :class:`~bcp.errors.StateError` where a leaf cannot be saved."""
 
-    def load_targets(self, states: States, saved: Layout) -> LoadTargets:
+    def load_targets(self, states: States, saved: Saved) -> LoadTargets:
         """Say where this rank wants what to be put; may create optimizer states that do not exist yet.
+
+        ``saved`` has the names of the checkpoint, as ``LoadOptions(rename=...)`` makes them the target's.
 
         Creating them changes no parameter and no hyper-parameter.
         """

@@ -15,6 +15,7 @@ from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import fitted
 from bcp.plan.load.reads import Wants, wants
+from bcp.plan.load.saved import Saved
 from bcp.plan.lookup import find_all
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, ObjectKey, States
@@ -55,7 +56,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     """Ask the planner where this rank wants what, and compare it with what there is; nothing is touched yet."""
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
-    targets = job.planner().load_targets(states, layout)
+    targets = job.planner().load_targets(states, Saved.of(layout))
     table = targets.shards.table
     saved = find_all(layout, table.tensors)
     rows = saved[saved >= 0].tolist()

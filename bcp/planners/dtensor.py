@@ -20,10 +20,26 @@ from torch.distributed.tensor import placement_types as _placement_types
 from bcp.errors import StateError
 from bcp.plan.box import Box
 
-__all__ = ["Run", "chunk", "dtensor_blocks", "hooked_blocks", "local_tensor", "runs_of"]
+__all__ = [
+    "Run",
+    "chunk",
+    "dtensor_blocks",
+    "is_dtensor",
+    "is_ragged",
+    "local_tensor",
+    "mesh_blocks",
+    "placement_key",
+    "runs_of",
+]
 
 _StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
 """() where torch no longer has it: nothing is an instance of it then."""
+
+_NAMES = frozenset({"Replicate", "Shard", "_StridedShard"})
+"""Class names by which placements that are not torch's own are known; veScale has had such."""
+
+_LOOKS = ("_local_tensor", "device_mesh", "placements")
+"""What a DTensor has, torch's or another."""
 
 Run = tuple[int, int]
 """(first global index, how many); a local dimension is a list of runs, back to back."""
@@ -34,10 +50,32 @@ Split = tuple[int, int]
 Cut = tuple[int, int, int]
 """(parts, which of them is ours, split factor): how one mesh dimension cuts one tensor dimension."""
 
+Order = tuple[int, tuple[int, ...]]
+"""(tensor dimension, mesh dimensions in the order in which they cut it)."""
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return the memory behind a DTensor itself: no copy, no view, no collective."""
-    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 -- to_local() records autograd or returns a view
+Traced = tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
+"""(shape of the local tensor, its blocks of the global one with the local index where each starts)."""
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is torch's DTensor, or looks like one: veScale's has not always been derived from it."""
+    return isinstance(tensor, DTensor) or all(hasattr(tensor, name) for name in _LOOKS)
+
+
+def is_ragged(tensor: Any) -> bool:
+    """Whether a placement of a DTensor is veScale's ``RaggedShard``.
+
+    Only an attribute is asked for: that class does not initialise torch's C++ base, so that ``==``, ``hash`` and
+    ``is_shard()`` of such a placement end the process on torch 2.10 and later.
+    """
+    return is_dtensor(tensor) and any(hasattr(placement, "local_units") for placement in tensor.placements)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory behind a DTensor itself, or any other tensor: no copy, no view, no collective."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001 -- to_local() makes a view
     return local
 
 
@@ -50,15 +88,9 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
         StateError: a placement is a pending reduction or unknown, or placements and local shape disagree.
 
     """
-    for placement in tensor.placements:
-        _refuse_valueless(placement, name)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    if (traced := mesh_blocks(tensor, tensor.placements, name, _stated_orders(tensor))) is None:
         return []
-    local = local_tensor(tensor)
-    expected, blocks = _traced(
-        tuple(tensor.shape), _splits(tensor), tuple(tensor.device_mesh.shape), tuple(coordinate), _stated_orders(tensor)
-    )
+    local, (expected, blocks) = local_tensor(tensor), traced
     if tuple(local.shape) != expected:
         raise StateError(
             f"{name}: placements {tensor.placements} of global shape {tuple(tensor.shape)} give this rank "
@@ -68,24 +100,27 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
     return [(box, _view(local, start, box.lengths)) for box, start in blocks] if local.numel() else []
 
 
-def hooked_blocks(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
-    """Return the blocks of a tensor that has torch's hooks ``__create_chunk_list__`` and ``__get_tensor_shard__``.
+def placement_key(placement: Any) -> object:
+    """Return what tells a placement from others, without asking a ragged one for more than attributes."""
+    ragged = hasattr(placement, "local_units")
+    return (tuple(placement.dims), tuple(placement.local_units)) if ragged else str(placement)
+
+
+def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
+    """Trace which blocks this rank would hold of a DTensor if its placements were these.
+
+    Returns:
+        The shape that the local tensor would have, and the blocks with the local index where each starts.
+        None on a rank outside of the mesh.
 
     Raises:
-        StateError: a block's view is not of the size that the block list states.
+        StateError: a placement is a pending reduction or unknown.
 
     """
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 -- slow to import, rarely needed
-
-    blocks = []
-    for index, part in enumerate(tensor.__create_chunk_list__()):
-        box = Box(tuple(part.offsets), tuple(part.sizes))
-        view = tensor.__get_tensor_shard__(MetadataIndex(name, part.offsets, index))
-        if tuple(view.shape) != box.lengths:
-            raise StateError(f"{name}: {type(tensor).__name__} states a block {box} but gives {tuple(view.shape)}")
-        if box.numel:
-            blocks.append((box, view.detach()))
-    return blocks
+    splits = tuple(_split(placement, tensor.dim(), name) for placement in placements)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    return coordinate and _traced(tuple(tensor.shape), splits, tuple(mesh.shape), tuple(coordinate), tuple(orders))
 
 
 def runs_of(length: int, cuts: Sequence[Cut]) -> list[Run]:
@@ -125,8 +160,8 @@ def _traced(
     splits: tuple[Split | None, ...],
     parts: tuple[int, ...],
     coordinate: tuple[int, ...],
-    orders: tuple[tuple[int, tuple[int, ...]], ...],
-) -> tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]:
+    orders: tuple[Order, ...],
+) -> Traced:
     """Return the local shape, and the blocks with the local index where each starts.
 
     A model has thousands of tensors and a few layouts: remembering them takes a third off the planning.
@@ -147,36 +182,29 @@ def _traced(
     return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))
 
 
-def _splits(tensor: DTensor) -> tuple[Split | None, ...]:
-    """Say what each mesh dimension splits."""
-    return tuple(_split(placement, tensor.dim()) for placement in tensor.placements)
-
-
-def _split(placement: Any, ndim: int) -> Split | None:
+def _split(placement: Any, ndim: int, name: str) -> Split | None:
     """Return (tensor dimension, split factor) of a placement, None for one that splits nothing."""
-    if isinstance(placement, Replicate) or not ndim:
-        return None
-    return placement.dim % ndim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-
-
-def _refuse_valueless(placement: Any, name: str) -> None:
-    """Raise :class:`~bcp.errors.StateError` for a placement that does not say which values are here."""
     if hasattr(placement, "local_units"):  # first: any other question to veScale's RaggedShard may crash
-        raise StateError(f"{name} is a ragged shard, which this planner cannot read; use the planner of its framework")
-    if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+        raise StateError(f"{name} has more than one ragged placement, which is not supported; redistribute it")
+    kind = type(placement).__name__
+    if not isinstance(placement, (Replicate, Shard, _StridedShard)) and kind not in _NAMES:
         raise StateError(
-            f"{name} has the placement {placement!r}: its values are not there before a reduction; "
-            "redistribute it to Shard or Replicate first"
+            f"{name} has the placement {placement!r}: its values are not there before a reduction, or lie in an order "
+            "that is not known; redistribute it to Shard or Replicate first"
         )
+    if isinstance(placement, Replicate) or kind == "Replicate" or not ndim:
+        return None
+    strided = isinstance(placement, _StridedShard) or kind == "_StridedShard"
+    return placement.dim % ndim, int(placement.split_factor) if strided else 1
 
 
-def _stated_orders(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _stated_orders(tensor: DTensor) -> tuple[Order, ...]:
     """Return (tensor dimension, mesh dimensions in the order in which they cut it); torch >= 2.10 may state them."""
     entries = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 -- not public yet
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in entries)
 
 
-def _order(orders: Sequence[tuple[int, Sequence[int]]], dim: int, mesh_dims: list[int]) -> Sequence[int]:
+def _order(orders: Sequence[Order], dim: int, mesh_dims: list[int]) -> Sequence[int]:
     """Return the mesh dimensions in the order in which they cut: as stated, otherwise mesh order."""
     stated = [mesh for tensor_dim, mesh in orders if tensor_dim == dim]
     return stated[0] if stated and sorted(stated[0]) == mesh_dims else mesh_dims

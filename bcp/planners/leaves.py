@@ -5,27 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
-from torch import distributed, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
+from torch import distributed
 
 from bcp.errors import InputError, StateError
-from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.planners.dtensor import dtensor_blocks, hooked_blocks, local_tensor
+from bcp.planners.memory import dtype_name, has_hooks, memory, parts_of, readable, unsupported, writable
+from bcp.planners.placement import Leaf, Sharded, memory_of, numel_of
 from bcp.protocols import LocalShards, ObjectKey
 
-__all__ = ["Leaves", "dtype_name", "memory", "probe", "state_dict_of"]
+__all__ = ["Leaves", "probe", "state_dict_of"]
 
 Name = tuple[str, str]
 """(kind, FQN)."""
-
-_HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
-"""By these methods, torch's own name for them, a tensor subclass says itself which blocks it holds."""
 
 
 def _rank() -> int:
@@ -38,28 +32,29 @@ class Leaves:
     """The leaves of one rank's state, by kind and name.
 
     Attributes:
-        tensors: every tensor leaf as the user has it.
+        tensors: every tensor leaf as the user has it, or as a planner placed it.
         objects: every other leaf.
         aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
+        copies: further memory that a load fills with the values of a tensor; a save takes no notice of it.
         rank: this rank, for messages.
     """
 
-    tensors: dict[Name, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[Name, Leaf] = field(default_factory=dict)
     objects: dict[ObjectKey, Any] = field(default_factory=dict)
     aliases: dict[Name, str] = field(default_factory=dict)
+    copies: dict[Name, list[Leaf]] = field(default_factory=dict)
     rank: int = field(default_factory=_rank)
 
     def add(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf, a tensor or not.
+        """Take one leaf, a tensor or not. Of placed ones (:class:`Sharded`), one object under two names is tied.
 
         Raises:
             StateError: there is a leaf of that name already, the name is no text, or the tensor cannot be read.
 
         """
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, Sharded)):
             name = self._new_name(kind, fqn)
-            if reason := _unsupported(value):
-                raise StateError(f"{self._label(name)} {reason}")
+            self._check_readable(name, value)
             self.tensors[name] = value
         else:
             self.objects[self._new_name(kind, fqn)] = value
@@ -77,6 +72,11 @@ class Leaves:
         """Say that a tensor that was taken, by its FQN, has another name in the checkpoint; raises as :meth:`add`."""
         self.aliases[self._new_name(kind, fqn)] = tensor
 
+    def also(self, kind: str, fqn: str, leaf: Leaf) -> None:
+        """Say that a tensor that was taken has its values in a second place too, which a load has to fill as well."""
+        self._check_readable((kind, fqn), leaf)
+        self.copies.setdefault((kind, fqn), []).append(leaf)
+
     def to_save(self) -> LocalShards:
         """Return what this rank holds. Of tensors that share all their memory, the first name holds the data.
 
@@ -84,7 +84,7 @@ class Leaves:
             StateError: a leaf cannot be saved.
 
         """
-        return self._shards((sorted(names) for names in self._tied()), _readable)
+        return self._shards((sorted(names) for names in self._tied()), readable, {})
 
     def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
@@ -98,7 +98,7 @@ class Leaves:
 
         """
         groups = (sorted([name for name in names if name in saved] or names) for names in self._tied())
-        return self._shards(groups, _writable)
+        return self._shards(groups, writable, self.copies)
 
     def _new_name(self, kind: str, fqn: str) -> Name:
         """Return the leaf's name if it can be one."""
@@ -112,6 +112,11 @@ class Leaves:
             )
         return name
 
+    def _check_readable(self, name: Name, leaf: Leaf) -> None:
+        """Refuse a tensor that has no plain memory here."""
+        if reason := unsupported(leaf):
+            raise StateError(f"{self._label(name)} {reason}")
+
     def _label(self, name: Name) -> str:
         """Name a tensor for messages."""
         return f"{name[0]} tensor {name[1]!r} on rank {self.rank}"
@@ -119,41 +124,32 @@ class Leaves:
     def _tied(self) -> list[list[Name]]:
         """Group the names of tensors that are the same memory seen in the same way."""
         groups: dict[object, list[Name]] = {}
-        for name, tensor in self.tensors.items():
-            groups.setdefault((name[0], memory(tensor) if tensor.numel() else name[1]), []).append(name)
+        for name, leaf in self.tensors.items():
+            same = memory(leaf) if numel_of(leaf) else id(leaf) if isinstance(leaf, Sharded) else name[1]
+            groups.setdefault((name[0], same), []).append(name)
         return list(groups.values())
 
     def _shards(
-        self, groups: Iterable[Sequence[Name]], view_for: Callable[[torch.Tensor, str], torch.Tensor]
+        self,
+        groups: Iterable[Sequence[Name]],
+        view_for: Callable[[torch.Tensor, str], torch.Tensor],
+        copies: Mapping[Name, Sequence[Leaf]],
     ) -> LocalShards:
         """Make a table of names that are the same memory: the first of each group has shards, the others are tied."""
         rows, views, more = [], [], []
         for first, *others in groups:
-            tensor, label = self.tensors[first], self._label(first)
-            meta = _meta(*first, tensor)
-            for box, view in _blocks(tensor, label):
-                rows.append(ShardRow(meta, box))
-                views.append(view_for(view, label))
+            label, meta = self._label(first), _meta(*first, self.tensors[first])
+            same = (copy for name in (first, *others) for copy in copies.get(name, ()))
+            for leaf in (self.tensors[first], *same):
+                for part in parts_of(leaf, label):
+                    rows.append(ShardRow(meta, part.box, part.start, part.stop))
+                    views.append(view_for(part.view, label))
             more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
             if not math.prod(meta.shape):
                 more.append(meta)
         more += [_meta(*name, self.tensors[name[0], first], tied_to=first) for name, first in self.aliases.items()]
         table = ShardTable.build(rows, objects=list(self.objects), more=more)
         return LocalShards(table, views, dict(self.objects))
-
-
-def memory(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for two tensors that are the same elements in the same order.
-
-    Two DTensors are the same if their local tensors are, and they are placed alike.
-    """
-    if isinstance(tensor, DTensor):
-        spec = (tuple(tensor.shape), tuple(str(placement) for placement in tensor.placements))
-        return (*spec, memory(local_tensor(tensor)))
-    if _has_hooks(tensor):
-        return id(tensor)
-    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
@@ -170,12 +166,6 @@ def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
             f"state_dict() of the {type(owner).__name__} at {where} raised {type(error).__name__}: {error}; "
             "repair it, or leave it out of the states"
         ) from error
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without the ``torch.``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
@@ -195,93 +185,25 @@ def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
     return tested
 
 
-def _meta(kind: str, fqn: str, tensor: torch.Tensor, tied_to: str = "") -> TensorMeta:
-    """Describe the global tensor."""
+def _meta(kind: str, fqn: str, leaf: Leaf, tied_to: str = "") -> TensorMeta:
+    """Describe the logical tensor."""
+    tensor = memory_of(leaf)
     return TensorMeta(
         kind=kind,
         fqn=fqn,
         dtype=dtype_name(tensor.dtype),
         itemsize=tensor.dtype.itemsize,
-        shape=tuple(tensor.shape),
-        stride=() if _has_hooks(tensor) else tuple(tensor.stride()),
+        shape=leaf.placement.shape if isinstance(leaf, Sharded) else tuple(tensor.shape),
+        stride=_stride(leaf),
         device=tensor.device.type,
         requires_grad=tensor.requires_grad,
         tied_to=tied_to,
     )
 
 
-def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
-    """Return the non-empty blocks of the global tensor that are here, as plain detached views."""
-    if isinstance(tensor, DTensor):
-        local = local_tensor(tensor)
-        return hooked_blocks(local, label) if _has_hooks(local) else dtensor_blocks(tensor, label)
-    if _has_hooks(tensor):
-        return hooked_blocks(tensor, label)
-    if not tensor.numel():
-        return []
-    plain = tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)
-    return [(Box.whole(tuple(tensor.shape)), plain.detach())]
-
-
-def _has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is no DTensor says itself which blocks it holds, as torch's planners ask it to."""
-    return _is_hooked(type(tensor))
-
-
-@cache
-def _is_hooked(kind: type) -> bool:
-    """Whether tensors of that type have the hooks; asked thousands of times a save, of a few types."""
-    return not issubclass(kind, DTensor) and all(hasattr(kind, hook) for hook in _HOOKS)
-
-
-def _readable(view: torch.Tensor, _: str) -> torch.Tensor:
-    """Return the view, or a copy with the same values of one that torch conjugates or negates when it is read."""
-    return view.resolve_conj().resolve_neg()
-
-
-def _writable(view: torch.Tensor, label: str) -> torch.Tensor:
-    """Return the view if writing into it changes exactly its own elements, else refuse."""
-    if view.is_conj() or view.is_neg():
-        raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
-    if any(stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)):
-        raise StateError(f"{label} is an expanded tensor whose elements share memory; load into a .contiguous() one")
-    if view.is_inference():
-        raise StateError(
-            f"{label} was made under torch.inference_mode(), outside of which torch refuses to write to it; "
-            "load into a .clone() of it, or make it under torch.no_grad()"
-        )
-    return view
-
-
-def _unsupported(tensor: torch.Tensor) -> str:  # noqa: PLR0911 -- one line a reason
-    """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if is_lazy(tensor):
-        return "is uninitialized; run one forward pass of its lazy module first"
-    if local.is_meta:
-        return "is on the meta device and has no values; materialise it with to_empty() first"
-    if local.is_nested:
-        return "is a nested tensor; pass its parts, as in tensor.unbind(), or a padded tensor"
-    if local.is_quantized:
-        return "is quantized; pass int_repr(), scale and zero point as leaves of their own"
-    if local.layout is not torch.strided:
-        return f"has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own"
-    if not _copies(local.dtype):
-        return f"is {dtype_name(local.dtype)}, which torch cannot copy; pass a view of it, as in .view(torch.uint8)"
-    wrapper = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if wrapper and not _has_hooks(local):
-        return (
-            f"is a {type(local).__name__}, which does not say where its memory is; "
-            f"pass the plain tensors inside it, or give it {' and '.join(_HOOKS)}"
-        )
-    return ""
-
-
-@cache
-def _copies(dtype: torch.dtype) -> bool:
-    """Whether torch can copy elements of that dtype and view them as bytes; of int4 and its like it only has a name."""
-    try:
-        torch.empty(1, dtype=dtype, device="cpu").clone().view(torch.uint8)
-    except RuntimeError:  # NotImplementedError is one
-        return False
-    return True
+def _stride(leaf: Leaf) -> tuple[int, ...]:
+    """Return the strides of the logical tensor in elements; () where its parts do not tell."""
+    if isinstance(leaf, Sharded):
+        shape = leaf.placement.shape
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return () if has_hooks(leaf) else tuple(leaf.stride())

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
-from bcp.planners.leaves import Leaves, memory, state_dict_of
+from bcp.planners.leaves import Leaves, state_dict_of
+from bcp.planners.memory import memory
 from bcp.planners.names import Path, cleaner, dotted, walk
+from bcp.planners.placement import Leaf, Sharded
 from bcp.protocols import ObjectKey
 
 __all__ = ["Check", "Finish", "ParamNames", "add_state", "put"]
@@ -191,8 +193,10 @@ def _storage(tensor: torch.Tensor) -> object:
         return id(local)
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: Leaf) -> bool:
     """Whether the tensor's memory tells it from others: an empty local shard may stand for any of several tensors."""
+    if isinstance(tensor, Sharded):
+        return False
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.layout is torch.strided and not local.is_meta and local.numel() > 0
 

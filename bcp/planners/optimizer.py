@@ -1,25 +1,37 @@
 """Leaves of torch optimizers, named by the parameters they belong to.
 
-Tensors of a parameter's state are ``state.<fqn>.<name>``; every hyper-parameter of its group is
-``param_groups.<fqn>.<key>``, so that a load may group the parameters in another way than the save did.
+Tensors of a parameter's state are ``state.<fqn>.<name>``, the fp32 master of a low precision parameter too
+(``master_param``); every hyper-parameter of its group is ``param_groups.<fqn>.<key>``, so that a load may group the
+parameters in another way than the save did. These names are the same for every framework.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bcp.errors import StateError
 from bcp.planners.leaves import Leaves
 from bcp.planners.model import ParamNames
 from bcp.planners.names import Path, dotted, walk
+from bcp.planners.placement import Leaf, Placement, Sharded
 
-__all__ = ["OPTIMIZER", "Slot", "add_optimizers", "optimizers_in", "slots_of"]
+__all__ = ["MASTER", "OPTIMIZER", "STEP", "Slot", "add_slots", "counts_in_group", "optimizers_in", "slots_of"]
 
 OPTIMIZER = "optimizer"
 """The kind of everything here."""
+
+MASTER = "master_param"
+"""What the fp32 master of a parameter is called among its states."""
+
+STEP = "step"
+"""What the step count of a parameter is called among its states; there a 0-d tensor, whatever the optimizer has."""
+
+_STEPS_IN_GROUP = frozenset({"FusedAdam"})
+"""Optimizer classes (Apex, Transformer Engine) that count steps per group, as an int."""
 
 _PER_PARAMETER = frozenset({"params", "param_names"})
 """What a group lists for each parameter, and are no hyper-parameters of all of them."""
@@ -27,43 +39,87 @@ _PER_PARAMETER = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter in one optimizer.
+    """One logical parameter in one optimizer.
 
     Attributes:
         fqn: its name.
-        parameter: the parameter itself.
-        group: the group it is in.
+        parameter: what the optimizer steps, the key of its states: the parameter itself, or the local memory of
+            which it is a part, as an FSDP1 flat parameter or a 1-D fp32 shard; of that then several slots are a part.
+        group: the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters.
         state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
         tied: its further names.
+        placement: where in the logical parameter ``parameter`` lies, and states of its shape; None where they are
+            whole or say it themselves (DTensor).
+        master: its fp32 master, where that is memory of its own.
+        master_saved: False where the model's tensor has the same values: then the master is not stored.
+        step_in_group: whether the optimizer counts steps per group instead of per parameter.
     """
 
     fqn: str
     parameter: torch.Tensor
     group: dict[str, Any]
-    state: dict[torch.Tensor, dict[str, Any]] | None
+    state: MutableMapping[torch.Tensor, dict[str, Any]] | None
     tied: Sequence[str] = ()
+    placement: Placement | None = None
+    master: Leaf | None = None
+    master_saved: bool = True
+    step_in_group: bool = False
 
     @property
     def values(self) -> dict[str, Any]:
-        """The states of this parameter that exist, by name."""
+        """The states of this parameter that exist, by name; those of ``parameter``, whose they all are."""
         return {} if self.state is None else self.state.get(self.parameter, {})
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logical parameter."""
+        return self.placement.shape if self.placement else tuple(self.parameter.shape)
+
+    @property
     def hyper(self) -> dict[str, Any]:
-        """The hyper-parameters of its group."""
-        return {key: value for key, value in self.group.items() if key not in _PER_PARAMETER}
+        """The hyper-parameters of its group; a step count is none."""
+        return {
+            key: value
+            for key, value in self.group.items()
+            if key not in _PER_PARAMETER and not (key == STEP and self.step_in_group)
+        }
+
+    @property
+    def counter(self) -> dict[str, Any]:
+        """Where its step count is."""
+        return self.group if self.step_in_group else self.values
+
+    @property
+    def count(self) -> torch.Tensor | None:
+        """Its step count as a new tensor, where the optimizer has it as a number."""
+        steps = self.counter.get(STEP)
+        return torch.tensor(float(steps)) if isinstance(steps, (int, float)) else None
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed."""
         for name, value in self.values.items():
             if isinstance(value, torch.Tensor):
-                yield (name,), value
+                yield (name,), self._placed(name, value)
+                continue
+            if name == STEP and self.count is not None:
                 continue
             parts = list(walk(value, f"the state of {self.fqn!r}", (name,)))
             if any(isinstance(leaf, torch.Tensor) for _, leaf in parts):
                 yield from parts
             else:
                 yield (name,), value
+
+    def _placed(self, name: str, value: torch.Tensor) -> Leaf:
+        """Say where in the logical parameter a state lies: where the parameter does, if it has its local shape."""
+        if self.placement is None or (not value.dim() and self.placement.local):
+            return value
+        if tuple(value.shape) != self.placement.local:
+            raise StateError(
+                f"the state {name!r} of {self.fqn!r} has the shape {list(value.shape)}, its parameter "
+                f"{list(self.placement.local)} on this rank: which part of it is here cannot be told. States have to "
+                "be of the parameter's shape, or 0-d"
+            )
+        return Sharded(value, self.placement)
 
 
 def optimizers_in(value: object) -> list[torch.optim.Optimizer] | None:
@@ -90,21 +146,30 @@ def slots_of(optimizers: Sequence[torch.optim.Optimizer], names: ParamNames) -> 
             for parameter in group["params"]:
                 state = keeper.state if id(parameter) in kept else None
                 fqn, *tied = names(parameter)
-                yield Slot(fqn, parameter, group, state, tied)
+                yield Slot(fqn, parameter, group, state, tied, step_in_group=counts_in_group(keeper))
 
 
-def add_optimizers(leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], names: ParamNames) -> None:
-    """Take the states and hyper-parameters that exist.
+def counts_in_group(optimizer: object) -> bool:
+    """Whether an optimizer keeps its step count in its groups, as the fused ones of Apex and Transformer Engine do."""
+    return any(base.__name__ in _STEPS_IN_GROUP for base in type(optimizer).__mro__)
+
+
+def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
+    """Take the states, masters and hyper-parameters that exist.
 
     Raises:
-        StateError: a parameter is not in the model, or is in two optimizers.
+        StateError: a parameter is in two optimizers, or a state cannot be placed.
 
     """
     hypers: dict[int, dict[str, Any]] = {}
-    for slot in slots_of(optimizers, names):
+    for slot in slots:
         if id(slot.group) not in hypers:
             hypers[id(slot.group)] = slot.hyper
         for key, value in hypers[id(slot.group)].items():
             leaves.add(OPTIMIZER, f"param_groups.{slot.fqn}.{key}", value)
         for path, value in slot.leaves():
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}", value)
+        if (count := slot.count) is not None:
+            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{STEP}", count)
+        if slot.master is not None and slot.master_saved:
+            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)

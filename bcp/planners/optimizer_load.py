@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import CheckpointError, MismatchError, StateError
+from bcp.plan.load.saved import Saved
 from bcp.plan.shards import TensorMeta
 from bcp.planners.leaves import Leaves
-from bcp.planners.model import Check, Finish, ParamNames, put
+from bcp.planners.model import Check, Finish, put
 from bcp.planners.names import Path, dotted, split
-from bcp.planners.optimizer import OPTIMIZER, Slot, slots_of
-from bcp.planners.saved import SavedNames
+from bcp.planners.optimizer import MASTER, OPTIMIZER, STEP, Slot
 from bcp.planners.values import encode_value
 from bcp.protocols import ObjectKey
 
-__all__ = ["optimizer_targets", "scalar_device"]
+__all__ = ["scalar_device", "slot_targets"]
 
 Change = tuple[dict[str, Any], str, Any]
 """(group, key, value) to set."""
 
 
-def optimizer_targets(
-    leaves: Leaves, optimizers: Sequence[torch.optim.Optimizer], names: ParamNames, saved: SavedNames
-) -> tuple[Check, Finish]:
+def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[Check, Finish]:
     """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
 
     Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
@@ -45,7 +43,7 @@ def optimizer_targets(
 
     """
     slots: dict[str, Slot] = {}
-    for slot in slots_of(optimizers, names):
+    for slot in found:
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     states, hypers = _saved_keys(saved, slots)
@@ -58,13 +56,16 @@ def optimizer_targets(
             leaves.add(*name, value)
             paths[name] = (slot, path)
         tensors |= _want_hyper(leaves, slot, hypers[slot.fqn], saved)
+        if slot.master is not None:
+            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)
+    counts = _want_counts(leaves, slots.values(), states)
     _want_tied(leaves, slots.values(), saved)
 
     def check(objects: Mapping[ObjectKey, Any]) -> None:
         _agreed(objects, slots)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        changes = _agreed({**objects, **tensors}, slots)
+        changes = [*_agreed({**objects, **tensors}, slots), *_counted(counts)]
         _set_states(objects, slots, paths)
         for group, key, value in changes:
             _set_hyper(group, key, value)
@@ -76,11 +77,11 @@ def optimizer_targets(
 def scalar_device(slot: Slot, key: str) -> torch.device:
     """Return where a 0-d state belongs: by the parameter, but ``step`` on the CPU unless kernels read it."""
     in_kernel = slot.group.get("capturable") or slot.group.get("fused")
-    return slot.parameter.device if in_kernel or key != "step" else torch.device("cpu")
+    return slot.parameter.device if in_kernel or key != STEP else torch.device("cpu")
 
 
 def _saved_keys(
-    saved: SavedNames, slots: Mapping[str, Slot]
+    saved: Saved, slots: Mapping[str, Slot]
 ) -> tuple[defaultdict[str, list[str]], defaultdict[str, list[str]]]:
     """Return the names of states, and of hyper-parameters, that the checkpoint has of each parameter."""
     states: defaultdict[str, list[str]] = defaultdict(list)
@@ -93,11 +94,13 @@ def _saved_keys(
     return states, hypers
 
 
-def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: SavedNames) -> None:
+def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> None:
     """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted."""
     if slot.state is None or any(value is not None for value in slot.values.values()):
         return
     for key in keys:
+        if key == MASTER or (key == STEP and slot.step_in_group):
+            continue
         name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
         if "." in key:
             raise StateError(
@@ -105,7 +108,7 @@ def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: SavedNa
                 "made up; take one step with learning rate 0 before loading"
             )
         if name in saved.rows:
-            slot.state[slot.parameter][key] = _zeros(slot, key, saved.meta(name))
+            slot.state.setdefault(slot.parameter, {})[key] = _zeros(slot, key, saved.meta(name))
         elif key not in slot.values:
             leaves.add_object(*name, None)
 
@@ -113,9 +116,9 @@ def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: SavedNa
 def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
     """Make one state tensor as the optimizer would have made it, in the saved dtype."""
     parameter, dtype = slot.parameter.detach(), _dtype(meta)
-    if not meta.shape and (key == "step" or parameter.dim()):
+    if not meta.shape and (key == STEP or parameter.dim()):
         return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
-    if meta.shape == tuple(parameter.shape):
+    if slot.placement or meta.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     return parameter.new_zeros(meta.shape, dtype=dtype)
 
@@ -130,7 +133,7 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     return dtype
 
 
-def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: SavedNames) -> dict[ObjectKey, torch.Tensor]:
+def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: Saved) -> dict[ObjectKey, torch.Tensor]:
     """Want the hyper-parameters of one parameter. Those saved as tensors go into new ones, until all are compared."""
     tensors = {}
     for key in keys or slot.hyper:
@@ -144,7 +147,38 @@ def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: SavedNam
     return tensors
 
 
-def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: SavedNames) -> None:
+def _want_counts(
+    leaves: Leaves, slots: Iterable[Slot], states: Mapping[str, Collection[str]]
+) -> list[tuple[Slot, torch.Tensor]]:
+    """Want the step counts that the optimizer has, or will have, as numbers; they are loaded into new tensors."""
+    counts = []
+    for slot in slots:
+        count = slot.count
+        if count is None and slot.step_in_group and STEP in states[slot.fqn]:
+            count = torch.zeros(())
+        if count is not None:
+            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{STEP}", count)
+            counts.append((slot, count))
+    return counts
+
+
+def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
+    """Find the one step count of every group or state that counts by itself, or raise MismatchError."""
+    found: dict[int, tuple[Slot, float]] = {}
+    for slot, count in counts:
+        first, steps = found.setdefault(id(slot.counter), (slot, count.item()))
+        if steps != count.item():
+            raise MismatchError(
+                f"the target counts the steps of {first.fqn!r}, saved after {steps:.0f}, and of {slot.fqn!r}, saved "
+                f"after {count.item():.0f}, as one; put them into different groups before loading"
+            )
+    return [
+        (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) else int(steps))
+        for slot, steps in found.values()
+    ]
+
+
+def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: Saved) -> None:
     """Want what was saved by the further names of parameters, which is what is wanted by the first."""
     fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
     for _, name in saved.names(OPTIMIZER) if fqns else ():
@@ -208,8 +242,8 @@ def _set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
 def _settle_steps(slots: Iterable[Slot]) -> None:
     """Move step counts to the device where the loaded group's kernels read them (``fused``, ``capturable``)."""
     for slot in slots:
-        step = slot.values.get("step")
+        step = slot.values.get(STEP)
         if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.dim() == 0:
-            wanted = scalar_device(slot, "step")
+            wanted = scalar_device(slot, STEP)
             if wanted.type != "cpu" and step.device != wanted:
-                slot.values["step"] = step.to(wanted)
+                slot.values[STEP] = step.to(wanted)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bcp.plan.layout import Layout
+from bcp.plan.load.saved import Saved
 from bcp.planners.leaves import Leaves, probe
 from bcp.planners.model import Check, Finish, ParamNames, add_state
-from bcp.planners.optimizer import OPTIMIZER, add_optimizers, optimizers_in
-from bcp.planners.optimizer_load import optimizer_targets
-from bcp.planners.saved import SavedNames
+from bcp.planners.optimizer import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
+from bcp.planners.optimizer_load import slot_targets
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 
 __all__ = ["DdpPlanner", "PlainPlanner"]
@@ -26,6 +25,9 @@ class PlainPlanner:
 
     Tensors of several names that are the same memory (tied) are stored once. Tied and untied states load into each
     other; where a tied target meets several saved values, those of the first name in sorted order win.
+
+    It is also what the planners of other frameworks are made of: they say how a model's leaves and an optimizer's
+    slots are found (``_add_model``, ``_slots``), and what has to follow a load (``_settle``).
     """
 
     name = "plain"
@@ -42,29 +44,44 @@ class PlainPlanner:
     def local_shards(self, states: States) -> LocalShards:
         """Say what this rank holds; see :meth:`bcp.protocols.Planner.local_shards`."""
         leaves = Leaves()
-        _add_plain(leaves, "model", states)
-        if optimizers := optimizers_in(states.get(OPTIMIZER)):
-            add_optimizers(leaves, optimizers, ParamNames(leaves, states.get("model")))
-        else:
+        self._add_model(leaves, states)
+        slots = self._slots(leaves, states)
+        if slots is None:
             _add_plain(leaves, OPTIMIZER, states)
+        else:
+            add_slots(leaves, slots)
         return leaves.to_save()
 
-    def load_targets(self, states: States, saved: Layout) -> LoadTargets:
+    def load_targets(self, states: States, saved: Saved) -> LoadTargets:
         """Say where this rank wants what to be put; see :meth:`bcp.protocols.Planner.load_targets`."""
-        leaves, names = Leaves(), SavedNames.of(saved)
-        finish_model = _add_plain(leaves, "model", states)
+        leaves = Leaves()
+        finish_model = self._add_model(leaves, states, saved)
         check: Check = _nothing
-        if optimizers := optimizers_in(states.get(OPTIMIZER)):
-            params = ParamNames(leaves, states.get("model"), names.rows)
-            check, finish_optimizer = optimizer_targets(leaves, optimizers, params, names)
-        else:
+        slots = self._slots(leaves, states, saved)
+        if slots is None:
             finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
+        else:
+            check, finish_optimizer = slot_targets(leaves, slots, saved)
 
         def finish(objects: Mapping[ObjectKey, Any]) -> None:
             finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
             finish_model(objects)
+            self._settle(states, objects)
 
-        return LoadTargets(leaves.to_load(names.rows), check, finish)
+        return LoadTargets(leaves.to_load(saved.rows), check, finish)
+
+    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:  # noqa: ARG002 -- hook
+        """Take the leaves of the model; return what puts loaded objects back. ``saved`` is there in a load."""
+        return _add_plain(leaves, "model", states)
+
+    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+        """Find the slots of the optimizers, or None where they are a plain nested state; the model was taken before."""
+        known: Collection[ObjectKey] = saved.rows if saved else ()
+        optimizers = optimizers_in(states.get(OPTIMIZER))
+        return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
+
+    def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
+        """Do what has to follow a load on this rank alone, when all tensors and objects are in place."""
 
 
 class DdpPlanner(PlainPlanner):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bcp.plan.layout import Layout
+from bcp.plan.load.saved import Saved
 from bcp.plan.shards import TensorMeta, TensorTable
 from bcp.protocols import LoadTargets, LocalShards
 
@@ -43,24 +44,24 @@ def assembled(parts: Iterable[Piece]) -> dict[Name, torch.Tensor]:
     return {name: tensor for name, (tensor, _) in whole.items()}
 
 
-def layout_of(*ranks: LocalShards) -> Layout:
-    """A layout that knows the names, and nothing of the bytes."""
+def saved_by(*ranks: LocalShards) -> Saved:
+    """What a checkpoint of these ranks has, by name."""
     tables = [rank.table for rank in ranks]
     metas = {(m.kind, m.fqn): m for t in tables for m in (t.tensors[row] for row in range(len(t.tensors)))}
     objects = sorted({(kind, path) for t in tables for kind, path in t.objects})
     none = np.zeros(0, dtype=np.int64)
     empty = dict.fromkeys(Layout.__slots__, none)
     known = {"world_size": len(ranks), "block_bytes": 1, "tensors": TensorTable.build(list(metas.values()))}
-    return Layout(**{**empty, **known, "objects": objects})
+    return Saved.of(Layout(**{**empty, **known, "objects": objects}))
 
 
-def fill(targets: LoadTargets, saved: Mapping[Name, torch.Tensor], layout: Layout, objects: Mapping[Name, Any]) -> None:
+def fill(targets: LoadTargets, values: Mapping[Name, torch.Tensor], saved: Saved, objects: Mapping[Name, Any]) -> None:
     """Do a load: check, write every target from the saved tensors, following ties, then finish."""
     targets.check(objects)
-    tied = dict(zip(layout.tensors.fqn, layout.tensors.tied_to, strict=True))
+    tied = dict(zip(saved.tensors.fqn, saved.tensors.tied_to, strict=True))
     for row, tensor in enumerate(targets.shards.tensors):
         meta, box = targets.shards.table.meta(row), targets.shards.table.box(row)
-        whole = saved[meta.kind, tied[meta.fqn] or meta.fqn]
+        whole = values[meta.kind, tied[meta.fqn] or meta.fqn]
         assert tuple(whole.shape) == meta.shape
         assert math.prod(box.lengths) == tensor.numel()
         at = tuple(slice(first, first + count) for first, count in zip(box.offsets, box.lengths, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import Name, assembled, fill, layout_of, names, pieces
+from planning import Name, assembled, fill, names, pieces, saved_by
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -85,7 +85,7 @@ def layout_of_all(shards):
     """The layout of all ranks' shards."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, shards.table)
-    return layout_of(*(LocalShards(table, []) for table in everyone))
+    return saved_by(*(LocalShards(table, []) for table in everyone))
 
 
 def quietly(method, *args: object):
@@ -330,7 +330,7 @@ def materialised_dtype():
     source = net()
     optimizer = torch.optim.Adafactor(source.parameters())
     train(source, optimizer, steps=1)
-    layout = layout_of(FSDP2.local_shards({"model": source, "optimizer": optimizer}))
+    layout = saved_by(FSDP2.local_shards({"model": source, "optimizer": optimizer}))
     fresh = torch.optim.Adafactor(model.parameters())
     quietly(FSDP2.load_targets, {"model": model, "optimizer": fresh}, layout)
     bias = fresh.state[model[1].up.bias]["variance"]
@@ -355,7 +355,7 @@ def ddp():
     assert whole.keys() == expected.keys()
     assert all(torch.allclose(whole[name], value, rtol=1e-3, atol=1e-5) for name, value in expected.items())
     target = {"model": net(seed=3)}
-    fill(FSDP2.load_targets(target, layout_of(shards)), whole, layout_of(shards), shards.objects)
+    fill(FSDP2.load_targets(target, saved_by(shards)), whole, saved_by(shards), shards.objects)
     assert torch.equal(target["model"][0].weight, model.module[0].weight)
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from planning import assembled, fill, layout_of, names, pieces
+from planning import assembled, fill, names, pieces, saved_by
 from torch import nn, optim
 
 from bcp.errors import MismatchError, StateError
@@ -47,7 +47,7 @@ def step(model, *optimizers: optim.Optimizer, seed=0):
 
 def transfer(source, target):
     shards = PLAIN.local_shards(source)
-    layout = layout_of(shards)
+    layout = saved_by(shards)
     objects = copy.deepcopy(dict(shards.objects))
     fill(PLAIN.load_targets(target, layout), assembled(pieces(shards)), layout, objects)
 
@@ -85,7 +85,7 @@ def test_materialising_changes_no_parameter_and_no_hyper_parameter():
     source, target = net(), net(seed=9)
     optimizer = optim.AdamW(source.parameters(), lr=0.3, weight_decay=0.5)
     step(source, optimizer)
-    layout = layout_of(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
+    layout = saved_by(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
     fresh = optim.AdamW(target.parameters(), lr=0.1)
     before = [parameter.detach().clone() for parameter in target.parameters()]
     targets = PLAIN.load_targets({"model": target, "optimizer": fresh}, layout)
@@ -101,7 +101,7 @@ def test_materialised_states_have_the_saved_dtype():
     source, target = net(), net().bfloat16()
     optimizer, fresh = optim.AdamW(source.parameters()), optim.AdamW(target.parameters())
     step(source, optimizer)
-    layout = layout_of(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
+    layout = saved_by(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
     PLAIN.load_targets({"model": target, "optimizer": fresh}, layout)
     assert {value.dtype for state in fresh.state.values() for value in state.values()} == {torch.float32}
 
@@ -168,7 +168,7 @@ def test_groups_that_cannot_be_joined_are_found_before_anything_is_loaded():
     source, target = net(), net(seed=9)
     optimizer, fresh = groups(source, lr=0.7), optim.AdamW(target.parameters(), lr=0.2)
     shards = PLAIN.local_shards({"model": source, "optimizer": optimizer})
-    targets = PLAIN.load_targets({"model": target, "optimizer": fresh}, layout_of(shards))
+    targets = PLAIN.load_targets({"model": target, "optimizer": fresh}, saved_by(shards))
     with pytest.raises(MismatchError, match="put them into different groups before loading"):
         targets.check(shards.objects)
     targets.check({name: value for name, value in shards.objects.items() if not name[1].endswith(".lr")})
@@ -181,7 +181,7 @@ def test_hyper_parameters_of_other_versions_are_no_mismatch():
     optimizer.param_groups[0]["initial_lr"] = 0.4
     fresh.param_groups[0]["newer"] = True
     states = {"model": target, "optimizer": fresh}
-    layout = layout_of(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
+    layout = saved_by(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
     wanted = PLAIN.load_targets(states, layout).shards.objects
     assert set(wanted) == set(layout.objects)
     transfer({"model": source, "optimizer": optimizer}, states)
@@ -192,7 +192,7 @@ def test_hyper_parameters_of_other_versions_are_no_mismatch():
 def test_a_parameter_that_the_checkpoint_lacks_is_wanted():
     source, target = net(), net()
     half = optim.AdamW(source[0].parameters())
-    layout = layout_of(PLAIN.local_shards({"model": source, "optimizer": half}))
+    layout = saved_by(PLAIN.local_shards({"model": source, "optimizer": half}))
     wanted = PLAIN.load_targets({"model": target, "optimizer": optim.AdamW(target.parameters())}, layout)
     missing = set(wanted.shards.objects) - {tuple(name) for name in layout.objects}
     assert ("optimizer", "param_groups.1.weight.lr") in missing
@@ -255,7 +255,7 @@ def test_several_optimizers():
     with pytest.raises(StateError, match="two leaves of optimizer are named"):
         PLAIN.local_shards(twice)
     with pytest.raises(StateError, match=r"'0\.weight' is in two optimizers"):
-        PLAIN.load_targets(twice, layout_of())
+        PLAIN.load_targets(twice, saved_by())
     with pytest.raises(StateError, match="has an optimizer at 'opt'"):
         PLAIN.local_shards({"model": model, "optimizer": {"opt": parts[0], "step": 1}})
 
@@ -294,7 +294,7 @@ def test_nested_and_other_states():
     assert shards.objects["optimizer", "state.0.bias.history"] == [1, 2]
     assert "state.0.bias.factors.0" in names(shards, "optimizer")
     with pytest.raises(StateError, match=r"'state\.0\.\w+\.factors\.\S+' of the checkpoint is nested.*take one step"):
-        PLAIN.load_targets({"model": target, "optimizer": other}, layout_of(shards))
+        PLAIN.load_targets({"model": target, "optimizer": other}, saved_by(shards))
     other = Sketchy(target.parameters())
     other.step()
     transfer(states, {"model": target, "optimizer": other})

@@ -5,7 +5,7 @@ from typing import Self
 
 import pytest
 import torch
-from planning import assembled, fill, layout_of, names, pieces
+from planning import assembled, fill, names, pieces, saved_by
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -44,7 +44,7 @@ class Scaled(nn.Linear):
 
 def round_trip(source, target):
     shards = PLAIN.local_shards(source)
-    layout = layout_of(shards)
+    layout = saved_by(shards)
     fill(PLAIN.load_targets(target, layout), assembled(pieces(shards)), layout, shards.objects)
 
 
@@ -126,13 +126,13 @@ def test_tied_weights_are_held_once():
 
 
 def test_tied_target_appears_once_under_a_saved_name():
-    layout = layout_of(PLAIN.local_shards({"model": {"tok.weight": torch.zeros(5, 3)}}))
+    layout = saved_by(PLAIN.local_shards({"model": {"tok.weight": torch.zeros(5, 3)}}))
     targets = PLAIN.load_targets({"model": Tied()}, layout)
     assert names(targets.shards) == {"tok.weight": ""}
-    targets = PLAIN.load_targets({"model": Tied()}, layout_of())
+    targets = PLAIN.load_targets({"model": Tied()}, saved_by())
     assert names(targets.shards) == {"head.weight": "", "tok.weight": "head.weight"}
     untied = {"head.weight": torch.zeros(5, 3), "tok.weight": torch.zeros(5, 3)}
-    targets = PLAIN.load_targets({"model": untied}, layout_of(PLAIN.local_shards({"model": Tied()})))
+    targets = PLAIN.load_targets({"model": untied}, saved_by(PLAIN.local_shards({"model": Tied()})))
     assert names(targets.shards) == {"head.weight": "", "tok.weight": ""}
     assert len(targets.shards.tensors) == 2
 
@@ -181,7 +181,7 @@ def test_lazy_conjugates_are_resolved_for_saving_only():
     assert whole["model", "n"].tolist() == [-2.0, 1.0]
     for key, view in state.items():
         with pytest.raises(StateError, match=rf"model tensor '{key}' on rank 0 is a lazy conjugate"):
-            PLAIN.load_targets({"model": {key: view}}, layout_of())
+            PLAIN.load_targets({"model": {key: view}}, saved_by())
 
 
 def test_subclasses_without_their_own_dispatch_are_plain():
@@ -233,7 +233,7 @@ def test_refusals_say_what_to_do():
         "uninitialized": lambda: nn.LazyLinear(2).weight,
     }
     for message, make in cases.items():
-        for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
+        for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, saved_by())):
             with pytest.raises(StateError, match=rf"model tensor 'a\.0' on rank 0.*{message}.*;"):
                 method({"model": {"a": [make()]}})
 
@@ -241,7 +241,7 @@ def test_refusals_say_what_to_do():
 def test_lazy_modules_are_refused_until_they_ran_once():
     net = nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
+    for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, saved_by())):
         with pytest.raises(StateError, match=r"model tensor '1\.weight' on rank 0 is uninitialized; run one forward"):
             method({"model": net, "optimizer": optimizer})
     net(torch.ones(3, 4))
@@ -261,7 +261,7 @@ def test_inference_tensors_are_saved_but_not_loaded_into():
     state["ok"] = state["ok"].clone()
     assert len(PLAIN.local_shards({"model": state}).tensors) == 2
     with pytest.raises(StateError, match=r"'made\.there' on rank 0 was made under torch\.inference_mode\(\)"):
-        PLAIN.load_targets({"model": state}, layout_of())
+        PLAIN.load_targets({"model": state}, saved_by())
 
 
 def test_names_must_be_text():
@@ -281,7 +281,7 @@ def test_a_state_dict_that_raises_is_named():
         ({"model": {"actor": Broken(1, 1)}}, r"Broken at states\['model'\], 'actor'"),
         ({"optimizer": {"scaler": Broken(1, 1)}}, r"Broken at states\['optimizer'\], 'scaler'"),
     ):
-        for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, layout_of())):
+        for method in (PLAIN.local_shards, lambda states: PLAIN.load_targets(states, saved_by())):
             with pytest.raises(StateError, match=rf"of the {where} raised KeyError: 'scale'") as caught:
                 method(states)
             assert type(caught.value.__cause__) is KeyError
@@ -345,7 +345,7 @@ def test_fsdp1_is_refused():
 
 def test_expanded_targets_are_refused():
     with pytest.raises(StateError, match="elements share memory"):
-        PLAIN.load_targets({"model": {"x": torch.ones(3).expand(2, 3)}}, layout_of())
+        PLAIN.load_targets({"model": {"x": torch.ones(3).expand(2, 3)}}, saved_by())
 
 
 def test_guard_notices_writes_however_they_happen():

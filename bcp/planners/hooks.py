@@ -1,0 +1,77 @@
+"""Tensors that say themselves which blocks they hold, by the methods that torch's own checkpoint planners ask.
+
+``LocalShardsWrapper`` has both methods. Megatron-FSDP puts the first one on the local tensor of a DTensor, on the
+tensor and not on its class, and does without the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bcp.errors import StateError
+from bcp.plan.box import Box
+from bcp.planners.dtensor import is_dtensor, local_tensor
+from bcp.planners.placement import Placement, Span
+
+__all__ = ["HOOKS", "hooked_blocks", "hooked_placement", "is_hooked"]
+
+HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
+"""Which blocks there are; and where each of them is. Without the second, the tensor is its only block."""
+
+
+def is_hooked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is no DTensor says itself which blocks it holds."""
+    return hasattr(tensor, HOOKS[0]) and not is_dtensor(tensor)
+
+
+def hooked_blocks(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
+    """Return the non-empty blocks of a tensor that says itself which they are, each with its view.
+
+    Raises:
+        StateError: a block's view is not of the size that the block list states.
+
+    """
+    blocks = []
+    for box, view in _stated(tensor, name):
+        if tuple(view.shape) != box.lengths and (box.numel or not hasattr(tensor, HOOKS[1])):
+            raise StateError(f"{name}: {type(tensor).__name__} states a block {box} but gives {tuple(view.shape)}")
+        if box.numel:
+            blocks.append((box, view.detach()))
+    return blocks
+
+
+def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
+    """Return where the local tensor of a DTensor lies that says so itself; None for any other tensor.
+
+    Optimizer states that are made like such a parameter are DTensors too, but do not say it: they lie where it does.
+
+    Raises:
+        StateError: as :func:`hooked_blocks`.
+
+    """
+    local = local_tensor(tensor)
+    if not is_hooked(local) or hasattr(local, HOOKS[1]):
+        return None
+    spans = tuple(Span.whole(box) for box, _ in hooked_blocks(local, name))
+    return Placement(tuple(tensor.shape), tuple(local.shape), spans)
+
+
+def _stated(tensor: Any, name: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield every block that a tensor states, with its view."""
+    parts = tensor.__create_chunk_list__()
+    if not hasattr(tensor, HOOKS[1]):
+        if len(parts) > 1 or (not parts and tensor.numel()):
+            raise StateError(
+                f"{name}: {type(tensor).__name__} of shape {tuple(tensor.shape)} states {len(parts)} blocks, and has "
+                f"no {HOOKS[1]} that says where they are; it must be one block, or have that method"
+            )
+        yield from ((Box(tuple(part.offsets), tuple(part.sizes)), tensor) for part in parts)
+        return
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 -- slow to import, rarely needed
+
+    for index, part in enumerate(parts):
+        view = tensor.__get_tensor_shard__(MetadataIndex(name, part.offsets, index))
+        yield Box(tuple(part.offsets), tuple(part.sizes)), view

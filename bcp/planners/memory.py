@@ -1,0 +1,135 @@
+"""The memory behind a leaf: what of it may be read and written, what it is a part of, and when two are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from bcp.errors import StateError
+from bcp.plan.box import Box
+from bcp.planners.dtensor import dtensor_blocks, hooked_blocks, local_tensor
+from bcp.planners.placement import Leaf, Part, Sharded
+
+__all__ = ["dtype_name", "has_hooks", "memory", "parts_of", "readable", "unsupported", "writable"]
+
+_HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
+"""By these methods, torch's own name for them, a tensor subclass says itself which blocks it holds."""
+
+
+def memory(tensor: Leaf) -> object:
+    """Return a key that is equal for two tensors that are the same elements in the same order.
+
+    Two DTensors, and two leaves that were placed, are the same if their local tensors are, and they are placed alike.
+    """
+    if isinstance(tensor, Sharded):
+        return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor)
+    if isinstance(tensor, DTensor):
+        spec = (tuple(tensor.shape), tuple(str(placement) for placement in tensor.placements))
+        return (*spec, memory(local_tensor(tensor)))
+    if has_hooks(tensor):
+        return id(tensor)
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parts_of(leaf: Leaf, label: str) -> Iterator[Part]:
+    """Yield the parts of the logical tensor that are here, as plain detached views.
+
+    Raises:
+        StateError: the leaf does not say what is here, or says what cannot be.
+
+    """
+    if isinstance(leaf, Sharded):
+        yield from leaf.parts(label)
+        return
+    for box, view in _blocks(leaf, label):
+        yield Part(box, 0, box.numel, view)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is no DTensor says itself which blocks it holds, as torch's planners ask it to."""
+    return _is_hooked(type(tensor))
+
+
+def readable(view: torch.Tensor, _: str) -> torch.Tensor:
+    """Return the view, or a copy with the same values of one that torch conjugates or negates when it is read."""
+    return view.resolve_conj().resolve_neg()
+
+
+def writable(view: torch.Tensor, label: str) -> torch.Tensor:
+    """Return the view if writing into it changes exactly its own elements, else refuse."""
+    if view.is_conj() or view.is_neg():
+        raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
+    if any(stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)):
+        raise StateError(f"{label} is an expanded tensor whose elements share memory; load into a .contiguous() one")
+    if view.is_inference():
+        raise StateError(
+            f"{label} was made under torch.inference_mode(), outside of which torch refuses to write to it; "
+            "load into a .clone() of it, or make it under torch.no_grad()"
+        )
+    return view
+
+
+def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
+    """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
+    tensor = leaf.tensor if isinstance(leaf, Sharded) else leaf
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if is_lazy(tensor):
+        return "is uninitialized; run one forward pass of its lazy module first"
+    if local.is_meta:
+        return "is on the meta device and has no values; materialise it with to_empty() first"
+    if local.is_nested:
+        return "is a nested tensor; pass its parts, as in tensor.unbind(), or a padded tensor"
+    if local.is_quantized:
+        return "is quantized; pass int_repr(), scale and zero point as leaves of their own"
+    if local.layout is not torch.strided:
+        return f"has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own"
+    if not _copies(local.dtype):
+        return f"is {dtype_name(local.dtype)}, which torch cannot copy; pass a view of it, as in .view(torch.uint8)"
+    wrapper = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if wrapper and not has_hooks(local):
+        return (
+            f"is a {type(local).__name__}, which does not say where its memory is; "
+            f"pass the plain tensors inside it, or give it {' and '.join(_HOOKS)}"
+        )
+    return ""
+
+
+def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
+    """Return the non-empty blocks of the global tensor that are here, as plain detached views."""
+    if isinstance(tensor, DTensor):
+        local = local_tensor(tensor)
+        return hooked_blocks(local, label) if has_hooks(local) else dtensor_blocks(tensor, label)
+    if has_hooks(tensor):
+        return hooked_blocks(tensor, label)
+    if not tensor.numel():
+        return []
+    plain = tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)
+    return [(Box.whole(tuple(tensor.shape)), plain.detach())]
+
+
+@cache
+def _is_hooked(kind: type) -> bool:
+    """Whether tensors of that type have the hooks; asked thousands of times a save, of a few types."""
+    return not issubclass(kind, DTensor) and all(hasattr(kind, hook) for hook in _HOOKS)
+
+
+@cache
+def _copies(dtype: torch.dtype) -> bool:
+    """Whether torch can copy elements of that dtype and view them as bytes; of int4 and its like it only has a name."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone().view(torch.uint8)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""The one record that every sharding framework's state comes down to (paper sec. 3.2, 4.4, Fig. 7, Fig. 11).
+
+FSDP1, Megatron's distributed optimizer, DeepSpeed and veScale's ragged shards all keep a rank's part of a tensor as
+flat intervals of boxes, in one local tensor. A planner states which; nobody gathers, decomposes or copies anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bcp.errors import StateError
+from bcp.plan.box import Box
+
+__all__ = ["Leaf", "Part", "Placement", "Sharded", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A flat interval of a block of a logical tensor, and where it lies in local memory.
+
+    Attributes:
+        box: the block of the logical tensor.
+        start: first flat position inside the box that is here.
+        stop: one past the last. ``start == stop``: nothing is here. A rank states that too, so that all ranks of a
+            sharding group state the same boxes and are planned for as one.
+        at: where the interval begins in the local tensor, in elements of the flattened tensor.
+    """
+
+    box: Box
+    start: int
+    stop: int
+    at: int = 0
+
+    @classmethod
+    def whole(cls, box: Box, at: int = 0) -> Span:
+        """Return the span that is all of a box."""
+        return cls(box, 0, box.numel, at)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its box."""
+        return self.start == 0 and self.stop == self.box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which intervals of which blocks of a logical tensor lie where in a local tensor.
+
+    Attributes:
+        shape: of the logical tensor: unsharded, without padding.
+        local: of the local tensor.
+        spans: what of it is the logical tensor's; the rest (padding, other tensors) is never touched.
+    """
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements of the logical tensor are here."""
+        return sum(span.stop - span.start for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One shard: a flat interval of a box, and the live memory where it is.
+
+    Attributes:
+        box: the block of the logical tensor.
+        start: first flat position inside the box.
+        stop: one past the last.
+        view: of the box's shape if the interval is all of the box, else 1-D with ``stop - start`` elements.
+    """
+
+    box: Box
+    start: int
+    stop: int
+    view: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A leaf of which a framework keeps parts in a local tensor.
+
+    Attributes:
+        tensor: the live local memory.
+        placement: where in the logical tensor it lies.
+    """
+
+    tensor: torch.Tensor
+    placement: Placement
+
+    def parts(self, label: str) -> Iterator[Part]:
+        """Yield one part per span, as views of the local memory.
+
+        Raises:
+            StateError: the local tensor is not what the placement says, or its elements do not lie in a row.
+
+        """
+        local, placement = self.tensor.detach(), self.placement
+        if tuple(local.shape) != placement.local:
+            raise StateError(
+                f"{label}: its placement is of a local tensor of shape {list(placement.local)}, but that is "
+                f"{list(local.shape)}; was it replaced since? Save outside of forward and backward"
+            )
+        spans = placement.spans
+        if len(spans) == 1 and spans[0].is_whole and spans[0].box.lengths == placement.local:
+            yield Part(spans[0].box, 0, spans[0].stop, local)
+            return
+        if not local.is_contiguous():
+            raise StateError(f"{label}: {len(spans)} parts of it lie in memory that is not contiguous; make it so")
+        flat = local.view(-1)
+        for span in spans:
+            view = flat.narrow(0, span.at if span.stop > span.start else 0, span.stop - span.start)
+            yield Part(span.box, span.start, span.stop, view.view(span.box.lengths) if span.is_whole else view)
+
+
+Leaf = torch.Tensor | Sharded
+"""A tensor leaf: a tensor that is whole or says itself (DTensor) which part of it is here, or one that was placed."""
+
+
+def numel_of(leaf: Leaf) -> int:
+    """Return how many elements a leaf has: of a placed one here, of any other tensor in all."""
+    return leaf.placement.numel if isinstance(leaf, Sharded) else math.prod(leaf.shape)
+
+
+def memory_of(leaf: Leaf) -> torch.Tensor:
+    """Return the tensor behind a leaf."""
+    return leaf.tensor if isinstance(leaf, Sharded) else leaf
