@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bcp.errors import InputError
-from bcp.planners.fsdp2 import Fsdp2Planner, holds_ddp, holds_dtensors
+from bcp.planners.fsdp1 import Fsdp1Planner, holds_fsdp1
+from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dtensors, holds_ragged
 from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.plain import DdpPlanner, PlainPlanner
 from bcp.protocols import Planner, States
 
-__all__ = ["DdpPlanner", "Fsdp2Planner", "PlainPlanner", "check_unchanged", "planner", "register", "versions"]
+__all__ = [
+    "DdpPlanner",
+    "Fsdp1Planner",
+    "Fsdp2Planner",
+    "PlainPlanner",
+    "VeScalePlanner",
+    "check_unchanged",
+    "planner",
+    "register",
+    "versions",
+]
 
 Factory = Callable[[], Planner]
 Detects = Callable[[States], bool]
@@ -58,3 +69,5 @@ def _never(_: States) -> bool:
 register("plain", PlainPlanner, lambda _: True)
 register("ddp", DdpPlanner, holds_ddp)
 register("fsdp2", Fsdp2Planner, holds_dtensors)
+register("vescale", VeScalePlanner, holds_ragged)
+register("fsdp1", Fsdp1Planner, holds_fsdp1)

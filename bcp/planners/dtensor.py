@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -38,9 +38,6 @@ _StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
 _NAMES = frozenset({"Replicate", "Shard", "_StridedShard"})
 """Class names by which placements that are not torch's own are known; veScale has had such."""
 
-_LOOKS = ("_local_tensor", "device_mesh", "placements")
-"""What a DTensor has, torch's or another."""
-
 Run = tuple[int, int]
 """(first global index, how many); a local dimension is a list of runs, back to back."""
 
@@ -57,16 +54,16 @@ Traced = tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
 """(shape of the local tensor, its blocks of the global one with the local index where each starts)."""
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is torch's DTensor, or looks like one: veScale's has not always been derived from it."""
-    return isinstance(tensor, DTensor) or all(hasattr(tensor, name) for name in _LOOKS)
+    return isinstance(tensor, DTensor) or (hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements"))
 
 
-def is_ragged(tensor: Any) -> bool:
+def is_ragged(tensor: object) -> bool:
     """Whether a placement of a DTensor is veScale's ``RaggedShard``.
 
     Only an attribute is asked for: that class does not initialise torch's C++ base, so that ``==``, ``hash`` and
-    ``is_shard()`` of such a placement end the process on torch 2.10 and later.
+    ``is_shard()`` of such a placement may end the process; ``is_replicate()`` does, on torch 2.13.
     """
     return is_dtensor(tensor) and any(hasattr(placement, "local_units") for placement in tensor.placements)
 
@@ -75,7 +72,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory behind a DTensor itself, or any other tensor: no copy, no view, no collective."""
     if not is_dtensor(tensor):
         return tensor
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001 -- to_local() makes a view
+    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 -- to_local() records autograd or returns a view
     return local
 
 
@@ -91,13 +88,15 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
     if (traced := mesh_blocks(tensor, tensor.placements, name, _stated_orders(tensor))) is None:
         return []
     local, (expected, blocks) = local_tensor(tensor), traced
+    if not (local.numel() or math.prod(expected)):  # torch gives such a tensor the shape (2, 0) or (0, 0)
+        return []
     if tuple(local.shape) != expected:
         raise StateError(
             f"{name}: placements {tensor.placements} of global shape {tuple(tensor.shape)} give this rank "
             f"{expected}, but its local tensor is {tuple(local.shape)}; build it with distribute_tensor, or pass "
             "shape and stride to DTensor.from_local"
         )
-    return [(box, _view(local, start, box.lengths)) for box, start in blocks] if local.numel() else []
+    return [(box, _view(local, start, box.lengths)) for box, start in blocks]
 
 
 def placement_key(placement: Any) -> object:
@@ -120,7 +119,9 @@ def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Seque
     splits = tuple(_split(placement, tensor.dim(), name) for placement in placements)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    return coordinate and _traced(tuple(tensor.shape), splits, tuple(mesh.shape), tuple(coordinate), tuple(orders))
+    if coordinate is None:
+        return None
+    return _traced(tuple(tensor.shape), splits, tuple(mesh.shape), tuple(coordinate), tuple(orders))
 
 
 def runs_of(length: int, cuts: Sequence[Cut]) -> list[Run]:
@@ -200,7 +201,8 @@ def _split(placement: Any, ndim: int, name: str) -> Split | None:
 
 def _stated_orders(tensor: DTensor) -> tuple[Order, ...]:
     """Return (tensor dimension, mesh dimensions in the order in which they cut it); torch >= 2.10 may state them."""
-    entries = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 -- not public yet
+    spec = getattr(tensor, "_spec", None)  # not public yet
+    entries = getattr(spec, "shard_order", None) or ()
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in entries)
 
 

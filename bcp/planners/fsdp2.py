@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bcp.planners.leaves import probe
+from bcp.plan.load.saved import Saved
+from bcp.planners.dtensor import is_dtensor, is_ragged
+from bcp.planners.hooks import hooked_placement
+from bcp.planners.leaves import Leaves, probe
 from bcp.planners.names import walk
+from bcp.planners.optimizer import Slot
+from bcp.planners.placement import Placement
 from bcp.planners.plain import PlainPlanner
+from bcp.planners.ragged import ragged_placement
 from bcp.protocols import States
 
-__all__ = ["Fsdp2Planner", "holds_ddp", "holds_dtensors"]
+__all__ = ["Fsdp2Planner", "VeScalePlanner", "holds_ddp", "holds_dtensors", "holds_ragged"]
 
 
 class Fsdp2Planner(PlainPlanner):
@@ -35,14 +42,30 @@ class Fsdp2Planner(PlainPlanner):
         super().probe()
         return probe({DTensor: ["_spec", "_local_tensor", "device_mesh", "placements"]}, self.name)
 
+    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+        """Find the slots; where a parameter says itself where it lies, its states lie there, too."""
+        slots = super()._slots(leaves, states, saved)
+        return slots and [replace(slot, placement=_stated(slot)) for slot in slots]
+
+
+class VeScalePlanner(Fsdp2Planner):
+    """The same for veScale, whose DTensors may be ragged shards: each is a flat interval of a block.
+
+    veScale itself is not imported. Ragged DTensors are known by their attributes, in modules, optimizers and nested
+    state dicts; optimizer states of a ragged parameter may also be plain tensors of its local shape.
+    """
+
+    name = "vescale"
+
 
 def holds_dtensors(states: States) -> bool:
     """Whether there is a DTensor in the model, or in a plain optimizer state dict."""
-    return any(
-        isinstance(tensor, DTensor)
-        for leaf in _leaves(states)
-        for tensor in ((*leaf.parameters(), *leaf.buffers()) if isinstance(leaf, nn.Module) else (leaf,))
-    )
+    return any(is_dtensor(tensor) for tensor in _tensors(states))
+
+
+def holds_ragged(states: States) -> bool:
+    """Whether there is a ragged shard in the model, or in a plain optimizer state dict."""
+    return any(is_ragged(tensor) for tensor in _tensors(states))
 
 
 def holds_ddp(states: States) -> bool:
@@ -51,7 +74,23 @@ def holds_ddp(states: States) -> bool:
     return any(isinstance(part, DistributedDataParallel) for module in modules for part in module.modules())
 
 
+def _tensors(states: States) -> Iterator[object]:
+    """Yield the parameters and buffers of modules, and every other leaf of model and optimizer."""
+    for leaf in _leaves(states):
+        yield from (*leaf.parameters(), *leaf.buffers()) if isinstance(leaf, nn.Module) else (leaf,)
+
+
 def _leaves(states: States) -> Iterator[object]:
     """Yield the leaves of model and optimizer; a module is one leaf."""
     for kind in ("model", "optimizer"):
         yield from (leaf for _, leaf in walk(states.get(kind), f"states[{kind!r}]"))
+
+
+def _stated(slot: Slot) -> Placement | None:
+    """Return where a parameter says that it lies, other than by placements that its states have as well."""
+    name = f"the parameter {slot.fqn!r}"
+    if slot.placement or not is_dtensor(slot.parameter):
+        return slot.placement
+    return (
+        ragged_placement(slot.parameter, name) if is_ragged(slot.parameter) else hooked_placement(slot.parameter, name)
+    )

@@ -12,7 +12,8 @@ from torch import distributed
 
 from bcp.errors import InputError, StateError
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.planners.memory import dtype_name, has_hooks, memory, parts_of, readable, unsupported, writable
+from bcp.planners.hooks import is_hooked
+from bcp.planners.memory import dtype_name, memory, parts_of, readable, unsupported, writable
 from bcp.planners.placement import Leaf, Sharded, memory_of, numel_of
 from bcp.protocols import LocalShards, ObjectKey
 
@@ -206,4 +207,4 @@ def _stride(leaf: Leaf) -> tuple[int, ...]:
     if isinstance(leaf, Sharded):
         shape = leaf.placement.shape
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return () if has_hooks(leaf) else tuple(leaf.stride())
+    return () if is_hooked(leaf) else tuple(leaf.stride())

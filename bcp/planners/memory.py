@@ -7,18 +7,16 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
-from bcp.planners.dtensor import dtensor_blocks, hooked_blocks, local_tensor
+from bcp.planners.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key
+from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked
 from bcp.planners.placement import Leaf, Part, Sharded
+from bcp.planners.ragged import ragged_placement
 
-__all__ = ["dtype_name", "has_hooks", "memory", "parts_of", "readable", "unsupported", "writable"]
-
-_HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
-"""By these methods, torch's own name for them, a tensor subclass says itself which blocks it holds."""
+__all__ = ["dtype_name", "memory", "parts_of", "readable", "unsupported", "writable"]
 
 
 def memory(tensor: Leaf) -> object:
@@ -28,10 +26,10 @@ def memory(tensor: Leaf) -> object:
     """
     if isinstance(tensor, Sharded):
         return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor)
-    if isinstance(tensor, DTensor):
-        spec = (tuple(tensor.shape), tuple(str(placement) for placement in tensor.placements))
+    if is_dtensor(tensor):
+        spec = (tuple(tensor.shape), tuple(placement_key(placement) for placement in tensor.placements))
         return (*spec, memory(local_tensor(tensor)))
-    if has_hooks(tensor):
+    if _is_wrapper(type(tensor)):
         return id(tensor)
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
@@ -50,16 +48,13 @@ def parts_of(leaf: Leaf, label: str) -> Iterator[Part]:
         StateError: the leaf does not say what is here, or says what cannot be.
 
     """
+    if isinstance(leaf, torch.Tensor) and is_ragged(leaf):
+        leaf = Sharded(local_tensor(leaf), ragged_placement(leaf, label))
     if isinstance(leaf, Sharded):
         yield from leaf.parts(label)
         return
     for box, view in _blocks(leaf, label):
         yield Part(box, 0, box.numel, view)
-
-
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is no DTensor says itself which blocks it holds, as torch's planners ask it to."""
-    return _is_hooked(type(tensor))
 
 
 def readable(view: torch.Tensor, _: str) -> torch.Tensor:
@@ -84,7 +79,7 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
 def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
     """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
     tensor = leaf.tensor if isinstance(leaf, Sharded) else leaf
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     if is_lazy(tensor):
         return "is uninitialized; run one forward pass of its lazy module first"
     if local.is_meta:
@@ -97,22 +92,20 @@ def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
         return f"has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own"
     if not _copies(local.dtype):
         return f"is {dtype_name(local.dtype)}, which torch cannot copy; pass a view of it, as in .view(torch.uint8)"
-    wrapper = type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if wrapper and not has_hooks(local):
+    if _is_wrapper(type(local)) and not is_hooked(local):
         return (
             f"is a {type(local).__name__}, which does not say where its memory is; "
-            f"pass the plain tensors inside it, or give it {' and '.join(_HOOKS)}"
+            f"pass the plain tensors inside it, or give it {' and '.join(HOOKS)}"
         )
     return ""
 
 
 def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks of the global tensor that are here, as plain detached views."""
-    if isinstance(tensor, DTensor):
-        local = local_tensor(tensor)
-        return hooked_blocks(local, label) if has_hooks(local) else dtensor_blocks(tensor, label)
-    if has_hooks(tensor):
-        return hooked_blocks(tensor, label)
+    if is_hooked(local_tensor(tensor)):
+        return hooked_blocks(local_tensor(tensor), label)
+    if is_dtensor(tensor):
+        return dtensor_blocks(tensor, label)
     if not tensor.numel():
         return []
     plain = tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)
@@ -120,9 +113,9 @@ def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
 
 
 @cache
-def _is_hooked(kind: type) -> bool:
-    """Whether tensors of that type have the hooks; asked thousands of times a save, of a few types."""
-    return not issubclass(kind, DTensor) and all(hasattr(kind, hook) for hook in _HOOKS)
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of that type stand for others, in which their memory is."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]  # a tensor's
 
 
 @cache

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
@@ -18,7 +17,7 @@ from bcp.planners.names import Path, cleaner, dotted, walk
 from bcp.planners.placement import Leaf, Sharded
 from bcp.protocols import ObjectKey
 
-__all__ = ["Check", "Finish", "ParamNames", "add_state", "put"]
+__all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "put"]
 
 Check = Callable[[Mapping[ObjectKey, Any]], None]
 """Raises where the loaded objects cannot be put into a target; touches nothing."""
@@ -26,11 +25,15 @@ Check = Callable[[Mapping[ObjectKey, Any]], None]
 Finish = Callable[[Mapping[ObjectKey, Any]], None]
 """Sets the loaded objects in a target, once its tensors are in place."""
 
+TakeModule = Callable[[Leaves, str, nn.Module, str], Finish]
+"""Takes the leaves of one module: (where to, kind, module, prefix of its names)."""
 
-def add_state(leaves: Leaves, kind: str, state: object) -> Finish:
+
+def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None = None) -> Finish:
     """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
 
-    Modules give their ``state_dict()``, persistent buffers included; they may also stand inside containers.
+    Modules give their ``state_dict()``, persistent buffers included, or what ``take`` finds in them; they may also
+    stand inside containers.
 
     Returns:
         The function that puts loaded objects back into ``state``.
@@ -39,16 +42,16 @@ def add_state(leaves: Leaves, kind: str, state: object) -> Finish:
         StateError: two leaves have one name, a key is no string or int, or something cannot be read this way.
 
     """
-    where = f"states[{kind!r}]"
+    where, add_module = f"states[{kind!r}]", take or _add_module
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
-        return _in_turn([_add_module(leaves, kind, part, "") for part in state])
+        return in_turn([add_module(leaves, kind, part, "") for part in state])
     if not isinstance(state, (nn.Module, Mapping, list, tuple)):
         raise StateError(f"{where} is a {type(state).__name__}; pass a module, a list of modules or a nested mapping")
     finishes, paths = [], {}
     for path, leaf in walk(state, where):
         name = dotted(path)
         if isinstance(leaf, nn.Module):
-            finishes.append(_add_module(leaves, kind, leaf, f"{name}." if path else ""))
+            finishes.append(add_module(leaves, kind, leaf, f"{name}." if path else ""))
             continue
         if isinstance(leaf, torch.optim.Optimizer):
             raise StateError(
@@ -57,7 +60,7 @@ def add_state(leaves: Leaves, kind: str, state: object) -> Finish:
         leaves.add(kind, name, leaf)
         if not isinstance(leaf, torch.Tensor):
             paths[kind, name] = path
-    return _in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
+    return in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
 
 
 class ParamNames:
@@ -70,7 +73,7 @@ class ParamNames:
         self._by_id: dict[int, list[str]] = {}
         for fqn, tensor in self._named:
             self._by_id.setdefault(id(tensor), []).append(fqn)
-        for fqn, parameter in sorted(_parameters(state), key=lambda item: item[0]):
+        for fqn, parameter in sorted(_parameters(state), key=lambda item: (("model", item[0]) not in saved, item[0])):
             names = self._by_id.setdefault(id(parameter), [])
             if fqn not in names:  # a state_dict hook took it away
                 names.append(fqn)
@@ -137,7 +140,7 @@ def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[Obj
 
 def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
     """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
-    if any(base.__name__ == "FullyShardedDataParallel" for m in module.modules() for base in type(m).__mro__):
+    if any(is_fsdp1(part) for part in module.modules()):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
     clean = cleaner(module)
     owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -162,7 +165,12 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
     return finish
 
 
-def _in_turn(finishes: Iterable[Finish]) -> Finish:
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is FSDP1's wrapper. By name: what nobody uses is not imported."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+
+
+def in_turn(finishes: Iterable[Finish]) -> Finish:
     """Make one function of several."""
     todo = list(finishes)
 
@@ -186,7 +194,7 @@ def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
 
 def _storage(tensor: torch.Tensor) -> object:
     """Return a key of the memory that a tensor looks at, of which it may use only a part."""
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     try:
         return local.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
     except (RuntimeError, ValueError):  # sparse, opaque, uninitialized ones have none; they are refused with a reason
@@ -197,7 +205,7 @@ def _has_memory(tensor: Leaf) -> bool:
     """Whether the tensor's memory tells it from others: an empty local shard may stand for any of several tensors."""
     if isinstance(tensor, Sharded):
         return False
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return local.layout is torch.strided and not local.is_meta and local.numel() > 0
 
 

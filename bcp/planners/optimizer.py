@@ -7,15 +7,15 @@ parameters in another way than the save did. These names are the same for every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bcp.errors import StateError
+from bcp.planners.dtensor import is_ragged, local_tensor
 from bcp.planners.leaves import Leaves
-from bcp.planners.model import ParamNames
 from bcp.planners.names import Path, dotted, walk
 from bcp.planners.placement import Leaf, Placement, Sharded
 
@@ -53,6 +53,7 @@ class Slot:
         master: its fp32 master, where that is memory of its own.
         master_saved: False where the model's tensor has the same values: then the master is not stored.
         step_in_group: whether the optimizer counts steps per group instead of per parameter.
+        layout_keys: keys of ``group`` that follow from the parallel layout, and so are neither saved nor loaded.
     """
 
     fqn: str
@@ -64,6 +65,7 @@ class Slot:
     master: Leaf | None = None
     master_saved: bool = True
     step_in_group: bool = False
+    layout_keys: Collection[str] = ()
 
     @property
     def values(self) -> dict[str, Any]:
@@ -78,11 +80,8 @@ class Slot:
     @property
     def hyper(self) -> dict[str, Any]:
         """The hyper-parameters of its group; a step count is none."""
-        return {
-            key: value
-            for key, value in self.group.items()
-            if key not in _PER_PARAMETER and not (key == STEP and self.step_in_group)
-        }
+        none = {*_PER_PARAMETER, *self.layout_keys, *((STEP,) if self.step_in_group else ())}
+        return {key: value for key, value in self.group.items() if key not in none}
 
     @property
     def counter(self) -> dict[str, Any]:
@@ -111,8 +110,9 @@ class Slot:
 
     def _placed(self, name: str, value: torch.Tensor) -> Leaf:
         """Say where in the logical parameter a state lies: where the parameter does, if it has its local shape."""
-        if self.placement is None or (not value.dim() and self.placement.local):
+        if self.placement is None or (not value.dim() and self.placement.local) or is_ragged(value):
             return value
+        value = local_tensor(value)
         if tuple(value.shape) != self.placement.local:
             raise StateError(
                 f"the state {name!r} of {self.fqn!r} has the shape {list(value.shape)}, its parameter "
@@ -129,16 +129,23 @@ def optimizers_in(value: object) -> list[torch.optim.Optimizer] | None:
     return parts if parts and all(isinstance(part, torch.optim.Optimizer) for part in parts) else None
 
 
-def slots_of(optimizers: Sequence[torch.optim.Optimizer], names: ParamNames) -> Iterator[Slot]:
-    """Yield every parameter of every group.
+def slots_of(
+    optimizers: Sequence[torch.optim.Optimizer], names: Callable[[torch.Tensor], Sequence[str]]
+) -> Iterator[Slot]:
+    """Yield every parameter of every group; ``names`` gives its FQN, and those that are tied to it.
 
     ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``.
 
     Raises:
-        StateError: a parameter is not in the model.
+        StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
 
     """
     for optimizer in optimizers:
+        if getattr(optimizer, "_overlap_with_ddp", False):
+            raise StateError(
+                f"{type(optimizer).__name__}(overlap_with_ddp=True) keeps its states in a functional optimizer, which "
+                "is not supported; make it with overlap_with_ddp=False"
+            )
         inner = getattr(optimizer, "optim", None)
         keeper = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
         kept = {id(parameter) for group in keeper.param_groups for parameter in group["params"]}

@@ -1,0 +1,272 @@
+"""The planner for FSDP1 (``FullyShardedDataParallel``): flat parameters, read where they lie and never gathered.
+
+FSDP1 lays the parameters of a unit end to end, pads them, and gives each rank one equal part of that. So of every
+original parameter a rank has one flat interval, or nothing, inside of its local shard (paper sec. 4.4, Fig. 7).
+"""
+
+# ruff: noqa: SLF001 -- FSDP1 documents nothing of this; probe() checks that it is there
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bcp.errors import InputError, StateError
+from bcp.plan.box import Box
+from bcp.plan.load.saved import Saved
+from bcp.planners.leaves import Leaves, probe
+from bcp.planners.model import Finish, ParamNames, add_state, in_turn, is_fsdp1
+from bcp.planners.names import cleaner, walk
+from bcp.planners.optimizer import OPTIMIZER, Slot, optimizers_in, slots_of
+from bcp.planners.placement import Placement, Sharded, Span
+from bcp.planners.plain import PlainPlanner
+from bcp.protocols import ObjectKey, States
+
+if TYPE_CHECKING:  # as a torch without FSDP1 will do for everything else
+    from torch.distributed.fsdp._flat_param import FlatParamHandle, _ShardParamInfo
+
+__all__ = ["Fsdp1Planner", "holds_fsdp1"]
+
+_HANDLE = ("uses_sharded_strategy", "needs_unshard", "reshard")
+_SHARD = ("offset_in_shard", "intra_param_start_idx", "intra_param_end_idx")
+_FLAT = (
+    *("_param_infos", "_shared_param_infos", "_shard_param_infos", "_fqns", "_shapes", "_strides", "_params"),
+    *("_param_extensions", "_sharded_size", "_full_param_padded"),
+)
+"""What is used here of FSDP1's classes, all of it private."""
+
+_FLAT_NAME = "_flat_param"
+"""By this name a module has its flat parameter among its parameters, where ``use_orig_params`` is false."""
+
+_Managed = Mapping[int, Mapping[str, Sharded]]
+"""By id of the module, by name in it: where a parameter is that the module itself may have nothing of."""
+
+
+class Fsdp1Planner(PlainPlanner):
+    """Parameters and optimizer states are views of FSDP's own sharded memory, in full precision.
+
+    ``state_dict()``, which gathers every unit, is not called: each module is asked for its own parameters, buffers and
+    extra state, and gets its extra state back by itself; hooks on ``state_dict`` and ``load_state_dict`` see nothing
+    of it. Any sharding strategy, mixed precision and either ``use_orig_params`` will do, before the first forward and
+    between forward and backward, too. Padding is never stored.
+
+    A load writes into the same views, and drops the unsharded copies that FSDP may have kept, as after a forward
+    without gradients. Without ``use_orig_params`` the optimizer counts the steps of a whole unit as one.
+    """
+
+    name = "fsdp1"
+
+    def probe(self) -> str:
+        """Check torch's private attributes; return which versions run and were tested.
+
+        Raises:
+            InputError: this torch lacks one.
+
+        """
+        super().probe()
+        try:
+            from torch.distributed.fsdp import _flat_param as flat  # noqa: PLC0415 -- where nobody uses it, not at all
+        except ImportError as error:
+            raise InputError(f"this torch, {torch.__version__}, has no FSDP1 that bcp could read: {error}") from error
+        tested = probe({flat.FlatParamHandle: _HANDLE, flat._ShardParamInfo: _SHARD}, self.name)
+        stated = flat.FlatParameter.__annotations__  # only instances have them
+        if missing := [name for name in _FLAT if name not in stated]:
+            raise InputError(f"{tested}, whose FlatParameter has no {', '.join(missing)}; pin torch or upgrade bcp")
+        return tested
+
+    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:
+        """Take what modules have by themselves, and the parts of flat parameters that are here."""
+        if states.get("model") is None:
+            return super()._add_model(leaves, states, saved)
+        return add_state(leaves, "model", states["model"], _add_module)
+
+    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+        """Find the slots of the optimizers: of a flat parameter, one for each parameter in it."""
+        optimizers = optimizers_in(states.get(OPTIMIZER))
+        if optimizers is None:
+            if states.get(OPTIMIZER):
+                raise StateError(
+                    "states['optimizer'] is no torch optimizer: of the tensors in a state dict it cannot be told which "
+                    "parts of which parameters they are; pass the optimizer itself"
+                )
+            return super()._slots(leaves, states, saved)
+        known: Collection[ObjectKey] = saved.rows if saved else ()
+        found = _placed(leaves)
+        others = ParamNames(leaves, states.get("model"), known)
+        slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in found else others(parameter))
+        return [each for slot in slots for each in _named(slot, found.get(id(slot.parameter)), known)]
+
+    def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
+        """Drop what still has the values from before the load."""
+        super()._settle(states, objects)
+        for module in _modules(states):
+            for handle in _handles(module):
+                _drop_unsharded(handle)
+
+
+def holds_fsdp1(states: States) -> bool:
+    """Whether a module of the model is, or contains, a ``FullyShardedDataParallel``."""
+    return any(is_fsdp1(part) for module in _modules(states) for part in module.modules())
+
+
+def _modules(states: States) -> Iterator[nn.Module]:
+    """Yield the modules of the model, which may stand in containers."""
+    leaves = (leaf for _, leaf in walk(states.get("model"), "states['model']"))
+    yield from (leaf for leaf in leaves if isinstance(leaf, nn.Module))
+
+
+def _handles(module: nn.Module) -> Iterator[FlatParamHandle]:
+    """Yield what manages the flat parameters in a module; an FSDP module without parameters of its own has none."""
+    for part in module.modules():
+        handle: Any = getattr(part, "_handle", None) if is_fsdp1(part) else None
+        if handle is not None:
+            yield handle
+
+
+# -- the model --------------------------------------------------------------------------------
+
+
+def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
+    """Take the leaves of a module with FSDP modules in it, or without any."""
+    clean, managed = cleaner(module), _managed(module)
+    finishes = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        here, mine = f"{path}." if path else "", managed.get(id(part), {})
+        for name, leaf in mine.items():
+            leaves.add(kind, prefix + clean(here + name), leaf)
+        own: dict[str, Any] = {}
+        part._save_to_state_dict(own, here, keep_vars=True)
+        for raw in [raw for raw in own if raw.removeprefix(here) in {*mine, _FLAT_NAME}]:
+            del own[raw]
+        finishes.append(_add_own(leaves, kind, part, here, {raw: (prefix + clean(raw), own[raw]) for raw in own}))
+    return in_turn(finishes)
+
+
+def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping[str, tuple[str, Any]]) -> Finish:
+    """Take what one module has by itself: (FQN, value) by the name that the module knows, which begins with ``here``.
+
+    What it made for the occasion, and extra state, it gets back by its own name.
+    """
+    memory = {id(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    made: dict[str, torch.Tensor] = {}
+    for raw, (fqn, value) in own.items():
+        if not isinstance(value, torch.Tensor) or raw == f"{here}_extra_state":
+            leaves.add_object(kind, fqn, value)
+            continue
+        leaves.add(kind, fqn, value)
+        if id(value) not in memory:
+            made[raw] = value
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        state = {**made, **{raw: objects[kind, fqn] for raw, (fqn, _) in own.items() if (kind, fqn) in objects}}
+        strict, missing, unexpected, wrong = False, [], [], []  # type: ignore[var-annotated]  # lists that torch fills
+        if state:
+            part._load_from_state_dict(state, here, {}, strict, missing, unexpected, wrong)
+        if wrong:
+            raise StateError(f"{type(part).__name__} {here[:-1]!r} refused its state: {'; '.join(wrong)}")
+
+    return finish
+
+
+def _managed(module: nn.Module) -> _Managed:
+    """Find every parameter that FSDP1 manages; one of several names is one leaf."""
+    found: dict[int, dict[str, Sharded]] = {}
+    for handle in _handles(module):
+        flat = handle.flat_param
+        where = [found.setdefault(id(owner), {}) for _, owner, _ in flat._param_infos]
+        for index, (name, *_) in enumerate(flat._param_infos):
+            where[index][name] = _leaf(handle, index)
+        for name, owner, _, first_name, first_owner, _ in flat._shared_param_infos:
+            found.setdefault(id(owner), {})[name] = found[id(first_owner)][first_name]
+    return found
+
+
+def _leaf(handle: FlatParamHandle, index: int) -> Sharded:
+    """Say what of one original parameter is here, as a part of what the optimizer steps.
+
+    Raises:
+        StateError: this cannot be told, or FSDP1 is at work right now.
+
+    """
+    _check_readable(handle, index)
+    flat = handle.flat_param
+    shape = tuple(flat._shapes[index])
+    first, stop, at = _interval(flat._shard_param_infos[index])
+    if flat._params is None:
+        return Sharded(flat, Placement(shape, tuple(flat._sharded_size), (Span(Box.whole(shape), first, stop, at),)))
+    local = (stop - first,) if handle.uses_sharded_strategy else shape
+    return Sharded(flat._params[index], Placement(shape, local, (Span(Box.whole(shape), first, stop),)))
+
+
+def _interval(info: _ShardParamInfo) -> tuple[int, int, int]:
+    """Return (start, stop, offset in the local shard) of the part of a parameter that is here; 0 where none is."""
+    at, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx
+    return (0, 0, 0) if at is None or first is None or last is None else (first, last + 1, at)
+
+
+def _check_readable(handle: FlatParamHandle, index: int) -> None:
+    """Raise StateError where the local shard does not have plain row-major intervals of a parameter right now."""
+    flat = handle.flat_param
+    label = f"the parameter {flat._fqns[index]!r} of the FSDP1 unit {type(handle._fully_sharded_module).__name__}"
+    if handle._training_state.name != "IDLE":
+        raise StateError(
+            f"{label} is in use ({handle._training_state.name.lower()}); save and load outside of forward, backward "
+            "and summon_full_params"
+        )
+    if flat._param_extensions[index] is not None:
+        raise StateError(
+            f"{label} is a piece of a DTensor: FSDP1 over tensor parallelism is not supported; use FSDP2 (fully_shard)"
+        )
+    if not _is_row_major(tuple(flat._shapes[index]), tuple(flat._strides[index])):
+        raise StateError(
+            f"{label} had strides {flat._strides[index]} when FSDP1 flattened it: its shards are not in row-major "
+            "order; make it contiguous before wrapping it"
+        )
+
+
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether memory of such strides is in row-major order without gaps."""
+    rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return all(n <= 1 or have == want for n, have, want in zip(shape, stride, rows, strict=True)) or 0 in shape
+
+
+def _drop_unsharded(handle: FlatParamHandle) -> None:
+    """Let FSDP1 gather a unit anew when it is needed; it would go on with the values that it still has."""
+    kept = handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
+    if kept and not handle.needs_unshard():
+        handle.reshard(free_unsharded_flat_param=True)
+
+
+# -- the optimizer ----------------------------------------------------------------------------
+
+
+def _placed(leaves: Leaves) -> dict[int, list[tuple[Sharded, list[str]]]]:
+    """Return the parts of what optimizers step, by its id: each with its names in the model."""
+    found: dict[int, dict[int, tuple[Sharded, list[str]]]] = {}
+    for (kind, fqn), leaf in leaves.tensors.items():
+        if kind == "model" and isinstance(leaf, Sharded):
+            parts = found.setdefault(id(leaf.tensor), {})
+            parts.setdefault(id(leaf), (leaf, []))[1].append(fqn)
+    return {tensor: list(parts.values()) for tensor, parts in found.items()}
+
+
+def _named(
+    slot: Slot, parts: Iterable[tuple[Sharded, list[str]]] | None, saved: Collection[ObjectKey]
+) -> Iterator[Slot]:
+    """Yield the slots of what an optimizer steps: itself, or one for each parameter of which it has a part.
+
+    Of several names the first that the checkpoint has counts. A parameter of which nothing is here is never stepped,
+    and has no states.
+    """
+    if parts is None:
+        yield slot
+        return
+    for leaf, names in parts:
+        fqn, *tied = sorted(names, key=lambda name: (("model", name) not in saved, name))
+        nothing = not slot.parameter.numel() and math.prod(leaf.placement.shape) > 0
+        state = None if nothing else slot.state
+        yield replace(slot, fqn=fqn, tied=tied, placement=leaf.placement, state=state)

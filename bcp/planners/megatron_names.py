@@ -1,0 +1,277 @@
+"""Megatron-LM's names and layouts of GPT-like models, and those of Hugging Face: one loads into the other.
+
+Megatron's names are the keys of ``sharded_state_dict`` with layer numbers in them. What differs besides names:
+
+- qkv: Megatron has one matrix, and for each query group the rows of its query heads, then of its key, then of its
+  value. Llama has three matrices; GPT-2 has one, transposed, of all queries, all keys, all values; GPT-NeoX has
+  Megatron's own.
+- SwiGLU: Megatron has one matrix, the gate's rows before the others; Llama has two.
+- experts: Megatron stacks them; transformers 4 does not, 5 does.
+- the vocabulary: Megatron pads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bcp.errors import InputError
+from bcp.plan.box import Box
+from bcp.plan.load.moved import Moved
+from bcp.planners.megatron_families import (
+    BUFFERS,
+    DECODER,
+    EXPERT_PARTS,
+    EXPERTS,
+    FAMILIES,
+    GATED,
+    OUTPUT,
+    QKV,
+    QKV_PARTS,
+    WORDS,
+    Family,
+)
+
+__all__ = ["MegatronNames"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronNames:
+    """How a GPT-like model of Megatron-LM and its Hugging Face twin correspond.
+
+    ``LoadOptions(rename=names.to_hf)`` loads a checkpoint of Megatron into a Hugging Face model, and
+    ``rename=names.from_hf`` the other way round; optimizer states, too. Any parallelism on either side.
+
+    Attributes:
+        num_attention_heads: query heads of a layer.
+        num_query_groups: key/value heads of a layer; None: as many as query heads.
+        family: ``"llama"`` is Llama, Mistral, Qwen2, Qwen3, and the mixtures of experts among them (Mixtral, Qwen2-MoE,
+            Qwen3-MoE), by the names of transformers 4 and 5; ``"gpt_neox"`` and ``"gpt2"``.
+        vocab_size: of the Hugging Face model; rows that Megatron has behind are padding, and left out.
+            None: there is no padding.
+        padded_vocab_size: of the Megatron model that is loaded into; its further rows stay as they are. None: as saved.
+        num_experts: of a mixture of experts; needed where Hugging Face has every expert by itself and is loaded from.
+    """
+
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    family: Literal["llama", "gpt_neox", "gpt2"] = "llama"
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    num_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no model is."""
+        if self.family not in FAMILIES:
+            raise InputError(f"family={self.family!r} is unknown; known are {', '.join(sorted(FAMILIES))}")
+        if self.num_attention_heads < 1 or self.groups < 1 or self.num_attention_heads % self.groups:
+            raise InputError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of num_query_groups={self.groups}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """How many key/value heads there are."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def to_hf(self) -> _Direction:
+        """What becomes of Megatron's tensors in a Hugging Face model."""
+        return _Direction(self, _to_hf)
+
+    @property
+    def from_hf(self) -> _Direction:
+        """What becomes of a Hugging Face model's tensors in Megatron's."""
+        return _Direction(self, _from_hf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Direction:
+    """A rename; see :class:`bcp.plan.load.rename.Moves`."""
+
+    names: MegatronNames
+    moved: Callable[[MegatronNames, str, Shape], list[Moved]]
+
+    def blocks(self, fqn: str, shape: Shape) -> Sequence[Moved]:
+        """Say what becomes of a saved tensor; what is computed is left out, what is unknown keeps its name."""
+        if fqn.endswith(("._extra_state", *BUFFERS)):
+            return ()
+        return self.moved(self.names, fqn, shape) or [Moved.whole(fqn, shape)]
+
+
+# -- Megatron to Hugging Face ------------------------------------------------------------------------------------------
+
+
+def _to_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:
+    """Move a tensor of Megatron's."""
+    family = FAMILIES[names.family]
+    layer, rest = _layer(fqn, DECODER)
+    if not rest:
+        news = _renamed(fqn, family.outside)
+        rows = names.vocab_size
+        if rows is None or not fqn.startswith((WORDS, OUTPUT)) or rows >= shape[0]:
+            return [Moved.whole(new, shape) for new in news]
+        box = Box(_zeros(shape), (rows, *shape[1:]))
+        return [Moved(box, new, box.lengths, box.offsets) for new in news]
+    prefix = f"{family.layers}.{layer}."
+    module, _, leaf = rest.rpartition(".")
+    moved = [_turned(f"{prefix}{new}", shape, rest, family) for new in _renamed(rest, family.inside)]
+    if module == QKV and not moved:
+        return list(_qkv_to_hf(names, prefix, leaf, shape))
+    if module in GATED and not moved:
+        return _halves(shape, [f"{prefix}{new}.{leaf}" for new in GATED[module]])
+    if rest in (f"{EXPERTS}.linear_fc1.weight", f"{EXPERTS}.linear_fc2.weight") and len(shape) == 3:  # noqa: PLR2004 -- expert, row, column
+        moved += _experts_to_hf(prefix, module, leaf, shape)
+    return moved
+
+
+def _qkv_to_hf(names: MegatronNames, prefix: str, leaf: str, shape: Shape) -> Iterator[Moved]:
+    """Cut the matrix of all queries, keys and values."""
+    heads, groups, rest = names.num_attention_heads, names.groups, shape[1:]
+    size = _head(shape[0], heads + 2 * groups)
+    for which, at, own, count in _heads(heads, groups, size):
+        box = Box((at, *_zeros(rest)), (count, *rest))
+        if names.family == "gpt2":
+            corner = (*_zeros(rest), which * heads * size + own)
+            target = f"{prefix}attn.c_attn.{leaf}"
+            yield Moved(box, target, shape[::-1], corner, transposed=bool(rest))
+        else:
+            whole = ((groups if which else heads) * size, *rest)
+            yield Moved(box, f"{prefix}{QKV_PARTS[which]}.{leaf}", whole, (own, *_zeros(rest)))
+
+
+def _experts_to_hf(prefix: str, module: str, leaf: str, shape: Shape) -> Iterator[Moved]:
+    """Take the experts apart, under the names of Qwen and of Mixtral."""
+    count, rows, columns = shape
+    for where, (gate, up, down) in EXPERT_PARTS.items():
+        for expert in range(count):
+            stem = f"{prefix}{where}.{expert}."
+            if module.endswith("linear_fc2"):
+                yield Moved(Box((expert, 0, 0), (1, rows, columns)), f"{stem}{down}.{leaf}", shape[1:], (0, 0))
+                continue
+            for half, name in enumerate((gate, up)):
+                box = Box((expert, half * (rows // 2), 0), (1, rows // 2, columns))
+                yield Moved(box, f"{stem}{name}.{leaf}", (rows // 2, columns), (0, 0))
+
+
+# -- Hugging Face to Megatron ------------------------------------------------------------------------------------------
+
+
+def _from_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:  # noqa: PLR0911 -- one a layout
+    """Move a tensor of Hugging Face's."""
+    family = FAMILIES[names.family]
+    layer, rest = _layer(fqn, family.layers)
+    if not rest:
+        news = _renamed(fqn, [(new, old) for old, new in family.outside])
+        rows = names.padded_vocab_size
+        if rows is None or not any(new.startswith((WORDS, OUTPUT)) for new in news) or rows <= shape[0]:
+            return [Moved.whole(new, shape) for new in news]
+        return [Moved(Box.whole(shape), new, (rows, *shape[1:]), _zeros(shape), padded=True) for new in news]
+    prefix = f"{DECODER}.{layer}."
+    if found := _renamed(rest, [(new, old) for old, new in family.inside]):
+        return [_turned(f"{prefix}{new}", shape, new, family) for new in found]
+    module, _, leaf = rest.rpartition(".")
+    if names.family == "gpt2" and module == "attn.c_attn":
+        return list(_joint_qkv_from_hf(names, f"{prefix}{QKV}.{leaf}", shape))
+    if names.family == "llama" and module in QKV_PARTS:
+        return list(_qkv_from_hf(names, f"{prefix}{QKV}.{leaf}", QKV_PARTS.index(module), shape))
+    for fused, halves in GATED.items():
+        if names.family == "llama" and module in halves:
+            whole = (2 * shape[0], *shape[1:])
+            at = (halves.index(module) * shape[0], *_zeros(shape[1:]))
+            return [Moved(Box.whole(shape), f"{prefix}{fused}.{leaf}", whole, at)]
+    return _expert_from_hf(names, prefix, rest, shape)
+
+
+def _qkv_from_hf(names: MegatronNames, target: str, mine: int, shape: Shape) -> Iterator[Moved]:
+    """Put all queries, all keys or all values (0, 1, 2) where they are in the matrix of all of them."""
+    heads, groups, rest = names.num_attention_heads, names.groups, shape[1:]
+    size = _head(shape[0], groups if mine else heads)
+    for which, at, own, count in _heads(heads, groups, size):
+        if which == mine:
+            box = Box((own, *_zeros(rest)), (count, *rest))
+            yield Moved(box, target, ((heads + 2 * groups) * size, *rest), (at, *_zeros(rest)))
+
+
+def _joint_qkv_from_hf(names: MegatronNames, target: str, shape: Shape) -> Iterator[Moved]:
+    """Do the same with GPT-2's matrix, whose last dimension has all queries, then all keys, then all values."""
+    heads, groups, rest = names.num_attention_heads, names.groups, shape[:-1]
+    size = _head(shape[-1], heads + 2 * groups)
+    for which, at, own, count in _heads(heads, groups, size):
+        box = Box((*_zeros(rest), which * heads * size + own), (*rest, count))
+        yield Moved(box, target, shape[::-1], (at, *_zeros(rest)), transposed=bool(rest))
+
+
+def _expert_from_hf(names: MegatronNames, prefix: str, rest: str, shape: Shape) -> list[Moved]:
+    """Put one expert where it is among all of them."""
+    for where, projections in EXPERT_PARTS.items():
+        found = re.fullmatch(rf"{re.escape(where)}\.(\d+)\.({'|'.join(projections)})\.(weight)", rest)
+        if found is None:
+            continue
+        if names.num_experts is None:
+            raise InputError(f"{prefix}{rest} is one of several experts; pass MegatronNames(num_experts=...)")
+        which, expert, (rows, columns) = projections.index(found[2]), int(found[1]), shape
+        down = which == len(projections) - 1
+        module = f"{EXPERTS}.linear_{'fc2' if down else 'fc1'}"
+        whole = (names.num_experts, rows if down else 2 * rows, columns)
+        at = (expert, 0 if down else which * rows, 0)
+        return [Moved(Box.whole(shape), f"{prefix}{module}.{found[3]}", whole, at)]
+    return []
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _layer(fqn: str, layers: str) -> tuple[str, str]:
+    """Take ``<layers>.<number>.<rest>`` apart; two empty strings where a name is no such."""
+    number, _, rest = fqn.removeprefix(f"{layers}.").partition(".")
+    return (number, rest) if fqn.startswith(f"{layers}.") and number.isdecimal() else ("", "")
+
+
+def _renamed(name: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the new names of a tensor; the first of a pair is the tensor's own name, or its module's."""
+    module, _, leaf = name.rpartition(".")
+    own = [new for old, new in pairs if old == name]
+    return own + [f"{new}.{leaf}" for old, new in pairs if old == module and leaf in ("weight", "bias")]
+
+
+def _turned(fqn: str, shape: Shape, megatron: str, family: Family) -> Moved:
+    """Move a tensor, which is ``megatron`` in one of Megatron's layers, as it is or transposed."""
+    if megatron.removesuffix(".weight") in family.transposed:
+        return Moved(Box.whole(shape), fqn, shape[::-1], _zeros(shape), transposed=True)
+    return Moved.whole(fqn, shape)
+
+
+def _halves(shape: Shape, fqns: Sequence[str]) -> list[Moved]:
+    """Cut a tensor into two along its first dimension."""
+    half = (shape[0] // 2, *shape[1:])
+    return [Moved(Box((at * half[0], *_zeros(half[1:])), half), fqn, half, _zeros(half)) for at, fqn in enumerate(fqns)]
+
+
+def _heads(heads: int, groups: int, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield runs of rows of Megatron's qkv matrix: (0, 1, 2 for q, k, v; first row; first row in q, k or v; how many).
+
+    A query group has the rows of its query heads, then of its key head, then of its value head.
+    """
+    queries = heads // groups * size
+    for group in range(groups):
+        at = group * (queries + 2 * size)
+        yield 0, at, group * queries, queries
+        yield 1, at + queries, group * size, size
+        yield 2, at + queries + size, group * size, size
+
+
+def _head(rows: int, count: int) -> int:
+    """Return the rows of one head."""
+    if rows % count:
+        raise InputError(f"its {rows} rows are not {count} heads; check MegatronNames' num_attention_heads and groups")
+    return rows // count
+
+
+def _zeros(shape: Shape) -> Shape:
+    """Return the first corner of a tensor."""
+    return (0,) * len(shape)
