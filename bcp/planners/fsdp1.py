@@ -138,12 +138,28 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
         here, mine = f"{path}." if path else "", managed.get(id(part), {})
         for name, leaf in mine.items():
             leaves.add(kind, prefix + clean(here + name), leaf)
-        own: dict[str, Any] = {}
-        part._save_to_state_dict(own, here, keep_vars=True)
-        for raw in [raw for raw in own if raw.removeprefix(here) in {*mine, _FLAT_NAME}]:
-            del own[raw]
-        finishes.append(_add_own(leaves, kind, part, here, {raw: (prefix + clean(raw), own[raw]) for raw in own}))
+        own = _own_state(part, here, {*mine, _FLAT_NAME})
+        named = {raw: (prefix + clean(raw), value) for raw, value in own.items()}
+        finishes.append(_add_own(leaves, kind, part, here, named))
     return in_turn(finishes)
+
+
+def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str, Any]:
+    """Return what one module itself has to save, but for the names in ``without``.
+
+    Raises:
+        StateError: the module raised; its error is the cause.
+
+    """
+    own: dict[str, Any] = {}
+    try:
+        part._save_to_state_dict(own, here, keep_vars=True)
+    except Exception as error:
+        raise StateError(
+            f"the {type(part).__name__} {here[:-1]!r} raised {type(error).__name__}: {error} when asked for its state; "
+            "repair it, or leave it out of the states"
+        ) from error
+    return {raw: value for raw, value in own.items() if raw.removeprefix(here) not in without}
 
 
 def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping[str, tuple[str, Any]]) -> Finish:
@@ -163,9 +179,9 @@ def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
         state = {**made, **{raw: objects[kind, fqn] for raw, (fqn, _) in own.items() if (kind, fqn) in objects}}
-        strict, missing, unexpected, wrong = False, [], [], []  # type: ignore[var-annotated]  # lists that torch fills
+        wrong: list[str] = []
         if state:
-            part._load_from_state_dict(state, here, {}, strict, missing, unexpected, wrong)
+            part._load_from_state_dict(state, here, {}, False, [], [], wrong)  # noqa: FBT003 -- torch's signature
         if wrong:
             raise StateError(f"{type(part).__name__} {here[:-1]!r} refused its state: {'; '.join(wrong)}")
 

@@ -22,10 +22,12 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from layouts import mesh_of
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-__all__ = ["Seen", "watched"]
+__all__ = ["Seen", "seen_of", "watched"]
 
 METHODS = {
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "send", "recv", "recv_anysource"),
@@ -148,3 +150,29 @@ def _status(key: str) -> int:
     """Return one size from the kernel's account of this process, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
+
+
+def seen_of(what: str) -> Seen:
+    """Do one thing while watching, in a thread of its own; return what was seen."""
+    mesh_of((dist.get_world_size(),))  # itself talks to the others
+    with watched() as seen:
+        thread = threading.Thread(target=DEEDS[what])
+        thread.start()
+        thread.join()
+    return seen
+
+
+def _redistribute() -> None:
+    shard = DTensor.from_local(torch.ones(2), mesh_of((dist.get_world_size(),)), [Shard(0)], run_check=False)
+    shard.redistribute(placements=[Replicate()]).to_local().sum().item()
+
+
+DEEDS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: torch.ones(4) + 1,
+    "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
+    "gather_object": lambda: dist.all_gather_object([None] * dist.get_world_size(), 1),
+    "redistribute": _redistribute,
+    "allocate": lambda: torch.zeros(1 << 20),
+    "allocate elsewhere": lambda: torch.ones(4).repeat(1 << 18),
+    "look": lambda: torch.zeros(1).expand(1 << 22).reshape(-1, 1 << 22)[0].view(-1),
+}

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import fsdp1
+import pytest
+import torch
+from exact import Exact, Twin, trained
+from fsdp1 import Layout
+from logical import differences, hyper, logical
+from ranks import Ranks
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+
+from bcp.errors import InputError
+from bcp.planners.fsdp1 import Fsdp1Planner
+
+pytestmark = pytest.mark.dist
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
+LAYOUTS = [
+    Layout(strategy=strategy, orig=orig, mixed=orig == (number % 2 == 0))
+    for number, strategy in enumerate(STRATEGIES)
+    for orig in (True, False)
+]
+CHANGES = [
+    (Layout(), Layout(strategy="SHARD_GRAD_OP", orig=False)),
+    (Layout(orig=False), Layout(size=2)),
+    (Layout(strategy="SHARD_GRAD_OP", mixed=True), Layout(strategy="HYBRID_SHARD", orig=False)),
+    (Layout(strategy="HYBRID_SHARD", orig=False), Layout(orig=False, size=2, mixed=True)),
+    (Layout(strategy="_HYBRID_SHARD_ZERO2"), Layout(strategy="NO_SHARD", orig=False)),
+    (Layout(strategy="NO_SHARD"), Layout(strategy="_HYBRID_SHARD_ZERO2", orig=False)),
+    (Layout(strategy="NO_SHARD", orig=False), Layout(strategy="NO_SHARD", size=2)),
+    (Layout(size=2), Layout(orig=False)),
+    (Layout(orig=False, size=2), Layout(strategy="HYBRID_SHARD")),
+    (Layout(size=1), Layout(orig=False)),
+    (Layout(orig=False), Layout(size=1)),
+    (Layout(), Layout("ddp", size=2)),
+    (Layout(orig=False), Layout("ddp")),
+    (Layout("ddp"), Layout()),
+    (Layout("ddp", size=2), Layout(orig=False)),
+    (Layout(), Layout("fsdp2")),
+    (Layout(orig=False), Layout("fsdp2", size=2)),
+    (Layout("fsdp2"), Layout(orig=False)),
+    (Layout("fsdp2", size=2), Layout(strategy="HYBRID_SHARD")),
+    (Layout(strategy="SHARD_GRAD_OP"), Layout("plain", size=1)),
+    (Layout("plain", size=1), Layout(strategy="SHARD_GRAD_OP", orig=False)),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks4: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
+    paths: dict[Layout, Path] = {}
+
+    def path_of(layout: Layout) -> Path:
+        if layout not in paths:
+            paths[layout] = tmp_path_factory.mktemp(str(layout)) / "checkpoint"
+            ranks4.run(fsdp1.train, paths[layout], layout)
+        return paths[layout]
+
+    return path_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[Layout], Path], layout: Layout) -> None:
+    assert not differences(logical(saved(layout)), trained(2, 4).state())
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
+def test_training_goes_on_in_another_layout(
+    ranks4: Ranks, tmp_path: Path, saved: Callable[[Layout], Path], before: Layout, after: Layout, steps_before: int
+) -> None:
+    ranks4.run(fsdp1.go_on, saved(before), tmp_path, after, steps_before)
+    twin = trained(2, before.size)
+    assert not differences(logical(tmp_path / "again"), twin.state())
+    twin.step(2, after.size)
+    assert not differences(logical(tmp_path / "stepped"), twin.state())
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_before_the_first_step_there_is_only_a_model(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
+    ranks4.run(fsdp1.train, tmp_path / "new", Layout(orig=orig), 0)
+    assert not differences(logical(tmp_path / "new"), trained(0, 4).state())
+    ranks4.run(fsdp1.go_on, tmp_path / "new", tmp_path, Layout(orig=not orig), 0, 0)
+    assert not differences(logical(tmp_path / "stepped"), trained(1, 4).state())
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_names_are_those_of_the_bare_model(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
+    twin = Twin(model=fsdp1.Odd())
+    twin.step(0, 4)
+    twin.step(1, 4)
+    ranks4.run(fsdp1.train, tmp_path / "odd", Layout(orig=orig, odd=True))
+    assert not differences(logical(tmp_path / "odd"), twin.state())
+    assert hyper(tmp_path / "odd")["model", "counter._extra_state"] == {"dict": [["count", 2]]}
+    ranks4.run(fsdp1.go_on, tmp_path / "odd", tmp_path, Layout(orig=not orig, odd=True))
+    assert not differences(logical(tmp_path / "again"), twin.state())
+    twin.step(2, 4)
+    assert not differences(logical(tmp_path / "stepped"), twin.state())
+    assert hyper(tmp_path / "stepped")["model", "counter._extra_state"] == {"dict": [["count", 3]]}
+
+
+def test_hyper_parameters_go_by_name(ranks4: Ranks, tmp_path: Path) -> None:
+    slow = ("bias", "scale")
+    ranks4.run(fsdp1.train, tmp_path / "saved", Layout(slow=slow))
+    twin = trained(2, 4, slow=slow)
+    assert not differences(logical(tmp_path / "saved"), twin.state())
+    ranks4.run(fsdp1.go_on, tmp_path / "saved", tmp_path, Layout(slow=slow, swapped=True, size=2))
+    assert hyper(tmp_path / "again") == hyper(tmp_path / "saved")
+    twin.step(2, 2)
+    assert not differences(logical(tmp_path / "stepped"), twin.state())
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_saving_between_forward_and_backward(ranks4: Ranks, tmp_path: Path, strategy: str, *, orig: bool) -> None:
+    ranks4.run(fsdp1.save_between, tmp_path, Layout(strategy=strategy, orig=orig, mixed=True))
+    expected = trained(1, 4).state()
+    expected["model", "steps"] += 1  # the buffer is counted up by the forward
+    assert not differences(logical(tmp_path / "between"), expected)
+    assert not differences(logical(tmp_path / "stepped"), trained(2, 4).state())
+
+
+@pytest.mark.parametrize("how", ["with grad", "without grad"])
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_weights_that_fsdp_kept_unsharded_are_dropped_by_a_load(
+    ranks4: Ranks, saved: Callable[[Layout], Path], strategy: str, how: str, *, orig: bool
+) -> None:
+    layout = Layout(strategy=strategy, orig=orig)
+    losses = ranks4.run(fsdp1.load_after_forward, saved(Layout()), layout, how)
+    expected = trained(2, 4).model(fsdp1.batch(5, 0))
+    torch.testing.assert_close(losses, [expected.detach()] * 4)
+
+
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_neither_saving_nor_loading_makes_a_whole_tensor(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
+    ranks4.run(fsdp1.big, tmp_path / "first", Layout(orig=orig))  # imports, and the staging buffers
+    whole = 2048 * 2048 * 4
+    for save, load in ranks4.run(fsdp1.big, tmp_path / "second", Layout(orig=orig)):
+        assert max(save.largest, load.largest) < whole
+        assert max(save.resident, load.resident) < whole  # of which 8 MiB are the moments that a load makes
+
+
+REFUSED = {
+    "plain": r"StateError: .*wrapped in FSDP1.*pass framework='fsdp1'",
+    "summoned": r"StateError: the parameter 'cube'.* is in use \(summon_full_params\)",
+    "state dict": r"StateError: states\['optimizer'\] is no torch optimizer.*pass the optimizer itself",
+    "strides": r"StateError: the parameter 'weight'.*strides \(1, 6\).*make it contiguous before wrapping",
+    "module": r"StateError: the Broken '_fsdp_wrapped_module.1' raised ZeroDivisionError: no state",
+    "tensor parallelism": r"StateError: .*FSDP1 over tensor parallelism is not supported; use FSDP2",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused(ranks4: Ranks, tmp_path: Path, case: str) -> None:
+    (said,) = set(ranks4.run(fsdp1.refused, tmp_path / "checkpoint", case))
+    assert re.match(REFUSED[case], said), said
+    assert not any(tmp_path.iterdir())
+
+
+def test_one_flat_parameter_has_one_set_of_hyper_parameters(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(fsdp1.train, tmp_path / "saved", Layout(slow=("bias", "scale")))
+    (said,) = set(ranks4.run(fsdp1.load_refused, tmp_path / "saved", Layout(orig=False)))
+    assert re.match(r"MismatchError: .*one param group has .* put them into different groups", said), said
+
+
+def test_modules_may_stand_in_containers(ranks4: Ranks, tmp_path: Path) -> None:
+    assert all(ranks4.run(fsdp1.chunks, tmp_path / "saved"))
+    saved = logical(tmp_path / "saved")
+    assert not differences(saved, logical(tmp_path / "again"))
+    assert torch.equal(saved["model", "rest.0.cube"], Exact(1).cube)
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_a_step_during_a_snapshot_is_noticed(ranks4: Ranks, strategy: str, *, orig: bool) -> None:
+    for changed, unchanged in ranks4.run(fsdp1.versions_seen, Layout(strategy=strategy, orig=orig)):
+        assert changed
+        assert not unchanged
+
+
+def test_probe_names_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "tested with torch 2.13" in Fsdp1Planner().probe()
+    monkeypatch.delitem(FlatParameter.__annotations__, "_shard_param_infos")
+    with pytest.raises(InputError, match="no _shard_param_infos; pin torch"):
+        Fsdp1Planner().probe()
+    monkeypatch.undo()
+    monkeypatch.delattr(FlatParamHandle, "reshard")
+    with pytest.raises(InputError, match="has no reshard"):
+        Fsdp1Planner().probe()
