@@ -8,13 +8,18 @@ from typing import Any, cast
 
 import anyio
 import pytest
+from pages import Given, run_page
+from ranks import Ranks
 
 from bcp.protocols import Backend
 from bcp.testing.backend_suite import BackendSuite
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ON_RANKS = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in ON_RANKS)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # "```python no-run" is not matched
+GIVEN: dict[str, Given] = {}
+"""By page: what stands for the reader's own script."""
 FENCE = re.compile(r"^```python.*$", re.MULTILINE)
 
 
@@ -44,11 +49,18 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
         execute(page, line, source, namespace)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("page", ON_RANKS, ids=lambda page: page.stem)
+def test_every_block_of_a_framework_s_page_runs_on_every_rank(page: Path, tmp_path: Path, ranks4: Ranks) -> None:
+    assert blocks(page)
+    ranks4.run(run_page, page, blocks(page), tmp_path, GIVEN.get(page.stem))
+
+
 def test_the_readme_has_blocks_that_run() -> None:
     assert len(blocks(ROOT / "README.md")) >= 2
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *ON_RANKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_block_that_does_not_run_says_so(page: Path) -> None:
     fences = set(FENCE.findall(page.read_text()))
     assert fences <= {"```python", "```python no-run"}
