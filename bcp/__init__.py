@@ -1,7 +1,8 @@
 """Asynchronous, resharding checkpoints for large foundation model training.
 
 ``bcp.save`` and ``bcp.load`` from ordinary code, ``bcp.asave`` and ``bcp.aload`` from coroutines; options, reports and
-errors; and the seams for those who bring their own stages, codecs, planners, backends and coordinators.
+errors; renames that cut and join tensors; and the seams for those who bring their own stages, codecs, planners,
+backends and coordinators.
 """
 
 from bcp import errors
@@ -12,18 +13,24 @@ from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.events import LoadReport, SaveReport, StageEvent
 from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
+from bcp.plan.box import Box
+from bcp.plan.load.moved import Moved
+from bcp.planners.megatron_names import MegatronNames
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
 from bcp.stages.items import HostPart
 
 __all__ = [
     "Agreement",
     "Backend",
+    "Box",
     "Codec",
     "Coordinator",
     "Graph",
     "HostPart",
     "LoadOptions",
     "LoadReport",
+    "MegatronNames",
+    "Moved",
     "PartWriter",
     "Pending",
     "Pipeline",

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from bcp.errors import InputError
 from bcp.events import Observer, ignore
 from bcp.pipeline import Pipeline
+from bcp.plan.load.rename import Rename, blocks_of
 from bcp.protocols import Codec
 
 __all__ = ["Graph", "LoadOptions", "SaveOptions", "with_overrides"]
@@ -100,6 +101,11 @@ class LoadOptions:
             both have is loaded and the report lists the rest.
         overlap_loading: ranks that want the same bytes share the reading and send them to each other while
             reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads what it wants by itself.
+        rename: what the target calls the checkpoint's model tensors: a dict from names in the checkpoint to names in
+            the target, pairs of (regular expression, replacement) that are applied one after another with ``re.sub``,
+            a function of a name, or an object with a method ``blocks`` that can also cut and join tensors
+            (:class:`~bcp.plan.load.rename.Moves`). Names that a dict does not have stay; None in place of a name
+            leaves the tensor out. Optimizer states and hyper-parameters follow. The same on every rank.
         cast: convert where the dtype differs; without it that is an error.
         verify: check the checksum of every block that is read.
         trust: unpickle user objects in extra states without restriction. Only for checkpoints that you wrote.
@@ -118,6 +124,7 @@ class LoadOptions:
 
     strict: bool = True
     overlap_loading: bool = True
+    rename: Rename = None
     cast: bool = False
     verify: bool = True
     trust: bool = False
@@ -137,6 +144,7 @@ class LoadOptions:
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "read_bytes")
         _codecs(self.codecs)
+        blocks_of(self.rename)
 
 
 def _whole_mib(options: object, name: str) -> None:

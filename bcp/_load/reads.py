@@ -9,9 +9,10 @@ from functools import reduce
 from operator import or_
 
 import numpy as np
+import numpy.typing as npt
 
 from bcp._agree import agree
-from bcp._load.targets import Wanted, some
+from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
@@ -20,8 +21,9 @@ from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Assignment, Chunk, assign
 from bcp.plan.load.line import VERSIONS, BlockLine
+from bcp.plan.load.renamed import MASTER, Renamed
 from bcp.plan.load.share import Shared, share
-from bcp.plan.lookup import resolve_all, rows_of
+from bcp.plan.lookup import find, resolve, resolve_all, rows_of
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
@@ -55,43 +57,48 @@ async def plan_reads(
     """
     layout = metadata.layout
     line = BlockLine.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
+    if isinstance(mine, BcpError):
+        await agree(agreement, "reads", rank, mine, _nothing)
+        raise mine
 
     async def answer(messages: Sequence[bytes]) -> bytes:
-        return await in_thread(_answer, layout, line, messages, options)
+        return await in_thread(_answer, mine.renamed, line, messages, options)
 
-    if isinstance(mine, BcpError):
-        await agree(agreement, "reads", rank, mine, answer)
-        raise mine
     runs = await in_thread(line.runs, mine.wants.ranges())
     kinds = sum(1 << code for code in mine.kinds)
     asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
     reply = await agree(agreement, "reads", rank, asked, answer)
-    return mine, await in_thread(_reading, layout, line, reply, rank, runs, options)
+    return mine, await in_thread(_reading, mine.renamed, line, reply, rank, runs, options)
+
+
+async def _nothing(_: Sequence[bytes]) -> bytes:
+    """Answer nothing: a rank has an error, and that is the answer."""
+    return b""
 
 
 def _message(number: int, names: Ints, rest: bytes) -> bytes:
     return HEAD.pack(number, len(names)) + names.astype("<i4").tobytes() + rest
 
 
-def _opened(data: bytes, layout: Layout, rank: int) -> tuple[int, Ints, bytes]:
+def _opened(data: bytes, names: Renamed, rank: int) -> tuple[int, Ints, bytes]:
     """Undo :func:`_message`: return the number, the names, and the rest. Raises CorruptError."""
-    known = len(layout.tensors) + len(layout.objects)
+    known = len(names.saved.tensors) + len(names.layout.objects)
     number, count = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1)
     end = HEAD.size + 4 * count
-    names = np.frombuffer(data, "<i4", count, HEAD.size) if count >= 0 and end <= len(data) else np.array([-1])
-    if names.min(initial=0) < 0 or names.max(initial=0) >= max(known, 1):
+    rows = np.frombuffer(data, "<i4", count, HEAD.size) if count >= 0 and end <= len(data) else np.array([-1])
+    if rows.min(initial=0) < 0 or rows.max(initial=0) >= max(known, 1):
         raise CorruptError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
-    return number, names, data[end:]
+    return number, rows, data[end:]
 
 
-def _answer(layout: Layout, line: BlockLine, messages: Sequence[bytes], options: LoadOptions) -> bytes:
+def _answer(names: Renamed, line: BlockLine, messages: Sequence[bytes], options: LoadOptions) -> bytes:
     """Say what nobody wants and who reads what; on rank 0."""
-    asked = [_opened(message, layout, rank) for rank, message in enumerate(messages)]
+    asked = [_opened(message, names, rank) for rank, message in enumerate(messages)]
     kinds = reduce(or_, (number for number, _, _ in asked))
-    unexpected = _unexpected(layout, kinds, concat([names for _, names, _ in asked]))
+    unexpected = _unexpected(names, kinds, concat([rows for _, rows, _ in asked]))
     if len(unexpected) and options.strict:
         raise FqnMismatchError(
-            f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(layout, unexpected))}; "
+            f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(names, unexpected))}; "
             "pass strict=False to leave them out"
         )
     shared = Shared.nothing()
@@ -102,36 +109,81 @@ def _answer(layout: Layout, line: BlockLine, messages: Sequence[bytes], options:
     return _message(len(messages), unexpected, shared.encode(line))
 
 
-def _reading(layout: Layout, line: BlockLine, reply: bytes, rank: int, runs: Ints, options: LoadOptions) -> Reading:
+def _reading(names: Renamed, line: BlockLine, reply: bytes, rank: int, runs: Ints, options: LoadOptions) -> Reading:
     """Make this rank's part of the answer."""
-    world_size, unexpected, rest = _opened(reply, layout, 0)
+    world_size, unexpected, rest = _opened(reply, names, 0)
     shared = Shared.decode(rest, line, world_size)
     assignment = assign(line, rank, runs, shared, read_bytes=options.read_bytes)
-    return Reading(assignment, tuple(_names(layout, unexpected)))
+    return Reading(assignment, tuple(_names(names, unexpected)))
 
 
-def _unexpected(layout: Layout, kinds: int, rows: Ints) -> Ints:
-    """Return the names that no rank wants, of the kinds that any rank loads; a tied name goes with its holder."""
-    count = len(layout.tensors)
-    wanted = np.zeros(count + len(layout.objects), bool)
+def _unexpected(names: Renamed, kinds: int, rows: Ints) -> Ints:
+    """Return the names that no rank wants, of the kinds that any rank loads, as rows of ``Wanted.rows``.
+
+    Of tied names it is enough that one is wanted. A master goes with its parameter.
+    """
+    layout, saved = names.layout, names.saved.tensors
+    count, behind = len(layout.tensors), len(layout.objects)
+    wanted = np.zeros(len(saved) + behind, bool)
     wanted[rows] = True
     loaded = np.array([kinds >> code & 1 for code in range(len(KINDS))], bool)
+    partly = _partly(names, wanted, loaded)
+    for row in (count + np.flatnonzero(wanted[count + behind :])).tolist():
+        wanted[list(names.sources(row))] = True
+    wanted[resolve_all(layout, np.flatnonzero(wanted[:count] & layout.tensors.tied))] = True
     tensors = np.flatnonzero(~wanted[:count] & loaded[layout.tensors.kind])
     tensors = tensors[~wanted[resolve_all(layout, tensors)]]
+    tensors = tensors[[not _goes_with_parameter(layout, row, wanted) for row in tensors.tolist()]]
     # an optimizer's hyper-parameters come and go with torch's versions
     model = np.array([kind == "model" and bool(loaded[KINDS.index(kind)]) for kind, _ in layout.objects], bool)
-    return concat([tensors, count + np.flatnonzero(~wanted[count:] & model)])
+    return concat([tensors, count + np.flatnonzero(~wanted[count : count + behind] & model), partly])
 
 
-def _names(layout: Layout, rows: Ints) -> list[str]:
-    """Name tensors and, behind these, objects."""
-    tensors, count = layout.tensors, len(layout.tensors)
-    return [
-        f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
-        if row < count
-        else ": ".join(layout.objects[row - count])
-        for row in rows.tolist()
-    ]
+def _partly(names: Renamed, wanted: npt.NDArray[np.bool_], loaded: npt.NDArray[np.bool_]) -> Ints:
+    """Return the tensors that are put together, that nobody wants, and of whose sources other blocks are wanted.
+
+    A rename may offer one block under several names: it is enough that one of them is wanted.
+    """
+    count, behind, codes = len(names.layout.tensors), len(names.layout.objects), names.saved.tensors.kind
+    made = range(count, len(codes))
+    blocks = {block for row in made if wanted[row + behind] for block in names.blocks(row)}
+    sources = {source for source, _ in blocks}
+    return np.array(
+        [
+            row + behind
+            for row in made
+            if not wanted[row + behind]
+            and loaded[codes[row]]
+            and any(source in sources and not wanted[source] for source, _ in names.blocks(row))
+            and not blocks.issuperset(names.blocks(row))
+        ],
+        np.int64,
+    )
+
+
+def _goes_with_parameter(layout: Layout, row: int, wanted: npt.NDArray[np.bool_]) -> bool:
+    """Whether a tensor is the master of a parameter whose tensor in the model is wanted."""
+    section, _, name = layout.tensors.fqn[row].partition(".")
+    fqn, _, key = name.rpartition(".")
+    parameter = find(layout, "model", fqn) if (section, key) == ("state", MASTER) else None
+    return parameter is not None and bool(wanted[resolve(layout, parameter)])
+
+
+def _names(names: Renamed, rows: Ints) -> list[str]:
+    """Name tensors and, behind these, objects, and parts of tensors."""
+    return [_named(names, row) for row in rows.tolist()]
+
+
+def _named(names: Renamed, row: int) -> str:
+    layout, count = names.layout, len(names.layout.tensors)
+    if count <= row < count + len(layout.objects):
+        return ": ".join(layout.objects[row - count])
+    tensors = layout.tensors
+    if row < count:
+        return f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
+    made = row - len(layout.objects)
+    sources = [tensors.fqn[source] for source in names.sources(made)]
+    return f"{KINDS[int(names.saved.tensors.kind[made])]}: {sources[0]} (what becomes {names.saved.tensors.fqn[made]})"
 
 
 def read_items(reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt]) -> list[ReadItem]:
@@ -146,7 +198,7 @@ def read_items(reading: Reading, wanted: Wanted, metadata: Metadata, receipts: M
             continue
         writer, kind = int(layout.file_rank[chunk.file]), int(layout.file_kind[chunk.file])
         key = data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
-        name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, chunk)}"
+        name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, layout, chunk)}"
         items.append(ReadItem(name, nbytes, chunk, chunk.round, key, file_of(receipts[writer], kind, key)))
     return items
 
@@ -160,12 +212,13 @@ def file_of(receipt: Receipt, kind: int, key: str) -> FileReceipt:
     return file
 
 
-def _first_name(wanted: Wanted, chunk: Chunk) -> str:
+def _first_name(wanted: Wanted, layout: Layout, chunk: Chunk) -> str:
     """Name the first tensor that this rank wants of a chunk."""
     table, mine = wanted.targets.shards.table, wanted.wants
     first, last = rows_of(mine.file, chunk.file)
     hits = first + np.flatnonzero((mine.start[first:last] < chunk.stop) & (mine.stop[first:last] > chunk.start))
     if not len(hits):
         return "for other ranks"
-    names = list(dict.fromkeys(table.tensors.fqn[tensor] for tensor in table.tensor[mine.row[hits]].tolist()))
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    tensors = list(dict.fromkeys(table.tensor[mine.row[hits]].tolist()))
+    name = both_names(table.tensors, tensors[0], layout.tensors, int(wanted.saved[tensors[0]]))
+    return name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more"

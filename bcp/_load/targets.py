@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from bcp._job import LoadJob
+from bcp._load.relocate import relocated
 from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import fitted
 from bcp.plan.load.reads import Wants, wants
+from bcp.plan.load.renamed import MASTER, Renamed, renamed
 from bcp.plan.load.saved import Saved
-from bcp.plan.lookup import find_all
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
 
-__all__ = ["Wanted", "extra_ranks", "find_targets", "some"]
+__all__ = ["Wanted", "both_names", "extra_ranks", "find_targets", "some"]
 
 SHOWN = 10  # names in an error message
 
@@ -32,14 +33,17 @@ class Wanted:
     """What this rank asks of the checkpoint.
 
     Attributes:
-        targets: live memory, and where values go.
+        targets: live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of
+            these (see :func:`~bcp._load.relocate.relocated`).
         saved: int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none.
-        rows: the checkpoint's names that this rank wants: rows of its tensors, and behind these of its objects.
+        rows: the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind
+            these of the tensors that ``renamed`` puts together.
         kinds: codes of the kinds that this rank loads.
         missing: names that the checkpoint lacks.
         wants: where the bytes are.
+        renamed: the checkpoint's names, as the target has them.
         receipts: of the ranks that own values of these kinds.
-        objects: these values.
+        objects: these values, by the target's names.
     """
 
     targets: LoadTargets
@@ -48,6 +52,7 @@ class Wanted:
     kinds: tuple[int, ...]
     missing: tuple[str, ...]
     wants: Wants
+    renamed: Renamed
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
 
@@ -56,56 +61,109 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     """Ask the planner where this rank wants what, and compare it with what there is; nothing is touched yet."""
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
-    targets = job.planner().load_targets(states, Saved.of(layout))
-    table = targets.shards.table
-    saved = find_all(layout, table.tensors)
-    rows = saved[saved >= 0].tolist()
-    missing = [_name(table.tensors, tensor) for tensor in np.flatnonzero(saved < 0).tolist()]
-    places = {key: place for place, key in enumerate(layout.objects, start=len(layout.tensors))}
-    for key in targets.shards.objects:
-        if key in places:
-            rows.append(places[key])
-        elif key[0] == "model":  # hyper-parameters of an optimizer come and go with torch's versions
-            missing.append(": ".join(key))
+    names = renamed(layout, options.rename, states)
+    targets = job.planner().load_targets(states, names.saved)
+    tensors, objects = targets.shards.table.tensors, targets.shards.objects
+    found = names.saved.find(tensors)
+    source = _from_masters(names.saved, tensors, found)
+    missing = [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
+    # hyper-parameters of an optimizer come and go with torch's versions
+    missing += [": ".join(key) for key in objects if key[0] == "model" and key not in names.objects]
     missing += [f"{kind} of any rank" for kind in OPAQUE_KINDS if kind in states and not extra_ranks(layout, kind)]
     if missing and options.strict:
         raise FqnMismatchError(
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
             "pass strict=False to load what both have"
         )
-    _check_same(table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
+    _check_shapes(tensors, names, source, job.rank)
+    shards, saved = relocated(targets.shards, source, names)
+    _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
     _check_dataloader(states, layout, job.world_size)
-    kinds = tuple(code for code, kind in enumerate(KINDS) if kind in states)
-    found = wants(layout, table, saved)
-    return Wanted(targets, saved, np.array(rows, np.int64), kinds, tuple(missing), found)
+    return Wanted(
+        replace(targets, shards=shards),
+        saved,
+        _wanted_rows(names, [*found.tolist(), *source.tolist()], objects),
+        tuple(code for code, kind in enumerate(KINDS) if kind in states),
+        tuple(missing),
+        wants(layout, shards.table, saved),
+        names,
+    )
+
+
+def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
+    """Let a master that the checkpoint lacks be read from the model, and a model of a master's dtype from its master.
+
+    A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
+
+    Args:
+        saved: what the checkpoint has.
+        wanted: the target's tensors.
+        found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
+
+    """
+    source = found.copy()
+    for at, (code, row) in enumerate(zip(wanted.kind.tolist(), found.tolist(), strict=True)):
+        kind, fqn = KINDS[code], wanted.fqn[at]
+        if row < 0 and kind == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
+            source[at] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
+        elif row >= 0 and kind == "model" and saved.tensors.dtype[row] != wanted.dtype[at]:
+            masters = (
+                saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in (fqn, saved.tensors.tied_to[row])
+            )
+            master = next((each for each in masters if each is not None), -1)
+            if master >= 0 and saved.tensors.dtype[master] == wanted.dtype[at]:
+                source[at] = master
+    return source
+
+
+def _wanted_rows(names: Renamed, found: Sequence[int], objects: Collection[ObjectKey]) -> Ints:
+    """Return ``Wanted.rows``: what was found, and what nobody is expected to want."""
+    count, behind = len(names.layout.tensors), len(names.layout.objects)
+    rows = set(names.left_out)
+    rows.update(row if row < count else row + behind for row in found if row >= 0)
+    rows.update(count + names.objects[key] for key in objects if key in names.objects)
+    return np.array(sorted(rows), np.int64)
 
 
 def _name(tensors: TensorTable, row: int) -> str:
     return f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
 
 
-def _check_same(target: TensorTable, saved: TensorTable, found: Ints, rank: int, *, cast: bool) -> None:
-    """Compare shapes and dtypes of everything that both have; ``found``: the saved row of each target, or -1."""
+def both_names(target: TensorTable, row: int, saved: TensorTable, origin: int) -> str:
+    """Name a tensor of the target, and the one of the checkpoint that it is read from where that is named otherwise."""
+    new, old = _name(target, row), _name(saved, origin)
+    return new if new == old else f"{new} (saved as {old})"
+
+
+def _check_shapes(target: TensorTable, names: Renamed, found: Ints, rank: int) -> None:
+    """Compare shapes of everything that both have; ``found``: the row of each target in ``names.saved.tensors``."""
+    saved, origin = names.saved.tensors, names.layout.tensors
     both = np.flatnonzero(found >= 0)
-    here, there = both.tolist(), found[both].tolist()
     width = max(target.shape.shape[1], saved.shape.shape[1])
     other = (fitted(target.shape, width, 1)[both] != fitted(saved.shape, width, 1)[found[both]]).any(axis=1)
     other |= target.ndim[both] != saved.ndim[found[both]]
     shapes = [
-        f"{_name(target, here[row])} is {list(saved[there[row]].shape)} in the checkpoint, "
-        f"{list(target[here[row]].shape)} in the target"
-        for row in np.flatnonzero(other).tolist()
-    ]
-    dtypes = [
-        f"{_name(target, new)} is {saved.dtype[old]} in the checkpoint, {target.dtype[new]} in the target"
-        for new, old in zip(here, there, strict=True)
-        if saved.dtype[old] != target.dtype[new]
+        f"{both_names(target, new, origin, names.sources(old)[0])} is {list(saved[old].shape)} in the checkpoint, "
+        f"{list(target[new].shape)} in the target"
+        for new, old in ((at, int(found[at])) for at in both[other].tolist())
     ]
     if shapes:
         raise ShapeMismatchError(
             f"rank {rank}: {len(shapes)} global shapes differ: {some(shapes)}; build the target as it was saved"
         )
-    if dtypes and not cast:
+
+
+def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: int, *, cast: bool) -> None:
+    """Compare dtypes of everything that both have; ``found``: the saved row of each target, or -1."""
+    if cast:
+        return
+    dtypes = [
+        f"{both_names(target, new, saved, old)} is {saved.dtype[old]} in the checkpoint, "
+        f"{target.dtype[new]} in the target"
+        for new, old in enumerate(found.tolist())
+        if old >= 0 and saved.dtype[old] != target.dtype[new]
+    ]
+    if dtypes:
         raise DtypeMismatchError(
             f"rank {rank}: {len(dtypes)} dtypes differ: {some(dtypes)}; pass LoadOptions(cast=True) to convert"
         )

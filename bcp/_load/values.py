@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,15 +56,11 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     """Find what this rank wants, with the values of what is no tensor; raises what keeps it from being loaded."""
     layout = metadata.layout
     wanted = await in_thread(find_targets, job, metadata)
-    owners = {owner for (kind, _), owner in _objects(layout) if KINDS.index(kind) in wanted.kinds}
-    receipts = await fetch_receipts(job.backend, metadata, owners)
-    objects = await in_thread(_read_objects, wanted, layout, receipts, job.options)
+    rows = {key: row for key, row in wanted.renamed.objects.items() if KINDS.index(key[0]) in wanted.kinds}
+    receipts = await fetch_receipts(job.backend, metadata, {int(layout.object_rank[row]) for row in rows.values()})
+    objects = await in_thread(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
     return replace(wanted, receipts=receipts, objects=objects)
-
-
-def _objects(layout: Layout) -> Iterator[tuple[ObjectKey, int]]:
-    return zip(layout.objects, layout.object_rank.tolist(), strict=True)
 
 
 async def read_extras(
@@ -97,18 +93,17 @@ def _unpack(data: bytes, key: str, options: LoadOptions) -> Any:
 
 
 def _read_objects(
-    wanted: Wanted, layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
+    rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
 ) -> dict[ObjectKey, Any]:
-    """Decode the values of the leaves that are not tensors."""
+    """Decode the values of the leaves that are not tensors; ``rows`` are their rows in ``layout.objects``."""
     values = {}
-    for (kind, path), owner in _objects(layout):
-        if KINDS.index(kind) in wanted.kinds:
-            text = receipts[owner].objects.get((kind, path))
-            if text is None:
-                raise CorruptError(
-                    f"the receipt of rank {owner} lacks the value of {kind}: {path}; restore the receipt"
-                )
-            values[kind, path] = decode_value(text, trust=options.trust, where=f"{kind}: {path}")
+    for name, row in rows.items():
+        kind, path = layout.objects[row]
+        owner = int(layout.object_rank[row])
+        text = receipts[owner].objects.get((kind, path))
+        if text is None:
+            raise CorruptError(f"the receipt of rank {owner} lacks the value of {kind}: {path}; restore the receipt")
+        values[name] = decode_value(text, trust=options.trust, where=f"{kind}: {path}")
     return values
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bcp.errors import StateError
+from bcp.plan.load.renamed import MASTER
 from bcp.planners.dtensor import is_ragged, local_tensor
 from bcp.planners.leaves import Leaves
 from bcp.planners.names import Path, dotted, walk
@@ -23,9 +24,6 @@ __all__ = ["MASTER", "OPTIMIZER", "STEP", "Slot", "add_slots", "counts_in_group"
 
 OPTIMIZER = "optimizer"
 """The kind of everything here."""
-
-MASTER = "master_param"
-"""What the fp32 master of a parameter is called among its states."""
 
 STEP = "step"
 """What the step count of a parameter is called among its states; there a 0-d tensor, whatever the optimizer has."""

@@ -24,6 +24,7 @@ from bcp.metadata import Commit, Metadata
 from bcp.options import LoadOptions
 from bcp.plan.box import Box
 from bcp.plan.load.reads import wants
+from bcp.plan.load.renamed import renamed
 from bcp.plan.lookup import find_all
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.testing.storage_fakes import CountingBackend
@@ -96,7 +97,8 @@ def wanted(*tensors: Any) -> Wanted:
     table = ShardTable.build([ShardRow(tensor, Box.whole(tensor.shape)) for tensor in tensors])
     found = find_all(SAVED.layout, table.tensors)
     targets = SimpleNamespace(shards=SimpleNamespace(table=table))
-    return Wanted(targets, found, found, (0,), (), wants(SAVED.layout, table))  # type: ignore[arg-type]  # a part of it
+    names = renamed(SAVED.layout, None, ["model"])
+    return Wanted(targets, found, found, (0,), (), wants(SAVED.layout, table), names)  # type: ignore[arg-type]  # a part of it
 
 
 async def planned(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from bcp.plan.columns import Ints, concat, padded
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
 
-__all__ = ["Saved"]
+__all__ = ["Saved", "extended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,26 @@ class Saved:
         """Yield the names of all tensors and objects of one kind."""
         yield from (name for name in self.rows if name[0] == kind)
         yield from (name for name in self.objects if name[0] == kind)
+
+    def find(self, wanted: TensorTable) -> Ints:
+        """int64[n]: the row of every wanted tensor in ``tensors``, by kind and name; -1 where there is none."""
+        kinds = map(KINDS.__getitem__, wanted.kind.tolist())
+        return np.array([self.rows.get(name, -1) for name in zip(kinds, wanted.fqn, strict=True)], np.int64)
+
+
+def extended(table: TensorTable, metas: Sequence[TensorMeta]) -> TensorTable:
+    """Return a table with further tensors behind its own."""
+    more = TensorTable.build(metas)
+    width = max(table.shape.shape[1], more.shape.shape[1])
+    return TensorTable(
+        kind=concat([table.kind, more.kind]),
+        fqn=[*table.fqn, *more.fqn],
+        dtype=[*table.dtype, *more.dtype],
+        itemsize=concat([table.itemsize, more.itemsize]),
+        ndim=concat([table.ndim, more.ndim]),
+        shape=padded([table.shape, more.shape], width, 1),
+        stride=padded([table.stride, more.stride], width, 0),
+        device=[*table.device, *more.device],
+        requires_grad=concat([table.requires_grad, more.requires_grad]),
+        tied_to=[*table.tied_to, *more.tied_to],
+    )
