@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bcp.errors import InputError
+from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
 from bcp.planners.fsdp1 import Fsdp1Planner, holds_fsdp1
 from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dtensors, holds_ragged
 from bcp.planners.guard import check_unchanged, versions
@@ -13,6 +14,7 @@ from bcp.protocols import Planner, States
 
 __all__ = [
     "DdpPlanner",
+    "DeepSpeedPlanner",
     "Fsdp1Planner",
     "Fsdp2Planner",
     "PlainPlanner",
@@ -71,3 +73,4 @@ register("ddp", DdpPlanner, holds_ddp)
 register("fsdp2", Fsdp2Planner, holds_dtensors)
 register("vescale", VeScalePlanner, holds_ragged)
 register("fsdp1", Fsdp1Planner, holds_fsdp1)
+register("deepspeed", DeepSpeedPlanner, holds_deepspeed)

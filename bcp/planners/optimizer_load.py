@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,16 +49,21 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
     states, hypers = _saved_keys(saved, slots)
     paths: dict[ObjectKey, tuple[Slot, Path]] = {}
     tensors: dict[ObjectKey, torch.Tensor] = {}
+    together = Counter(_owner(slot) for slot in slots.values())
+    counts = []
     for slot in slots.values():
         _materialise(leaves, slot, states[slot.fqn], saved)
+        counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
+        counts += _want_count(leaves, slot, states[slot.fqn], saved) if counted else []
         for path, value in slot.leaves():
+            if counted and path == (STEP,):
+                continue
             name = (OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}")
             leaves.add(*name, value)
             paths[name] = (slot, path)
         tensors |= _want_hyper(leaves, slot, hypers[slot.fqn], saved)
         if slot.master is not None:
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)
-    counts = _want_counts(leaves, slots.values(), states)
     _want_tied(leaves, slots.values(), saved)
 
     def check(objects: Mapping[ObjectKey, Any]) -> None:
@@ -147,19 +152,22 @@ def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: Saved) -
     return tensors
 
 
-def _want_counts(
-    leaves: Leaves, slots: Iterable[Slot], states: Mapping[str, Collection[str]]
-) -> list[tuple[Slot, torch.Tensor]]:
-    """Want the step counts that the optimizer has, or will have, as numbers; they are loaded into new tensors."""
-    counts = []
-    for slot in slots:
-        count = slot.count
-        if count is None and slot.step_in_group and STEP in states[slot.fqn]:
-            count = torch.zeros(())
-        if count is not None:
-            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{STEP}", count)
-            counts.append((slot, count))
-    return counts
+def _owner(slot: Slot) -> tuple[int, int]:
+    """Return the same for slots that share their states: those of parameters that are parts of one local tensor."""
+    return id(slot.state), id(slot.parameter)
+
+
+def _want_count(leaves: Leaves, slot: Slot, keys: Collection[str], saved: Saved) -> list[tuple[Slot, torch.Tensor]]:
+    """Want the step count of a parameter whose optimizer has a number, or one count for several parameters.
+
+    It is loaded into a new tensor, and set when all are known to agree.
+    """
+    if slot.state is None or (STEP not in keys and slot.count is None):
+        return []
+    name = (OPTIMIZER, f"state.{slot.fqn}.{STEP}")
+    count = torch.zeros((), dtype=_dtype(saved.meta(name)) if name in saved.rows else torch.float32)
+    leaves.add(*name, count)
+    return [(slot, count)]
 
 
 def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
@@ -170,7 +178,8 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
         if steps != count.item():
             raise MismatchError(
                 f"the target counts the steps of {first.fqn!r}, saved after {steps:.0f}, and of {slot.fqn!r}, saved "
-                f"after {count.item():.0f}, as one; put them into different groups before loading"
+                f"after {count.item():.0f}, as one; put them into different groups before loading, or, with FSDP1, "
+                "wrap with use_orig_params=True"
             )
     return [
         (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) else int(steps))

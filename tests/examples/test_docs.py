@@ -3,10 +3,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Awaitable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import deepspeed_job
 import pytest
 from pages import Given, run_page
 from ranks import Ranks
@@ -18,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 ON_RANKS = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in ON_RANKS)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # "```python no-run" is not matched
-GIVEN: dict[str, Given] = {}
-"""By page: what stands for the reader's own script."""
+GIVEN: dict[str, Given] = {"deepspeed": deepspeed_job.page}
+"""By page: what stands for the launcher and the reader's own script; such a page has ranks of its own."""
 FENCE = re.compile(r"^```python.*$", re.MULTILINE)
 
 
@@ -53,7 +55,9 @@ def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("page", ON_RANKS, ids=lambda page: page.stem)
 def test_every_block_of_a_framework_s_page_runs_on_every_rank(page: Path, tmp_path: Path, ranks4: Ranks) -> None:
     assert blocks(page)
-    ranks4.run(run_page, page, blocks(page), tmp_path, GIVEN.get(page.stem))
+    given = GIVEN.get(page.stem)
+    with closing(Ranks(4)) if given else nullcontext(ranks4) as ranks:
+        ranks.run(run_page, page, blocks(page), tmp_path, given)
 
 
 def test_the_readme_has_blocks_that_run() -> None:

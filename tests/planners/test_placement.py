@@ -206,3 +206,23 @@ def test_one_count_for_parameters_that_were_saved_after_different_steps_is_an_er
     with pytest.raises(MismatchError, match=r"counts the steps of 'a', saved after 3, and of 'b', saved after 4"):
         fill(targets_of(found, saved), values, saved, {})
     assert "step" not in group
+
+
+@pytest.mark.parametrize("steps", [(3.0, 3.0), (3.0, 4.0)])
+def test_parts_of_one_flat_parameter_are_counted_as_one(steps: tuple[float, float]) -> None:
+    flat = nn.Parameter(torch.zeros(20))
+    target = optim.AdamW([flat])
+    leaves, values = Leaves(), {}
+    for fqn, count in zip("ab", steps, strict=True):
+        values["optimizer", f"state.{fqn}.step"] = torch.tensor(count)
+        leaves.add("optimizer", f"state.{fqn}.step", torch.tensor(count))
+    saved = saved_by(leaves.to_save())
+    found = [slot_of(target, flat, Span(WHOLE, 0, 7, at), fqn) for fqn, at in (("a", 0), ("b", 7))]
+    targets = targets_of(found, saved)
+    if steps[0] == steps[1]:
+        fill(targets, values, saved, {})
+        assert target.state[flat]["step"].item() == 3
+        return
+    with pytest.raises(MismatchError, match=r"counts the steps of 'a', saved after 3, and of 'b', saved after 4"):
+        fill(targets, values, saved, {})
+    assert target.state[flat]["step"].item() == 0
