@@ -15,6 +15,7 @@ from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.box import Box
 from bcp.plan.load.moved import Moved
+from bcp.planners.megatron import MegatronRng
 from bcp.planners.megatron_names import MegatronNames
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
 from bcp.stages.items import HostPart
@@ -30,6 +31,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "MegatronNames",
+    "MegatronRng",
     "Moved",
     "PartWriter",
     "Pending",

@@ -9,6 +9,7 @@ from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
 from bcp.planners.fsdp1 import Fsdp1Planner, holds_fsdp1
 from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dtensors, holds_ragged
 from bcp.planners.guard import check_unchanged, versions
+from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron
 from bcp.planners.plain import DdpPlanner, PlainPlanner
 from bcp.protocols import Planner, States
 
@@ -17,6 +18,8 @@ __all__ = [
     "DeepSpeedPlanner",
     "Fsdp1Planner",
     "Fsdp2Planner",
+    "MegatronPlanner",
+    "MegatronRng",
     "PlainPlanner",
     "VeScalePlanner",
     "check_unchanged",
@@ -74,3 +77,4 @@ register("fsdp2", Fsdp2Planner, holds_dtensors)
 register("vescale", VeScalePlanner, holds_ragged)
 register("fsdp1", Fsdp1Planner, holds_fsdp1)
 register("deepspeed", DeepSpeedPlanner, holds_deepspeed)
+register("megatron", MegatronPlanner, holds_megatron)

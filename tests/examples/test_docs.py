@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import anyio
 import deepspeed_job
+import megatron_jobs
 import pytest
 from pages import Given, run_page
 from ranks import Ranks
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ON_RANKS = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
 PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in ON_RANKS)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # "```python no-run" is not matched
-GIVEN: dict[str, Given] = {"deepspeed": deepspeed_job.page}
+GIVEN: dict[str, Given] = {"deepspeed": deepspeed_job.page, "megatron": megatron_jobs.page}
 """By page: what stands for the launcher and the reader's own script; such a page has ranks of its own."""
 FENCE = re.compile(r"^```python.*$", re.MULTILINE)
 

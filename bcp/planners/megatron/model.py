@@ -1,0 +1,201 @@
+"""Leaves of Megatron models: of everything that has a ``sharded_state_dict``, or is one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bcp.errors import StateError
+from bcp.plan.load.saved import Saved
+from bcp.planners.leaves import Leaves
+from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
+from bcp.planners.model import Finish, put
+from bcp.planners.names import Path, dotted, walk
+from bcp.planners.placement import Sharded
+from bcp.protocols import ObjectKey
+
+__all__ = ["MODEL", "Pieces", "add_model", "has_base", "unwrapped"]
+
+MODEL = "model"
+"""The kind of everything here."""
+
+_WHERE = "states['model']"
+
+_WRAPPERS = frozenset({"_BaseDataParallel", "Float16Module", "DistributedDataParallel", "OptimizedModule"})
+"""Classes that hold the module that is trained, and would put themselves into its names."""
+
+_METADATA = {"non_homogeneous_layers": True}
+"""Asks Megatron to number the layers in the keys, so that neither pipeline nor depth are part of any shape."""
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What every local tensor of a model is of which logical tensor.
+
+    Attributes:
+        saved: what the checkpoint has, in a load: padded tensors get its shapes.
+        fresh: in a save, by the ``id`` of the local tensor, which of its elements are this step's; others are all.
+        by_id: the pieces by the ``id`` of the local tensor.
+    """
+
+    saved: Saved | None = None
+    fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    by_id: dict[int, list[Piece]] = field(default_factory=dict)
+
+    def of(self, parameter: torch.Tensor) -> list[Piece]:
+        """Return the pieces of a parameter.
+
+        Raises:
+            StateError: the model does not have it.
+
+        """
+        if id(parameter) not in self.by_id:
+            raise StateError(
+                f"states['optimizer'] has a parameter of shape {list(parameter.shape)} that is not in the "
+                "sharded_state_dict() of states['model']; pass the modules that the optimizer was built for, and "
+                "framework='fsdp2' if torch's FSDP2 shards them"
+            )
+        return self.by_id[id(parameter)]
+
+    def take(self, leaf: Any) -> list[Piece]:
+        """Read a ``ShardedTensor`` or a factory of them, and remember whose pieces they are."""
+        if leaf.data is None:
+            raise StateError(f"{_WHERE}: {leaf.key!r} has no data; pass the sharded state dict as the model makes it")
+        self.by_id[id(leaf.data)] = pieces = [self._fitted(piece) for piece in pieces_of(leaf)]
+        return pieces
+
+    def _fitted(self, piece: Piece) -> Piece:
+        """Give a padded tensor the length that it has in the checkpoint."""
+        if self.saved is None or not piece.flexible:
+            return piece
+        of_state = f"state.{piece.fqn}."
+        rows = [name for name in self.saved.rows if name == (MODEL, piece.fqn) or name[1].startswith(of_state)]
+        shapes = (self.saved.meta(name).shape for name in rows)
+        return piece.fitted(next((shape for shape in shapes if len(shape) == len(piece.shape)), piece.shape))
+
+
+def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
+    """Take every leaf of a chunk, of a list of chunks, or of nested containers of them and of sharded leaves.
+
+    Args:
+        leaves: takes the leaves.
+        pieces: takes what the local tensors are.
+        state: the model.
+
+    Returns:
+        The function that puts loaded objects back.
+
+    Raises:
+        StateError: something in it cannot be read, or two leaves have one name.
+
+    """
+    finishes: list[Finish] = []
+    for path, wrapped in walk(state, _WHERE):
+        leaf = unwrapped(wrapped)
+        if callable(getattr(leaf, "sharded_state_dict", None)):
+            finishes.append(_add_owner(leaves, pieces, leaf))
+        elif isinstance(leaf, nn.Module):
+            at = f" at {dotted(path)!r}" if path else ""
+            raise StateError(
+                f"{_WHERE} has a {type(leaf).__name__}{at}, which has no sharded_state_dict(); pass Megatron's "
+                "modules, or name another framework"
+            )
+        elif name := _add_leaf(leaves, pieces, path, leaf):
+            finishes.append(_setter(state, path, leaf, name))
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        for each in finishes:
+            each(objects)
+
+    return finish
+
+
+def has_base(value: object, names: Collection[str]) -> bool:
+    """Whether a class of one of these names is among a value's: nothing has to be imported to ask that."""
+    return any(base.__name__ in names for base in type(value).__mro__)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside of Megatron's and torch's wrappers."""
+    while has_base(module, _WRAPPERS):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module  # noqa: SLF001 -- torch.compile's
+    return module
+
+
+def _add_owner(leaves: Leaves, pieces: Pieces, owner: Any) -> Finish:
+    """Take the leaves of what has a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
+    wanted: dict[ObjectKey, tuple[str, Any]] = {}
+    sharded = owner.sharded_state_dict(metadata=dict(_METADATA))  # a new one: Megatron writes into it
+    for path, leaf in walk(sharded, f"sharded_state_dict() of {type(owner).__name__}"):
+        if name := _add_leaf(leaves, pieces, path, leaf):
+            wanted[name] = dotted(path), leaf
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        found = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
+        if found:
+            owner.load_state_dict(found, strict=False)
+
+    return finish
+
+
+def _setter(state: object, path: Path, leaf: Any, name: ObjectKey) -> Finish:
+    """Return what sets a leaf that stands in the state itself."""
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        if name in objects and has_base(leaf, ("ShardedObject",)):
+            leaf.data = _as_was(leaf, objects[name])
+        elif name in objects:
+            put(state, path, objects[name], _WHERE)
+
+    return finish
+
+
+def _add_leaf(leaves: Leaves, pieces: Pieces, path: Path, leaf: Any) -> ObjectKey | None:
+    """Take one leaf of a sharded state dict; return its name if it is an object."""
+    if has_base(leaf, ("LocalNonpersistentObject",)):
+        return None
+    if has_base(leaf, ("ShardedObject",)):
+        return _add_object(leaves, leaf, loading=pieces.saved is not None)
+    if hasattr(leaf, "replica_id"):
+        for piece in pieces.take(leaf):
+            _add_piece(leaves, piece, leaf.data, pieces.fresh.get(id(leaf.data)))
+        return None
+    leaves.add(MODEL, dotted(path), leaf)
+    return None if isinstance(leaf, torch.Tensor) else (MODEL, dotted(path))
+
+
+def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[int, int] | None) -> None:
+    """Take one piece; what has the name and the place of another one (tied embeddings) is a copy of it."""
+    placement = whole_placement(piece, local)
+    if fresh is not None:
+        placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
+    leaf, first = Sharded(local, placement), leaves.tensors.get((MODEL, piece.fqn))
+    if isinstance(first, Sharded) and first.placement.spans == placement.spans:
+        leaves.also(MODEL, piece.fqn, leaf)
+    else:
+        leaves.add(MODEL, piece.fqn, leaf)
+
+
+def _add_object(leaves: Leaves, leaf: Any, *, loading: bool) -> ObjectKey | None:
+    """Take a ``ShardedObject`` by its unique key, which says which of how many shards it is.
+
+    Empty ones (extra states without Transformer Engine) are left out, so that other frameworks can load strictly. Of
+    replicas only the first is saved, as Megatron does: they need not be equal.
+    """
+    value = leaf.data.getvalue() if isinstance(leaf.data, io.BytesIO) else leaf.data
+    empty = value is None or (isinstance(value, torch.Tensor) and not value.numel()) or value == b""
+    replica = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
+    if empty or not (loading or not any(replica)):
+        return None
+    leaves.add_object(MODEL, leaf.unique_key, value)
+    return MODEL, leaf.unique_key
+
+
+def _as_was(leaf: Any, value: Any) -> Any:
+    """Return a loaded object in the type that the target has."""
+    return io.BytesIO(value) if has_base(leaf, ("ShardedObject",)) and isinstance(leaf.data, io.BytesIO) else value

@@ -1,0 +1,203 @@
+"""What Megatron's sharded state dicts say: which part of which logical tensor each local tensor is.
+
+Logical names are the keys that Megatron gives with numbered layers. Axes that Megatron puts in front of a tensor for
+layers or experts are made part of the name: every expert is a tensor of its own, as it is in memory, so that the names
+do not depend on how many experts a rank holds, and agree with those of frameworks that have no such axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bcp.errors import StateError
+from bcp.plan.box import Box
+from bcp.planners.names import walk
+from bcp.planners.placement import Placement, Span
+
+__all__ = ["Piece", "flat_placement", "fresh_placement", "named", "pieces_of", "whole_placement"]
+
+_NUMBERED = frozenset({"layers", "experts"})
+"""Segments of keys behind which Megatron writes the number of a layer or an expert, where it has no axis for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a local tensor, or a part of it, is of one logical tensor.
+
+    Attributes:
+        fqn: name of the logical tensor.
+        shape: of the logical tensor.
+        spans: where its elements lie in the local tensor.
+        main: whether no other pipeline or tensor parallel rank goes before this one in having them.
+        flexible: whether the first dimension is padded to a length that depends on the layout (the vocabulary).
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    main: bool
+    flexible: bool
+
+    def fitted(self, shape: tuple[int, ...]) -> Piece:
+        """Return the part of a flexible piece that a logical tensor of another padded length has, too."""
+        if not self.flexible or shape == self.shape or shape[1:] != self.shape[1:] or not shape:
+            return self
+        spans = (_shortened(span, shape[0]) for span in self.spans)
+        return dataclasses.replace(self, shape=shape, spans=tuple(span for span in spans if span))
+
+
+def pieces_of(leaf: Any) -> list[Piece]:
+    """Return the pieces of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
+
+    Raises:
+        StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
+
+    """
+    if hasattr(leaf, "build"):
+        return _built(leaf)
+    spans = (Span.whole(_box(leaf)),)
+    return [Piece(named(leaf), _shape(leaf), spans, _is_main(leaf), bool(leaf.allow_shape_mismatch))]
+
+
+def whole_placement(piece: Piece, local: torch.Tensor) -> Placement:
+    """Say where a piece lies in the local tensor itself, or in one of its shape."""
+    return Placement(piece.shape, tuple(local.shape), piece.spans)
+
+
+def fresh_placement(piece: Piece, local: torch.Tensor, low: int, high: int) -> Placement:
+    """Say where a piece lies in the local tensor, of which only the elements [low, high) count."""
+    return Placement(piece.shape, tuple(local.shape), _cut_all(piece, low, high, 0))
+
+
+def flat_placement(piece: Piece, low: int, high: int, *, stated: bool = True) -> Placement:
+    """Say where a piece lies in a 1-D tensor that has the elements [low, high) of the local tensor.
+
+    Args:
+        piece: the piece.
+        low: first element of the local tensor.
+        high: one past the last.
+        stated: False: nothing of it counts, as another rank has the same.
+
+    """
+    return Placement(piece.shape, (high - low,), _cut_all(piece, low, high if stated else low, low))
+
+
+def named(leaf: Any) -> str:
+    """Return the logical name: the key, with the indices on prepended axes where Megatron writes them itself."""
+    numbers = [str(offset) for offset in leaf.global_offset[: leaf.prepend_axis_num]]
+    if not numbers:
+        return str(leaf.key)
+    segments = leaf.key.split(".")
+    following = [*segments[1:], ""]
+    places = [
+        at
+        for at, (segment, after) in enumerate(zip(segments, following, strict=True))
+        if segment in _NUMBERED and segment != after and not after.isdigit()
+    ]
+    if len(places) != len(numbers):
+        return ".".join([*segments, *numbers])
+    for place, number in reversed(list(zip(places, numbers, strict=True))):
+        segments.insert(place + 1, number)
+    return ".".join(segments)
+
+
+def _built(factory: Any) -> list[Piece]:
+    """Return the pieces of a factory, those of one name together."""
+    tensor, found = factory.data, defaultdict(list)
+    children = [child for _, child in walk(factory.build(), f"the parts of {factory.key!r}")]
+    traced = None if all(_is_run(child.data, tensor) for child in children) else _trace(factory)
+    for number, child in enumerate(children):
+        if traced is None:
+            spans = [Span.whole(_box(child), child.data.storage_offset() - tensor.storage_offset())]
+        else:
+            spans = list(_runs(traced[number], _box(child), factory.key))
+        found[named(child)].append((child, spans))
+    if (
+        sum(span.stop - span.start for parts in found.values() for _, spans in parts for span in spans)
+        != tensor.numel()
+    ):
+        raise StateError(f"the ShardedTensorFactory {factory.key!r} makes more or less of its tensor than there is")
+    return [_joined(fqn, parts) for fqn, parts in found.items()]
+
+
+def _joined(fqn: str, parts: Sequence[tuple[Any, list[Span]]]) -> Piece:
+    """Make one piece of the children of one name."""
+    first, flexible = parts[0][0], any(child.allow_shape_mismatch for child, _ in parts)
+    spans = tuple(span for _, spans in parts for span in spans)
+    return Piece(fqn, _shape(first), spans, _is_main(first), flexible)
+
+
+def _is_run(child: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a child is a view of consecutive elements of the factory's tensor."""
+    same = child.untyped_storage()._cdata == tensor.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    return same and child.dtype == tensor.dtype and child.is_contiguous() and tensor.is_contiguous()
+
+
+def _trace(factory: Any) -> list[torch.Tensor]:
+    """Return, for every child, which elements of the factory's tensor it is made of."""
+    tensor = factory.data
+    indices = torch.arange(tensor.numel(), device="cpu").view(tensor.shape)
+    children = dataclasses.replace(factory, data=indices).build()
+    return [child.data.reshape(-1) for _, child in walk(children, f"the parts of {factory.key!r}")]
+
+
+def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[Span]:
+    """Yield the runs of consecutive elements; at most one a row, as otherwise nothing is won over a copy."""
+    starts = [0, *((indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1).tolist(), len(indices)]
+    if len(starts) - 1 > math.prod(box.lengths[:-1]):
+        raise StateError(
+            f"the ShardedTensorFactory {key!r} rearranges the elements of its tensor (it transposes or interleaves "
+            "them), so that its parts are no blocks in memory; use a module that keeps them as they are stored, such "
+            "as SequentialMLP or TEGroupedMLP instead of GroupedMLP"
+        )
+    for start, stop in itertools.pairwise(starts):
+        yield Span(box, start, stop, int(indices[start]))
+
+
+def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[Span, ...]:
+    """Return what of a piece lies in [low, high) of the local tensor, and its other blocks without elements.
+
+    ``origin`` is the element of the local tensor from which places in memory are counted.
+    """
+    held = []
+    for span in piece.spans:
+        start, stop = max(low, span.at), min(high, span.at + span.stop - span.start)
+        if start < stop:
+            first = span.start + start - span.at
+            held.append(Span(span.box, first, first + stop - start, start - origin))
+    boxes = {span.box for span in held}
+    others = dict.fromkeys(span.box for span in piece.spans if span.box not in boxes)
+    return (*held, *(Span(box, 0, 0) for box in others))
+
+
+def _shortened(span: Span, rows: int) -> Span | None:
+    """Return what of a span lies in the first rows of the logical tensor."""
+    kept = min(span.box.lengths[0], rows - span.box.offsets[0])
+    if kept <= 0:
+        return None
+    box = Box(span.box.offsets, (kept, *span.box.lengths[1:]))
+    return Span(box, min(span.start, box.numel), min(span.stop, box.numel), span.at)
+
+
+def _box(leaf: Any) -> Box:
+    """Return the block that a ShardedTensor is of its logical tensor."""
+    return Box(tuple(leaf.global_offset[leaf.prepend_axis_num :]), tuple(leaf.local_shape))
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """Return the shape of the logical tensor."""
+    return tuple(leaf.global_shape[leaf.prepend_axis_num :])
+
+
+def _is_main(leaf: Any) -> bool:
+    """Whether this rank comes first among the pipeline and tensor parallel ranks that have the same."""
+    replica = leaf.replica_id
+    return not any(replica[:2]) if isinstance(replica, tuple) else True

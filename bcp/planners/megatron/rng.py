@@ -1,0 +1,87 @@
+"""Megatron's random number states, of which every pipeline and tensor parallel rank has its own."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["MegatronRng"]
+
+_KEY = "rng_state"
+
+
+class MegatronRng:
+    """The random states of Python, numpy, torch, CUDA and Megatron's tracker, to be saved along with the model.
+
+    ::
+
+        bcp.save(path, {"model": [*chunks, MegatronRng()], "optimizer": optimizer})
+
+    They are stored once for every (pipeline, tensor) rank, by the first of the ranks that are data parallel, and come
+    back on all of these; with expert parallelism, once for every rank, as in Megatron's own checkpoints. A load into
+    other sizes of these groups finds some of them missing, which a strict load says; without ``strict`` the states
+    stay as they are.
+    """
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return the states as one of Megatron's ``ShardedObject``."""
+        mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+        groups = importlib.import_module("megatron.core.parallel_state")
+        sizes = [groups.get_pipeline_model_parallel_world_size(), groups.get_tensor_model_parallel_world_size()]
+        ranks = [groups.get_pipeline_model_parallel_rank(), groups.get_tensor_model_parallel_rank()]
+        replica = groups.get_data_parallel_rank(with_context_parallel=True)
+        if groups.get_expert_model_parallel_world_size() > 1:
+            sizes.append(groups.get_data_parallel_world_size(with_context_parallel=True))
+            ranks.append(replica)
+            replica = 0
+        return {_KEY: mapping.ShardedObject(_KEY, _states(), tuple(sizes), tuple(ranks), replica_id=replica)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = False) -> None:  # noqa: ARG002 -- as a module
+        """Put the states back."""
+        saved = state[_KEY]
+        random.setstate(saved["python"])
+        kind, keys, *rest = saved["numpy"]
+        np.random.set_state((kind, keys.numpy(), *rest))  # noqa: NPY002 -- the global state is what Megatron draws from
+        torch.set_rng_state(saved["torch"])
+        if "cuda" in saved and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["cuda"])
+        _restore(_tracker(), saved["tracker"])
+
+
+def _states() -> dict[str, Any]:
+    """Return all states, as values that need no trust to be read."""
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002 -- see above
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.array(keys)), *rest),
+        "torch": torch.get_rng_state(),
+        "tracker": {name: _plain(state) for name, state in _tracker().get_states().items()},
+    }
+    return {**states, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+
+
+def _plain(state: Any) -> torch.Tensor:
+    """Return a tracked state as a tensor; under CUDA graphs it is a generator."""
+    made: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return made
+
+
+def _restore(tracker: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put tracked states back; generators are captured in graphs, and have to stay the same objects."""
+    live = dict(tracker.get_states())
+    for name, state in saved.items():
+        if isinstance(live.get(name), torch.Generator):
+            live[name].set_state(state)
+        else:
+            live[name] = state
+    tracker.set_states(live)
+
+
+def _tracker() -> Any:
+    """Return Megatron's tracker of the states that differ between tensor parallel ranks."""
+    return importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()

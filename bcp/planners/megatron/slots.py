@@ -1,0 +1,222 @@
+"""Slots of Megatron's optimizers: which flat interval of which parameter a rank steps, and where its fp32 master is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bcp.errors import InputError, StateError
+from bcp.planners.megatron.model import Pieces, has_base
+from bcp.planners.megatron.pieces import flat_placement, whole_placement
+from bcp.planners.names import dotted, walk
+from bcp.planners.optimizer import Slot, counts_in_group
+from bcp.planners.placement import Sharded
+
+__all__ = ["fresh_in", "optimizers_of", "scalers_of", "slots_of"]
+
+_WHERE = "states['optimizer']"
+
+_READ = ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "FP32Optimizer")
+
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "DistributedOptimizer": (
+        *("optimizer", "config", "ddp_config", "gbuf_ranges", "buffers", "model_float16_groups", "model_fp32_groups"),
+        *("shard_fp32_from_float16_groups", "shard_fp32_groups", "_copy_main_params_to_model_params"),
+    ),
+    "Float16OptimizerWithFloat16Params": (
+        *("optimizer", "config", "float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups"),
+        "_copy_main_params_to_model_params",
+    ),
+    "FP32Optimizer": ("optimizer",),
+}
+"""The attributes that are read, by class; most of them are private to Megatron."""
+
+_LAYOUT_KEYS = frozenset({"is_expert_parallel"})
+"""Of param groups: without expert parallelism, experts are in the groups of the other parameters."""
+
+_REFUSED = {
+    "LayerWiseDistributedOptimizer": "deals whole parameters out to ranks; build it with use_distributed_optimizer",
+    "HybridDeviceOptimizer": "keeps states on the CPU; set optimizer_cpu_offload=False",
+}
+"""Optimizers that cannot be read, and why."""
+
+_UNREADABLE = {
+    "use_megatron_fsdp": "is sharded by Megatron-FSDP",
+    "use_precision_aware_optimizer": "keeps scaled states",
+    "fp8_param_gather": "steps parameters in fp8",
+}
+"""Settings of the optimizer or of Megatron's DDP that cannot be read, and why."""
+
+
+def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
+    """Return Megatron's optimizers in a state, those inside of chains, without the empty ones of frozen models.
+
+    Raises:
+        StateError: there is something else, or a setting that cannot be read.
+        InputError: this Megatron lacks an attribute that is read; ``tested`` says which versions have it.
+
+    """
+    found = []
+    for path, leaf in walk(state, _WHERE):
+        at = _WHERE + (f" at {dotted(path)!r}" if path else "")
+        _refuse(leaf, at)
+        for optimizer in getattr(leaf, "chained_optimizers", [leaf]):
+            if not getattr(optimizer, "is_stub_optimizer", False):
+                _check(optimizer, at, tested)
+                found.append(optimizer)
+    return found
+
+
+def slots_of(optimizers: Iterable[Any], pieces: Pieces) -> Iterator[Slot]:
+    """Yield the slots of all optimizers.
+
+    Raises:
+        StateError: a parameter is not in the model, or is cut in a way that cannot be.
+
+    """
+    for optimizer in optimizers:
+        if has_base(optimizer, ("DistributedOptimizer",)):
+            yield from _flat_slots(optimizer, pieces)
+            yield from _empty_slots(optimizer, pieces)
+        else:
+            yield from _whole_slots(optimizer, pieces)
+
+
+def fresh_in(optimizers: Iterable[Any]) -> dict[int, tuple[int, int]]:
+    """Return, by ``id`` of the parameter, the interval that this rank stepped, where weights are gathered late.
+
+    With ``overlap_param_gather``, a step brings the new weights only into the shard of the rank that made them, and
+    the next forward pass gathers the rest; until then these are of the step before.
+    """
+    late = [each for each in optimizers if getattr(getattr(each, "ddp_config", None), "overlap_param_gather", False)]
+    everything = {id(parameter): (0, 0) for each in late for buffer in each.buffers for parameter in buffer.params}
+    return everything | {id(parameter): held for each in late for parameter, held in _ranges(each).items()}
+
+
+def scalers_of(optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Return the loss scalers that have a state, by name: experts are stepped by an optimizer of their own."""
+    found: dict[str, Any] = {}
+    for optimizer in optimizers:
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None and scaler.state_dict():
+            experts = any(group.get("is_expert_parallel") for group in optimizer.optimizer.param_groups)
+            found.setdefault("grad_scaler.experts" if experts else "grad_scaler", scaler)
+    return found
+
+
+def _refuse(part: object, at: str) -> None:
+    """Refuse an optimizer by its class."""
+    for name, reason in _REFUSED.items():
+        if has_base(part, (name,)):
+            raise StateError(f"{at} is a {name}, which {reason}")
+
+
+def _check(optimizer: Any, at: str, tested: Callable[[], str]) -> None:
+    """Refuse what cannot be read."""
+    _refuse(getattr(optimizer, "optimizer", None), at)
+    if not has_base(optimizer, _READ):
+        raise StateError(
+            f"{at} is a {type(optimizer).__name__}; pass what get_megatron_optimizer() returned, not its state dict"
+        )
+    for config in ("config", "ddp_config"):
+        for setting, reason in _UNREADABLE.items():
+            if getattr(getattr(optimizer, config, None), setting, False):
+                raise StateError(f"{at} {reason}; to save or load it, set {setting}=False")
+    for name in _READ:
+        missing = [attribute for attribute in _NEEDED[name] if not hasattr(optimizer, attribute)]
+        if has_base(optimizer, (name,)) and missing:
+            raise InputError(
+                f"{tested()}, in which {name} has no {', '.join(missing)}; pin megatron-core or upgrade bcp"
+            )
+
+
+def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
+    """Yield a slot for each piece of each parameter of which a DistributedOptimizer has elements here.
+
+    Of replicas, which tensor and pipeline parallel ranks may cut differently, only the first is saved; all are loaded.
+    """
+    inner, ranges = optimizer.optimizer, _ranges(optimizer)
+    for group, parameter, shard in _stepped(optimizer):
+        low, high = ranges[parameter]
+        if shard is None or shard.numel() != high - low:
+            raise StateError(
+                f"{_WHERE} does not step the {high - low} elements of {pieces.of(parameter)[0].fqn!r} that its "
+                "gbuf_ranges give this rank; pass the optimizer as get_megatron_optimizer() made it"
+            )
+        for piece in pieces.of(parameter):
+            placement = flat_placement(piece, low, high, stated=piece.main or pieces.saved is not None)
+            yield _slot(inner, group, piece.fqn, shard, Sharded(shard, placement), parameter)
+
+
+def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: Sharded, parameter: Any) -> Slot:
+    """Make one slot. What the optimizer steps is a master unless it is the model's own memory."""
+    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    return Slot(
+        fqn,
+        shard,
+        group,
+        inner.state,
+        placement=leaf.placement,
+        master=None if own else leaf,
+        master_saved=shard.dtype != parameter.dtype,
+        step_in_group=counts_in_group(inner),
+        layout_keys=_LAYOUT_KEYS,
+    )
+
+
+def _empty_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
+    """Yield slots of the parameters of which other ranks of the group have everything.
+
+    They hold nothing, but state the same blocks, so that all ranks of the group are planned for as one.
+    """
+    held = _ranges(optimizer)
+    example: dict[str, Any] = next(iter(optimizer.optimizer.state.values()), {})
+    keys = {key: value.dtype for key, value in example.items() if isinstance(value, torch.Tensor) and value.dim()}
+    for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.params):
+        if parameter in held:
+            continue
+        nothing = torch.empty(0, dtype=torch.float32, device=parameter.device)
+        state = {key: nothing.new_empty(0, dtype=dtype) for key, dtype in keys.items()}
+        for piece in pieces.of(parameter):
+            leaf = Sharded(nothing, flat_placement(piece, 0, 0))
+            master = leaf if parameter.dtype != torch.float32 else None
+            yield Slot(
+                piece.fqn, nothing, {}, defaultdict(dict, {nothing: state}), placement=leaf.placement, master=master
+            )
+
+
+def _whole_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
+    """Yield a slot for each piece of each parameter of an optimizer that has all of this rank's."""
+    inner = optimizer.optimizer
+    for group, parameter, stepped in _stepped(optimizer):
+        for piece in pieces.of(parameter):
+            yield _slot(inner, group, piece.fqn, stepped, Sharded(stepped, whole_placement(piece, stepped)), parameter)
+
+
+def _ranges(optimizer: Any) -> dict[torch.Tensor, tuple[int, int]]:
+    """Return the flat interval of each parameter that a DistributedOptimizer has here."""
+    return {
+        parameter: (found["param"].start, found["param"].end)
+        for by_dtype in optimizer.gbuf_ranges
+        for buckets in by_dtype.values()
+        for bucket in buckets
+        for parameter, found in bucket["param_map"].items()
+    }
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+    """Yield (group, parameter of the model, what the inner optimizer steps of it)."""
+    for at, group in enumerate(optimizer.optimizer.param_groups):
+        if has_base(optimizer, ("DistributedOptimizer",)):
+            parameters = [*optimizer.model_float16_groups[at], *optimizer.model_fp32_groups[at]]
+            stepped = [*optimizer.shard_fp32_from_float16_groups[at], *optimizer.shard_fp32_groups[at]]
+        elif has_base(optimizer, ("Float16OptimizerWithFloat16Params",)):
+            parameters = [*optimizer.float16_groups[at], *optimizer.fp32_from_fp32_groups[at]]
+            stepped = [*optimizer.fp32_from_float16_groups[at], *optimizer.fp32_from_fp32_groups[at]]
+        else:
+            parameters = stepped = group["params"]
+        for parameter, part in zip(parameters, stepped, strict=True):
+            yield group, parameter, part
