@@ -22,6 +22,7 @@ __all__ = [
     "padded",
     "runs",
     "spread",
+    "weigh",
 ]
 
 Ints = npt.NDArray[np.int64]
@@ -84,6 +85,20 @@ def mix(values: Ints | Words, seed: int) -> Words:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
     return np.asarray(words ^ (words >> np.uint64(31)), dtype=np.uint64)
+
+
+def weigh(low: Ints, high: Ints) -> Words:
+    """Weigh boxes [low, high) so that, modulo 2^64, the weights of a set of boxes add up as their elements do.
+
+    Each coordinate of each dimension has a random weight, an element weighs the product of its coordinates' weights,
+    and a box weighs the product over dimensions of the difference of the prefix sums at its ends, which are
+    themselves random words. A set of boxes weighs as much as the whole shape only if every element occurs in it
+    exactly once; chance is below 2^-34 even for 8 dimensions. No sort, no grid: one pass over the boxes.
+    """
+    weight = np.ones(len(low), dtype=np.uint64)
+    for dim in range(low.shape[1]):
+        weight *= mix(high[:, dim], dim + 1) - mix(low[:, dim], dim + 1)
+    return weight
 
 
 def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:

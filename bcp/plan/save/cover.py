@@ -11,7 +11,7 @@ import numpy as np
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints, Words, mix
+from bcp.plan.columns import Ints, weigh
 from bcp.plan.save.merge import Shards
 from bcp.plan.save.names import Merged
 from bcp.plan.shards import TensorTable
@@ -58,7 +58,7 @@ def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
 def _check_boxes(merged: Merged, shards: Shards) -> None:
     """Raise unless each leader's pieces tile its global shape."""
     tensors = merged.tensors
-    volume, whole = _measure(shards.offset, shards.offset + shards.length), _measure(0 * tensors.shape, tensors.shape)
+    volume, whole = weigh(shards.offset, shards.offset + shards.length), weigh(0 * tensors.shape, tensors.shape)
     covered = np.zeros(len(tensors), dtype=np.uint64)
     np.add.at(covered, shards.piece_tensor, volume)
     leads = merged.leader == np.arange(len(tensors))
@@ -86,20 +86,6 @@ def _check_intervals(tensors: TensorTable, shards: Shards) -> None:
         low, high = int(shards.stop[at]), int(end[at])
     where = _flat(tensors, shards, at, low, high)
     _raise(tensors, tensor, f"no rank holds elements {where}; the shard beside them is held by {_ranks(shards, [at])}")
-
-
-def _measure(low: Ints, high: Ints) -> Words:
-    """Weigh boxes [low, high) so that, modulo 2^64, the weights of a set of boxes add up as their elements do.
-
-    Each coordinate of each dimension has a random weight, an element weighs the product of its coordinates' weights,
-    and a box weighs the product over dimensions of the difference of the prefix sums at its ends, which are
-    themselves random words. A set of boxes weighs as much as the whole shape only if every element occurs in it
-    exactly once; chance is below 2^-34 even for 8 dimensions. No sort, no grid: one pass over the boxes.
-    """
-    weight = np.ones(len(low), dtype=np.uint64)
-    for dim in range(low.shape[1]):
-        weight *= mix(high[:, dim], dim + 1) - mix(low[:, dim], dim + 1)
-    return weight
 
 
 def _explain_boxes(tensors: TensorTable, shards: Shards, tensor: int) -> NoReturn:
@@ -133,8 +119,8 @@ def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], I
     ends = np.unique(np.concatenate([[0], shape[:1], low[:, 0], high[:, 0]])).tolist()
     for a, b in pairwise(ends):
         inside = rows[(low[:, 0] <= a) & (high[:, 0] >= b)]
-        weight = _measure(low[inside, 1:], high[inside, 1:]).sum(dtype=np.uint64)
-        if weight != _measure(0 * shape[None, 1:], shape[None, 1:])[0]:
+        weight = weigh(low[inside, 1:], high[inside, 1:]).sum(dtype=np.uint64)
+        if weight != weigh(0 * shape[None, 1:], shape[None, 1:])[0]:
             block, covering = _fault(shape[1:], low[inside, 1:], high[inside, 1:])
             return [(a, b), *block], inside[covering]
     raise AssertionError("the boxes tile the shape")
