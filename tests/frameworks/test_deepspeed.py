@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
+import any_to_any
 import deepspeed_job
 import pytest
 import torch
-from deepspeed_job import How
-from exact import Exact, Twin, trained
-from logical import State, differences, hyper, logical
+from any_to_any import How, Task, data_parallel, dtype_of, goes_on
+from exact import Exact, Twin, as_dtype, trained
+from fsdp1 import Layout
+from logical import differences, hyper, logical
 from ranks import Ranks
 
+import bcp
 from bcp.errors import InputError
 from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
 
@@ -20,16 +24,9 @@ pytestmark = [
     pytest.mark.skipif(util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-all": torch.bfloat16, "fp16": torch.float16}
+Saved = Callable[[How], Path]
 
-Saved = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)  # DeepSpeed leaves global state behind, and imports slowly
-    yield ranks
-    ranks.close()
+DDP = Layout("ddp", size=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,48 +36,18 @@ def two() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.fixture(scope="module")
-def saved(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    paths: dict[str, Path] = {}
-
-    def path_of(kind: str) -> Path:
-        if kind not in paths:
-            paths[kind] = tmp_path_factory.mktemp("saved") / "checkpoint"
-            assert four.run(deepspeed_job.save, paths[kind], kind) == [{}] * 4, "no collectives"
-        return paths[kind]
-
-    return path_of
+def twin_of(how: How) -> Twin:
+    return trained(2, data_parallel(how), dtype=dtype_of(how))
 
 
-def twin_of(kind: str) -> Twin:
-    return trained(2, ranks_of(kind), dtype=dtype_of(kind))
+def task_of(before: How, after: How, *, used: bool) -> Task:
+    cast = (dtype_of(before), dtype_of(after)) == (torch.float32, torch.bfloat16)
+    return Task(steps_before=int(used), options=bcp.LoadOptions(cast=cast))
 
 
-def dtype_of(kind: str) -> torch.dtype:
-    return DTYPES[[*kind.split("/"), "fp32"][1].removesuffix("-anew")]
-
-
-def ranks_of(kind: str) -> int:
-    return 2 if kind.endswith("pairs") else 4
-
-
-def as_dtype(state: State, dtype: torch.dtype) -> State:
-    """Say what a state of fp32 masters, or of fp32 weights, is in a model of another dtype."""
-    names = [fqn for kind, fqn in state if kind == "model" and state[kind, fqn].is_floating_point()]
-    keeper = {fqn: "head.weight" if fqn == "table.weight" else fqn for fqn in names}
-    fp32 = {
-        fqn: state.get(("optimizer", f"state.{keeper[fqn]}.master_param"), state["model", fqn]).float() for fqn in names
-    }
-    rest = {name: value for name, value in state.items() if not name[1].endswith("master_param")}
-    weights = {("model", fqn): value.to(dtype) for fqn, value in fp32.items()}
-    low = dtype is not torch.float32
-    masters = {("optimizer", f"state.{fqn}.master_param"): fp32[fqn] for fqn in set(keeper.values()) if low}
-    return {**rest, **weights, **masters}
-
-
-def test_the_jobs_have_every_optimizer(four: Ranks) -> None:
+def test_the_jobs_have_every_optimizer(deepspeed4: Ranks) -> None:
     kinds = ["z0/bf16-all", "z0/bf16-all/fused", "z1/bf16", "z1/bf16-all", "z2/bf16", "z3/bf16"]
-    assert four.run(deepspeed_job.optimizers, kinds)[0] == [
+    assert deepspeed4.run(deepspeed_job.optimizers, kinds)[0] == [
         *("FP16_UnfusedOptimizer", "FP16_Optimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer"),
         *("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
     ]
@@ -98,9 +65,6 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Saved, kind: str) 
 
 
 CHANGES = [
-    ("z1/fp32", "z2/fp32"),
-    ("z2/fp32", "z3/fp32"),
-    ("z3/fp32", "z1/fp32"),
     ("z3/fp32", "z3-offload/fp32"),
     ("z3-offload/fp32", "z2-offload/fp32"),
     ("z1/bf16", "z3/bf16"),
@@ -112,19 +76,8 @@ CHANGES = [
     ("z2/fp16", "z3/fp16-anew"),
     ("z1/bf16", "z3/bf16/pairs"),
     ("z3/fp32/pairs", "z1/fp32/pairs"),
-    ("z1/fp32", "ddp"),
-    ("z2/fp32", "fsdp2"),
-    ("z3/fp32", "ddp"),
-    ("z3/fp32", "fsdp2"),
-    ("ddp", "z0/fp32"),
-    ("ddp", "z1/fp32"),
-    ("fsdp2", "z2/fp32"),
-    ("fsdp2", "z3/fp32"),
-    ("z3/bf16", "fsdp2"),
-    ("z1/bf16", "ddp"),
+    (DDP, "z0/fp32"),
     ("z2/bf16", "z3/fp32"),
-    ("ddp", "z1/bf16"),
-    ("fsdp2", "z3/bf16"),
     ("z1/fp32", "z2/bf16"),
 ]
 
@@ -138,9 +91,9 @@ BOTH = 8
     [(*change, used) for at, change in enumerate(CHANGES) for used in (False, True) if at < BOTH or used == at % 2],
 )
 def test_training_goes_on_in_another_stage_or_framework(
-    four: Ranks, tmp_path: Path, saved: Saved, before: str, after: str, *, used: bool
+    deepspeed4: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
 ) -> None:
-    goes_on(four, saved(before), tmp_path, before, after, used=used, size=ranks_of(after))
+    goes_on(deepspeed4, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
@@ -151,50 +104,43 @@ def test_training_goes_on_in_another_stage_or_framework(
         ("z3/fp32", "z3/fp32"),
         ("z1/bf16", "z1/bf16"),
         ("z3/bf16", "z2/bf16"),
-        ("z2/bf16", "ddp"),
+        ("z2/bf16", DDP),
     ],
 )
 def test_training_goes_on_with_fewer_ranks(
-    two: Ranks, tmp_path: Path, saved: Saved, before: str, after: str, *, used: bool
+    two: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
 ) -> None:
-    goes_on(two, saved(before), tmp_path, before, after, used=used, size=2)
-
-
-def goes_on(ranks: Ranks, source: Path, path: Path, before: str, after: str, *, used: bool, size: int) -> None:
-    dtype, twin = dtype_of(after), twin_of(before)
-    cast = (dtype_of(before), dtype) == (torch.float32, torch.bfloat16)
-    found = ranks.run(deepspeed_job.reload, source, path, after, How(used=used, cast=cast))
-    assert not any(found), "no collectives"
-    assert not differences(logical(path / "again"), as_dtype(logical(source), dtype))
-    twin.step(2, size)
-    assert not differences(logical(path / "stepped"), as_dtype(twin.state(), dtype))
+    goes_on(two, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
 
 
 @pytest.mark.parametrize(
     ("kind", "used"), [("z1/bf16", False), ("z2/fp32", True), ("z3/bf16", False), ("z3-hpz/fp32", True)]
 )
-def test_frozen_parameters_have_weights_and_no_states(four: Ranks, tmp_path: Path, kind: str, *, used: bool) -> None:
-    how = How(model={"frozen": True, "tied": False}, used=used)
-    four.run(deepspeed_job.save, tmp_path / "saved", kind, how)
-    four.run(deepspeed_job.reload, tmp_path / "saved", tmp_path, kind, how)
-    twin = trained(2, 4, dtype=dtype_of(kind), **how.model)
+def test_frozen_parameters_have_weights_and_no_states(
+    deepspeed4: Ranks, tmp_path: Path, kind: str, *, used: bool
+) -> None:
+    model = {"frozen": True, "tied": False}
+    make = partial(Exact, **model)
+    deepspeed4.run(any_to_any.train, tmp_path / "saved", kind, make)
+    twin = trained(2, 4, dtype=dtype_of(kind), **model)
     assert not differences(logical(tmp_path / "saved"), twin.state())
+    deepspeed4.run(any_to_any.go_on, tmp_path / "saved", tmp_path, kind, Task(make, int(used)))
     assert not differences(logical(tmp_path / "again"), twin.state())
     twin.step(2, 4)
     assert not differences(logical(tmp_path / "stepped"), twin.state())
 
 
 @pytest.mark.parametrize("kind", ["z0/bf16-all", "z0/bf16-all/fused"])
-def test_stage_0_with_16_bits_keeps_its_masters(four: Ranks, tmp_path: Path, kind: str) -> None:
+def test_stage_0_with_16_bits_keeps_its_masters(deepspeed4: Ranks, tmp_path: Path, kind: str) -> None:
     twin = Twin(dtype=torch.bfloat16)
     for master in twin.masters.values():
         master.grad = torch.zeros_like(master)
     twin.optimizer.step()  # as the optimizers of stage 0 do when they are made
     for step in range(2):
         twin.step(step, 4)
-    four.run(deepspeed_job.save, tmp_path / "saved", kind)
-    four.run(deepspeed_job.reload, tmp_path / "saved", tmp_path, kind)
-    four.run(deepspeed_job.reload, tmp_path / "saved", tmp_path / "z3", "z3/bf16")
+    deepspeed4.run(any_to_any.train, tmp_path / "saved", kind)
+    deepspeed4.run(any_to_any.go_on, tmp_path / "saved", tmp_path, kind)
+    deepspeed4.run(any_to_any.go_on, tmp_path / "saved", tmp_path / "z3", "z3/bf16")
     for path in (tmp_path / "saved", tmp_path / "again", tmp_path / "z3" / "again"):
         assert not differences(logical(path), twin.state())
     twin.step(2, 4)
@@ -203,11 +149,11 @@ def test_stage_0_with_16_bits_keeps_its_masters(four: Ranks, tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("kind", ["z1/bf16", "z2/bf16", "z3/bf16", "z3/fp32"])
-@pytest.mark.parametrize("source", ["ddp", "z3/bf16"])
+@pytest.mark.parametrize("source", [DDP, "z3/bf16"])
 def test_a_load_of_weights_alone_fills_the_masters(
-    four: Ranks, tmp_path: Path, saved: Saved, source: str, kind: str
+    deepspeed4: Ranks, tmp_path: Path, saved: Saved, source: How, kind: str
 ) -> None:
-    four.run(deepspeed_job.reload_model, saved(source), tmp_path / "stepped", kind, "engine")
+    deepspeed4.run(deepspeed_job.reload_model, saved(source), tmp_path / "stepped", kind, "engine")
     state = logical(saved(source))
     if dtype_of(kind) is torch.float32:
         state = as_dtype(state, torch.float32)  # from saved masters, where the weights were not saved in fp32
@@ -218,72 +164,78 @@ def test_a_load_of_weights_alone_fills_the_masters(
     assert not differences(logical(tmp_path / "stepped"), as_dtype(twin.state(), dtype_of(kind)))
 
 
-def test_the_module_of_zero_3_knows_its_masters(four: Ranks, tmp_path: Path, saved: Saved) -> None:
+def test_the_module_of_zero_3_knows_its_masters(deepspeed4: Ranks, tmp_path: Path, saved: Saved) -> None:
     for part in ("engine", "module"):
-        four.run(deepspeed_job.reload_model, saved("ddp"), tmp_path / part, "z3/bf16", part)
+        deepspeed4.run(deepspeed_job.reload_model, saved(DDP), tmp_path / part, "z3/bf16", part)
     assert not differences(logical(tmp_path / "module"), logical(tmp_path / "engine"))
 
 
 @pytest.mark.parametrize("kind", ["z1/bf16", "z2/fp32", "z3/bf16", "z0/fp32"])
-def test_module_and_optimizer_are_as_good_as_the_engine(four: Ranks, tmp_path: Path, saved: Saved, kind: str) -> None:
-    four.run(deepspeed_job.parts, tmp_path / "parts", kind)
+def test_module_and_optimizer_are_as_good_as_the_engine(
+    deepspeed4: Ranks, tmp_path: Path, saved: Saved, kind: str
+) -> None:
+    deepspeed4.run(deepspeed_job.parts, tmp_path / "parts", kind)
     assert not differences(logical(tmp_path / "parts"), logical(saved(kind)))
 
 
 @pytest.mark.parametrize(("before", "after"), [("z1/bf16", "z3/bf16"), ("z3/fp32", "z2/fp32")])
 def test_a_learning_rate_follows_its_parameter_into_another_group(
-    four: Ranks, tmp_path: Path, before: str, after: str
+    deepspeed4: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:
-    four.run(deepspeed_job.learning_rates, None, tmp_path / "saved", before)
-    found = four.run(deepspeed_job.learning_rates, tmp_path / "saved", tmp_path / "again", after)
+    deepspeed4.run(deepspeed_job.learning_rates, None, tmp_path / "saved", before)
+    found = deepspeed4.run(deepspeed_job.learning_rates, tmp_path / "saved", tmp_path / "again", after)
     assert found == [[0.25, 0.5]] * 4
     assert hyper(tmp_path / "again") == hyper(tmp_path / "saved")
 
 
-def test_a_dynamic_loss_scale_is_loaded(four: Ranks, tmp_path: Path, saved: Saved) -> None:
-    four.run(deepspeed_job.reload, saved("z2/fp16"), tmp_path, "z3/fp16-anew")
+def test_a_dynamic_loss_scale_is_loaded(deepspeed4: Ranks, tmp_path: Path, saved: Saved) -> None:
+    deepspeed4.run(any_to_any.go_on, saved("z2/fp16"), tmp_path, "z3/fp16-anew")
     scales = [hyper(path)["optimizer", "loss_scaler.cur_scale"] for path in (saved("z2/fp16"), tmp_path / "again")]
     steps = [hyper(tmp_path / name)["optimizer", "loss_scaler.cur_iter"] for name in ("again", "stepped")]
     assert (scales, steps) == ([16, 16], [2, 3])
 
 
 @pytest.mark.parametrize("kind", ["z2/fp32", "z3/fp32"])
-def test_no_full_tensor_is_made(four: Ranks, tmp_path: Path, kind: str) -> None:
-    assert max(max(made) for made in four.run(deepspeed_job.sizes, tmp_path, kind)) < 4 << 20
+def test_no_full_tensor_is_made(deepspeed4: Ranks, tmp_path: Path, kind: str) -> None:
+    assert max(max(made) for made in deepspeed4.run(deepspeed_job.sizes, tmp_path, kind)) < 4 << 20
 
 
 @pytest.mark.parametrize(("kind", "count"), [("z3/fp32", 6), ("z3-offload/bf16", 13)])
-def test_weights_that_are_whole_under_zero_3_are_loaded_too(four: Ranks, saved: Saved, kind: str, count: int) -> None:
+def test_weights_that_are_whole_under_zero_3_are_loaded_too(
+    deepspeed4: Ranks, saved: Saved, kind: str, count: int
+) -> None:
     source = saved("z3/" + kind.split("/")[1])
     expected = logical(source)
-    for found in four.run(deepspeed_job.whole_copies, source, kind):
+    for found in deepspeed4.run(deepspeed_job.whole_copies, source, kind):
         assert len(found) == count
         assert all(torch.equal(tensor, expected["model", fqn]) for fqn, tensor in found.items())
 
 
 @pytest.mark.parametrize("kind", ["z2/fp32", "z3/fp32"])
 def test_the_masters_of_tied_weights_are_loaded_by_the_name_that_was_saved(
-    four: Ranks, tmp_path: Path, kind: str
+    deepspeed4: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    four.run(deepspeed_job.save_one_name, tmp_path / "saved")
-    four.run(deepspeed_job.reload_model, tmp_path / "saved", tmp_path / "stepped", kind, "engine")
+    deepspeed4.run(deepspeed_job.save_one_name, tmp_path / "saved")
+    deepspeed4.run(deepspeed_job.reload_model, tmp_path / "saved", tmp_path / "stepped", kind, "engine")
     twin = Twin()
     twin.step(2, 4)
     assert not differences(logical(tmp_path / "stepped"), twin.state())
 
 
-def test_a_load_makes_second_copies_of_weights_void(four: Ranks, tmp_path: Path) -> None:
-    for before, after in four.run(deepspeed_job.second_copies, tmp_path):
+def test_a_load_makes_second_copies_of_weights_void(deepspeed4: Ranks, tmp_path: Path) -> None:
+    for before, after in deepspeed4.run(deepspeed_job.second_copies, tmp_path):
         assert (before > 0, after) == (True, 0)
 
 
 @pytest.mark.parametrize("kind", ["z1/bf16", "z2/fp32"])
-def test_deepspeed_finds_states_that_were_loaded_before_the_first_step(four: Ranks, saved: Saved, kind: str) -> None:
-    assert four.run(deepspeed_job.linked, saved(kind), kind) == [True] * 4
+def test_deepspeed_finds_states_that_were_loaded_before_the_first_step(
+    deepspeed4: Ranks, saved: Saved, kind: str
+) -> None:
+    assert deepspeed4.run(deepspeed_job.linked, saved(kind), kind) == [True] * 4
 
 
-def test_optimizers_of_deepspeed_count_with_an_int(four: Ranks, tmp_path: Path, saved: Saved) -> None:
-    assert four.run(deepspeed_job.counted, saved("z1/fp32"), tmp_path) == [(int, 2)] * 4
+def test_optimizers_of_deepspeed_count_with_an_int(deepspeed4: Ranks, tmp_path: Path, saved: Saved) -> None:
+    assert deepspeed4.run(deepspeed_job.counted, saved("z1/fp32"), tmp_path) == [(int, 2)] * 4
     steps = [value.item() for name, value in logical(tmp_path).items() if name[1].endswith(".step")]
     assert set(steps) == {2.0}
 
@@ -310,19 +262,19 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_read_is_refused(four: Ranks, tmp_path: Path, case: str) -> None:
-    for said in four.run(deepspeed_job.refusal, tmp_path, case):
+def test_what_cannot_be_read_is_refused(deepspeed4: Ranks, tmp_path: Path, case: str) -> None:
+    for said in deepspeed4.run(deepspeed_job.refusal, tmp_path, case):
         assert said.startswith("StateError: ")
         assert REFUSALS[case] in said
 
 
-def test_probe_says_which_versions_run_and_were_tested(four: Ranks) -> None:
+def test_probe_says_which_versions_run_and_were_tested(deepspeed4: Ranks) -> None:
     said = f"planner 'deepspeed' was tested with deepspeed 0.19.8; this is deepspeed {metadata.version('deepspeed')}"
-    assert four.run(deepspeed_job.probe) == [said] * 4
+    assert deepspeed4.run(deepspeed_job.probe) == [said] * 4
 
 
-def test_probe_names_what_another_version_lacks(four: Ranks) -> None:
-    for said in four.run(deepspeed_job.probe_changed):
+def test_probe_names_what_another_version_lacks(deepspeed4: Ranks) -> None:
+    for said in deepspeed4.run(deepspeed_job.probe_changed):
         assert "deepspeed.runtime.bf16_optimizer.BF16_Optimizer has no _link_all_hp_params" in said
 
 

@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import any_to_any
 import fsdp1
 import pytest
 import torch
+from any_to_any import How, Task, goes_on
 from exact import Exact, Twin, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -36,55 +38,28 @@ CHANGES = [
     (Layout(orig=False, size=2), Layout(strategy="HYBRID_SHARD")),
     (Layout(size=1), Layout(orig=False)),
     (Layout(orig=False), Layout(size=1)),
-    (Layout(), Layout("ddp", size=2)),
-    (Layout(orig=False), Layout("ddp")),
-    (Layout("ddp"), Layout()),
-    (Layout("ddp", size=2), Layout(orig=False)),
-    (Layout(), Layout("fsdp2")),
-    (Layout(orig=False), Layout("fsdp2", size=2)),
-    (Layout("fsdp2"), Layout(orig=False)),
     (Layout("fsdp2", size=2), Layout(strategy="HYBRID_SHARD")),
-    (Layout(strategy="SHARD_GRAD_OP"), Layout("plain", size=1)),
-    (Layout("plain", size=1), Layout(strategy="SHARD_GRAD_OP", orig=False)),
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(ranks4: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Path]:
-    paths: dict[Layout, Path] = {}
-
-    def path_of(layout: Layout) -> Path:
-        if layout not in paths:
-            paths[layout] = tmp_path_factory.mktemp(str(layout)) / "checkpoint"
-            ranks4.run(fsdp1.train, paths[layout], layout)
-        return paths[layout]
-
-    return path_of
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[Layout], Path], layout: Layout) -> None:
+def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[How], Path], layout: Layout) -> None:
     assert not differences(logical(saved(layout)), trained(2, 4).state())
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
 def test_training_goes_on_in_another_layout(
-    ranks4: Ranks, tmp_path: Path, saved: Callable[[Layout], Path], before: Layout, after: Layout, steps_before: int
+    ranks4: Ranks, tmp_path: Path, saved: Callable[[How], Path], before: Layout, after: Layout, steps_before: int
 ) -> None:
-    ranks4.run(fsdp1.go_on, saved(before), tmp_path, after, steps_before)
-    twin = trained(2, before.size)
-    assert not differences(logical(tmp_path / "again"), twin.state())
-    twin.step(2, after.size)
-    assert not differences(logical(tmp_path / "stepped"), twin.state())
+    goes_on(ranks4, saved(before), tmp_path, trained(2, before.size), after, Task(steps_before=steps_before))
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 def test_before_the_first_step_there_is_only_a_model(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
-    ranks4.run(fsdp1.train, tmp_path / "new", Layout(orig=orig), 0)
+    ranks4.run(any_to_any.train, tmp_path / "new", Layout(orig=orig), Exact, 0)
     assert not differences(logical(tmp_path / "new"), trained(0, 4).state())
-    ranks4.run(fsdp1.go_on, tmp_path / "new", tmp_path, Layout(orig=not orig), 0, 0)
-    assert not differences(logical(tmp_path / "stepped"), trained(1, 4).state())
+    goes_on(ranks4, tmp_path / "new", tmp_path, trained(0, 4), Layout(orig=not orig), Task(number=0))
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
@@ -92,25 +67,20 @@ def test_names_are_those_of_the_bare_model(ranks4: Ranks, tmp_path: Path, *, ori
     twin = Twin(model=fsdp1.Odd())
     twin.step(0, 4)
     twin.step(1, 4)
-    ranks4.run(fsdp1.train, tmp_path / "odd", Layout(orig=orig, odd=True))
+    ranks4.run(any_to_any.train, tmp_path / "odd", Layout(orig=orig, odd=True), fsdp1.Odd)
     assert not differences(logical(tmp_path / "odd"), twin.state())
     assert hyper(tmp_path / "odd")["model", "counter._extra_state"] == {"dict": [["count", 2]]}
-    ranks4.run(fsdp1.go_on, tmp_path / "odd", tmp_path, Layout(orig=not orig, odd=True))
-    assert not differences(logical(tmp_path / "again"), twin.state())
-    twin.step(2, 4)
-    assert not differences(logical(tmp_path / "stepped"), twin.state())
+    goes_on(ranks4, tmp_path / "odd", tmp_path, twin, Layout(orig=not orig, odd=True), Task(fsdp1.Odd))
     assert hyper(tmp_path / "stepped")["model", "counter._extra_state"] == {"dict": [["count", 3]]}
 
 
 def test_hyper_parameters_go_by_name(ranks4: Ranks, tmp_path: Path) -> None:
     slow = ("bias", "scale")
-    ranks4.run(fsdp1.train, tmp_path / "saved", Layout(slow=slow))
+    ranks4.run(any_to_any.train, tmp_path / "saved", Layout(slow=slow))
     twin = trained(2, 4, slow=slow)
     assert not differences(logical(tmp_path / "saved"), twin.state())
-    ranks4.run(fsdp1.go_on, tmp_path / "saved", tmp_path, Layout(slow=slow, swapped=True, size=2))
+    goes_on(ranks4, tmp_path / "saved", tmp_path, twin, Layout(slow=slow, swapped=True, size=2))
     assert hyper(tmp_path / "again") == hyper(tmp_path / "saved")
-    twin.step(2, 2)
-    assert not differences(logical(tmp_path / "stepped"), twin.state())
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
@@ -127,7 +97,7 @@ def test_saving_between_forward_and_backward(ranks4: Ranks, tmp_path: Path, stra
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_weights_that_fsdp_kept_unsharded_are_dropped_by_a_load(
-    ranks4: Ranks, saved: Callable[[Layout], Path], strategy: str, how: str, *, orig: bool
+    ranks4: Ranks, saved: Callable[[How], Path], strategy: str, how: str, *, orig: bool
 ) -> None:
     layout = Layout(strategy=strategy, orig=orig)
     losses = ranks4.run(fsdp1.load_after_forward, saved(Layout()), layout, how)
@@ -162,7 +132,7 @@ def test_what_cannot_be_read_is_refused(ranks4: Ranks, tmp_path: Path, case: str
 
 
 def test_one_flat_parameter_has_one_set_of_hyper_parameters(ranks4: Ranks, tmp_path: Path) -> None:
-    ranks4.run(fsdp1.train, tmp_path / "saved", Layout(slow=("bias", "scale")))
+    ranks4.run(any_to_any.train, tmp_path / "saved", Layout(slow=("bias", "scale")))
     (said,) = set(ranks4.run(fsdp1.load_refused, tmp_path / "saved", Layout(orig=False)))
     assert re.match(r"MismatchError: .*one param group has .* put them into different groups", said), said
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from exact import ADAMW, Block, Exact, batch
+from layouts import mesh_of
+from silent import load, load_in_place
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -17,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from watch import watched
 
 import bcp
 
@@ -40,14 +41,14 @@ def shard(how: str, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
     place: dict[str, Any] = {}
     if how == "fsdp2":
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = mesh_of((world,))
     elif how in ("hsdp", "last_dim"):
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of((world // 2, 2), ("replicate", "shard"))
         last = how == "last_dim"
         place = {"shard_placement_fn": lambda p: Shard(p.ndim - 1 if p.shape[-1] % 2 == 0 else 0)} if last else {}
     else:
         _, dp = data_parallel(how)
-        whole = init_device_mesh("cpu", (dp, world // dp), mesh_dim_names=("dp", "tp"))
+        whole = mesh_of((dp, world // dp), ("dp", "tp"))
         for block in _blocks(model):
             plan = {
                 "up": ColwiseParallel(output_layouts=Replicate()),
@@ -117,34 +118,13 @@ def load_and_save(
     """Load into other weights and an optimizer that never stepped; save, step, and save once more."""
     model, optimizer = built(how, make, seed=9)
     states = {"model": model, "optimizer": optimizer}
-    _load_in_place(path, states, model.parameters())
+    load_in_place(path, states, model.parameters())
     groups = [(group["label"], group["lr"]) for group in optimizer.param_groups]
     assert groups == [("vector", ADAMW["lr"]), ("matrix", ADAMW["lr"])]
     bcp.save(again, states)
     if after:
         take(how, model, optimizer, STEPS)
         bcp.save(after, states)
-
-
-def _load_in_place(path: Path, states: dict[str, Any], parameters: Iterable[torch.Tensor]) -> None:
-    """Load; nothing is told to other ranks by collectives, and memory stays where it is."""
-    before = [(p, _memory(p)) for p in parameters]
-    with watched() as seen:
-        bcp.load(path, states)
-    assert not seen.collectives
-    assert all(_memory(p) == at for p, at in before)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
-
-
-def save_is_silent(how: str, path: Path) -> None:
-    model, optimizer = built(how, exact)
-    take(how, model, optimizer, 0)
-    with watched() as seen:
-        bcp.save(path, {"model": model, "optimizer": optimizer})
-    assert not seen.collectives
 
 
 # -- stages of a pipeline, each on its part of the ranks -----------------------------------------------
@@ -166,7 +146,7 @@ def stages(path: Path) -> None:
     fully_shard(stage, mesh=meshes[mine])
     bcp.save(path, {"model": stage})
     _empty(stage)
-    _load_in_place(path, {"model": stage}, stage.parameters())
+    load_in_place(path, {"model": stage}, stage.parameters())
     for name, parameter in Exact().blocks[mine].named_parameters():
         assert torch.equal(dict(stage.blocks[str(mine)].named_parameters())[name].full_tensor(), parameter)
 
@@ -240,7 +220,7 @@ def load_experts(path: Path, ep: int, again: Path) -> None:
     model, own = expert_parallel(5, ep)
     parameters = _parameters(model, own)
     states = {"model": {"moe": model, "experts": own}, "optimizer": torch.optim.AdamW(parameters, lr=3.0)}
-    _load_in_place(path, states, parameters)
+    load_in_place(path, states, parameters)
     bcp.save(again, states)
 
 
@@ -284,7 +264,7 @@ def hooked_parameters(path: Path) -> None:
     target.w = nn.Parameter(uneven(torch.zeros(11, 3), ROWS["loaded"]))
     _copy_closure(target.w, uneven(whole, ROWS["loaded"]))
     fresh = torch.optim.AdamW(target.parameters(), lr=3.0)
-    _load_in_place(path, {"model": target, "optimizer": fresh}, target.parameters())
+    load_in_place(path, {"model": target, "optimizer": fresh}, target.parameters())
     bcp.save(path.with_name("again"), {"model": target, "optimizer": fresh})
 
 
@@ -310,9 +290,7 @@ def wrapped_shards(path: Path) -> None:
     whole = torch.arange(8.0 * 7).view(8, 7)
     bcp.save(path, {"model": {"table": wrapped(whole, 2)}})
     target = wrapped(torch.zeros(8, 7), 3)
-    with watched() as seen:
-        bcp.load(path, {"model": {"table": target}})
-    assert not seen.collectives
+    load(path, {"model": {"table": target}})
     expected = wrapped(whole, 3)._local_tensor.local_shards()
     for found, right in zip(target._local_tensor.local_shards(), expected, strict=True):
         assert torch.equal(found, right)

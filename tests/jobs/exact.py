@@ -26,7 +26,7 @@ import torch
 from logical import State
 from torch import nn, optim
 
-__all__ = ["ADAMW", "Block", "Exact", "Twin", "batch", "grouped", "trained"]
+__all__ = ["ADAMW", "Block", "Exact", "Twin", "as_dtype", "batch", "grouped", "trained"]
 
 ADAMW: dict[str, Any] = {"lr": 2**-6, "betas": (0.5, 0.75), "eps": 2**-20, "weight_decay": 0.125}
 """What :class:`torch.optim.AdamW` is made with."""
@@ -168,6 +168,20 @@ def trained(steps: int, world_size: int, **how: Any) -> Twin:
     for step in range(steps):
         twin.step(step, world_size)
     return twin
+
+
+def as_dtype(state: State, dtype: torch.dtype) -> State:
+    """Say what a state of fp32 masters, or of fp32 weights, is in a model of another dtype."""
+    names = [fqn for kind, fqn in state if kind == "model" and state[kind, fqn].is_floating_point()]
+    keeper = {fqn: "head.weight" if fqn == "table.weight" else fqn for fqn in names}
+    fp32 = {
+        fqn: state.get(("optimizer", f"state.{keeper[fqn]}.master_param"), state["model", fqn]).float() for fqn in names
+    }
+    rest = {name: value for name, value in state.items() if not name[1].endswith("master_param")}
+    weights = {("model", fqn): value.to(dtype) for fqn, value in fp32.items()}
+    low = dtype is not torch.float32
+    masters = {("optimizer", f"state.{fqn}.master_param"): fp32[fqn] for fqn in set(keeper.values()) if low}
+    return {**rest, **weights, **masters}
 
 
 def grouped(named: Mapping[str, torch.Tensor], slow: Sequence[str]) -> list[dict[str, Any]]:

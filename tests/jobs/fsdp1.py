@@ -1,8 +1,9 @@
-"""What the ranks of a test do that trains ``Exact`` in one layout, saves it, and goes on with it in another."""
+"""``Exact`` under FSDP1, FSDP2, DDP and ZeroRedundancyOptimizer, and what ranks do with it there."""
 
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 from exact import ADAMW, Block, Exact, batch, grouped
-from layouts import coordinator_of, mesh_of
+from layouts import mesh_of
+from silent import load, save
 from torch import distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from watch import Seen, watched
+from watch import Seen
 
 import bcp
 from bcp.planners import versions
@@ -69,10 +71,10 @@ def group_of(size: int) -> dist.ProcessGroup:
 
 def prepare() -> None:
     """Make every group that a layout may need, in the same order on all ranks."""
-    for size in (1, 2, 4):
-        group_of(size)
     for shape in ((1,), (2,), (4,), (2, 2)):
-        mesh_of(shape)
+        if math.prod(shape) <= dist.get_world_size():
+            group_of(math.prod(shape))
+            mesh_of(shape)
 
 
 class Counter(nn.Module):
@@ -120,11 +122,6 @@ class Broken(nn.Module):
 
     def get_extra_state(self) -> None:
         raise ZeroDivisionError("no state")
-
-
-def made(layout: Layout, seed: int) -> nn.Module:
-    """Make the model that is to be wrapped."""
-    return Odd(seed) if layout.odd else Exact(seed)
 
 
 def built(layout: Layout, model: nn.Module) -> tuple[nn.Module, optim.Optimizer]:
@@ -180,73 +177,31 @@ def step(layout: Layout, model: nn.Module, optimizer: optim.Optimizer, number: i
     optimizer.zero_grad()
 
 
-def save(path: Path, layout: Layout, states: Mapping[str, Any]) -> Seen:
-    """Save; no collective may be called meanwhile."""
-    with watched() as seen:
-        bcp.save(path, states, coordinator=coordinator_of(layout.size))
-    assert not seen.collectives, seen
-    return seen
-
-
-def load(path: Path, layout: Layout, states: Mapping[str, Any]) -> Seen:
-    """Load; no collective may be called meanwhile."""
-    with watched() as seen:
-        bcp.load(path, states, coordinator=coordinator_of(layout.size))
-    assert not seen.collectives, seen
-    return seen
-
-
 def states_of(layout: Layout, model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return what is saved."""
     return {"model": torch.compile(model, backend="eager") if layout.odd else model, "optimizer": optimizer}
 
 
-def train(path: Path, layout: Layout, steps: int = 2) -> None:
-    """Train from the beginning, and save."""
-    prepare()
-    if dist.get_rank() < layout.size:
-        model, optimizer = built(layout, made(layout, 0))
-        for number in range(steps):
-            step(layout, model, optimizer, number)
-        save(path, layout, states_of(layout, model, optimizer))
-
-
-def go_on(source: Path, path: Path, layout: Layout, steps_before: int = 0, number: int = 2) -> None:
-    """Load into a model with other weights, after some steps with them; save, take the next step, save."""
-    prepare()
-    if dist.get_rank() < layout.size:
-        model, optimizer = built(layout, made(layout, 9))
-        for each in range(steps_before):
-            step(layout, model, optimizer, 7 + each)
-        for group in optimizer.param_groups:
-            group.update(lr=0.5, betas=(0.1, 0.1), weight_decay=0.25)
-        states = states_of(layout, model, optimizer)
-        load(source, layout, states)
-        save(path / "again", layout, states)
-        step(layout, model, optimizer, number)
-        save(path / "stepped", layout, states)
-
-
 def save_between(path: Path, layout: Layout) -> None:
     """Save between forward and backward, and again after the step."""
     prepare()
-    model, optimizer = built(layout, made(layout, 0))
+    model, optimizer = built(layout, Exact())
     step(layout, model, optimizer, 0)
     loss = model(batch(1, dist.get_rank()))
-    save(path / "between", layout, {"model": model, "optimizer": optimizer})
+    save(path / "between", {"model": model, "optimizer": optimizer})
     loss.backward()
     optimizer.step()
-    save(path / "stepped", layout, {"model": model, "optimizer": optimizer})
+    save(path / "stepped", {"model": model, "optimizer": optimizer})
 
 
 def load_after_forward(path: Path, layout: Layout, how: str) -> torch.Tensor:
     """Load after a forward without backward, of which FSDP1 may keep unsharded weights; return the next loss."""
     prepare()
-    model, optimizer = built(layout, made(layout, 9))
+    model, optimizer = built(layout, Exact(9))
     rows = batch(5, 0)
     with torch.set_grad_enabled(how == "with grad"):
         model(rows)
-    load(path, layout, {"model": model, "optimizer": optimizer})
+    load(path, {"model": model, "optimizer": optimizer})
     with torch.no_grad():
         return model(rows)
 
@@ -260,8 +215,8 @@ def big(path: Path, layout: Layout) -> tuple[Seen, Seen]:
     optimizer.zero_grad()
     fresh, unused = built(layout, nn.Linear(2048, 2048, bias=False))
     seen = (
-        save(path, layout, {"model": model, "optimizer": optimizer}),
-        load(path, layout, {"model": fresh, "optimizer": unused}),
+        save(path, {"model": model, "optimizer": optimizer}),
+        load(path, {"model": fresh, "optimizer": unused}),
     )
     moments = [state["exp_avg"] for state in unused.state.values()]
     assert all(bool(moment.any()) for moment in moments)
@@ -327,9 +282,9 @@ def chunks(path: Path) -> bool:
         }
         for orig, seed in ((True, 0), (False, 5))
     ]
-    save(path, Layout(), states)
-    load(path, Layout(), others)
-    save(path.with_name("again"), Layout(), others)
+    save(path, states)
+    load(path, others)
+    save(path.with_name("again"), others)
     return others["model"]["rest"][1].tolist() == [0, 0, 0]
 
 
@@ -352,7 +307,7 @@ def owned_states(path: Path) -> tuple[list[str], list[str]]:
     """Load into a new ZeroRedundancyOptimizer; return of which parameters this rank has states, and should have."""
     prepare()
     model, optimizer = built(Layout("zero1"), Exact(seed=9))
-    load(path, Layout("zero1"), {"model": model, "optimizer": optimizer})
+    load(path, {"model": model, "optimizer": optimizer})
     names = {parameter: name for name, parameter in model.named_parameters()}
     owners = optimizer._param_to_rank
     mine = [names[parameter] for parameter, state in optimizer.optim.state.items() if state]

@@ -80,9 +80,9 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Make a mesh over the first ranks; collective over the whole world, so called everywhere in the same order."""
-    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape))
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
 
 
 @functools.cache

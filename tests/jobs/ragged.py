@@ -7,20 +7,20 @@ process on a current torch, these raise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 from exact import ADAMW, Exact, batch
+from layouts import mesh_of
+from silent import load_in_place, save
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
-from watch import watched
 
 import bcp
 from bcp.planners import planner
@@ -170,7 +170,7 @@ def _placements(shape: torch.Size, index: int, how: str) -> list[Any]:
 
 
 def mesh_for(how: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2) if how == "tp" else (4,))
+    return mesh_of((2, 2) if how == "tp" else (4,))
 
 
 def make_ragged(model: nn.Module, how: str) -> nn.Module:
@@ -196,60 +196,27 @@ def step_ragged(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     model.steps += 1
 
 
-def step_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Take a step with this rank's batch."""
-    model(batch(step, dist.get_rank())).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def step_plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Take a step with the batches of all ranks."""
-    rows = torch.cat([batch(step, rank) for rank in range(dist.get_world_size())])
-    (model(rows) / dist.get_world_size()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def built(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Return a model, its optimizer without states, and what takes a step; ``how``: plain, fsdp2, ragged, other, tp."""
-    model = Exact(seed)
-    if how == "plain":
-        return model, torch.optim.AdamW(model.parameters(), **ADAMW), step_plain
-    if how == "fsdp2":
-        mesh = init_device_mesh("cpu", (4,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        model = fully_shard(model, mesh=mesh)
-        return model, torch.optim.AdamW(model.parameters(), **ADAMW), step_sharded
-    make_ragged(model, how)
-    return model, torch.optim.AdamW(model.parameters(), **ADAMW), step_ragged
+def built(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer without states; ``how``: ragged, other, tp."""
+    model = make_ragged(Exact(seed), how)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def train_and_save(how: str, path: Path) -> None:
-    model, optimizer, take = built(how)
+    model, optimizer = built(how)
     for step in range(STEPS):
-        take(model, optimizer, step)
+        step_ragged(model, optimizer, step)
     bcp.save(path, {"model": model, "optimizer": optimizer})
 
 
-def load_and_save(how: str, path: Path, again: Path, after: Path) -> Mapping[str, Any]:
-    """Load into a model of other weights, save that, and once more after a step; return what was seen."""
-    model, optimizer, take = built(how, seed=9)
+def load_and_save(how: str, path: Path, again: Path, after: Path) -> float:
+    """Load into a model of other weights, save that, and once more after a step; return the learning rate."""
+    model, optimizer = built(how, seed=9)
     optimizer.param_groups[0]["lr"] = 0.5
-    before = {id(p): _memory(p) for p in model.parameters()}
     states = {"model": model, "optimizer": optimizer}
-    with watched() as loading:
-        bcp.load(path, states)
-    assert all(_memory(p) == before[id(p)] for p in model.parameters())
-    if how not in ("plain", "fsdp2"):
-        assert all(state["exp_avg"].placements == p.placements for p, state in optimizer.state.items())
-    with watched() as saving:
-        bcp.save(again, states)
-    take(model, optimizer, STEPS)
-    bcp.save(after, states)
-    return {"collectives": dict(loading.collectives + saving.collectives), "lr": optimizer.param_groups[0]["lr"]}
-
-
-def _memory(parameter: torch.Tensor) -> int:
-    return getattr(parameter, "_local_tensor", parameter).untyped_storage().data_ptr()
+    load_in_place(path, states, model.parameters())
+    assert all(state["exp_avg"].placements == p.placements for p, state in optimizer.state.items())
+    save(again, states)
+    step_ragged(model, optimizer, STEPS)
+    save(after, states)
+    return optimizer.param_groups[0]["lr"]
