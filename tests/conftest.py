@@ -17,3 +17,11 @@ def ranks4() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def megatron4() -> Iterator[Ranks]:
+    """Four processes for Megatron alone, which keeps its groups in globals, and takes seconds to import."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()

@@ -10,8 +10,10 @@ __all__ = [
     "DECODER",
     "EXPERTS",
     "EXPERT_PARTS",
+    "EXPERT_STACKS",
     "FAMILIES",
     "GATED",
+    "OBJECTS",
     "OUTPUT",
     "QKV",
     "QKV_PARTS",
@@ -22,6 +24,8 @@ __all__ = [
 DECODER = "decoder.layers"
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 """What old versions of transformers saved, and is computed."""
+OBJECTS = ("._extra_state", "rng_state/")
+"""What Megatron and ``MegatronRng`` save beside the weights, and Hugging Face's models have not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,6 @@ FAMILIES = {
             ("mlp.linear_fc2", "mlp.down_proj"),
             ("mlp.router", "mlp.gate"),
             ("mlp.router", "block_sparse_moe.gate"),
-            (f"{EXPERTS}.linear_fc1.weight", "mlp.experts.gate_up_proj"),
-            (f"{EXPERTS}.linear_fc2.weight", "mlp.experts.down_proj"),
             ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
             ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
         ],
@@ -113,7 +115,9 @@ GATED = {
     FC1: ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.shared_experts.linear_fc1": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
 }
-EXPERT_PARTS = {  # by module: prefix, and the names behind the number
-    "mlp.experts": ("gate_proj", "up_proj", "down_proj"),
-    "block_sparse_moe.experts": ("w1", "w3", "w2"),
+EXPERT_PARTS = {  # by what stands in front of an expert's number, and Megatron's linear: the names behind the number
+    "mlp.experts": {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)},
+    "block_sparse_moe.experts": {"linear_fc1": ("w1", "w3"), "linear_fc2": ("w2",)},
 }
+# By Megatron's linear: what transformers 5 calls all experts in one tensor, and how many parts of it an expert is.
+EXPERT_STACKS = {"linear_fc1": ("mlp.experts.gate_up_proj", 2), "linear_fc2": ("mlp.experts.down_proj", 1)}

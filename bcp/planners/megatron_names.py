@@ -1,12 +1,13 @@
 """Megatron-LM's names and layouts of GPT-like models, and those of Hugging Face: one loads into the other.
 
-Megatron's names are the keys of ``sharded_state_dict`` with layer numbers in them. What differs besides names:
+Megatron's names are those of its planner: the keys of ``sharded_state_dict`` with the numbers of layers and experts in
+them. What differs besides names:
 
 - qkv: Megatron has one matrix, and for each query group the rows of its query heads, then of its key, then of its
   value. Llama has three matrices; GPT-2 has one, transposed, of all queries, all keys, all values; GPT-NeoX has
   Megatron's own.
 - SwiGLU: Megatron has one matrix, the gate's rows before the others; Llama has two.
-- experts: Megatron stacks them; transformers 4 does not, 5 does.
+- experts: transformers 5 stacks them; the planner and transformers 4 do not.
 - the vocabulary: Megatron pads it.
 """
 
@@ -24,9 +25,11 @@ from bcp.planners.megatron_families import (
     BUFFERS,
     DECODER,
     EXPERT_PARTS,
+    EXPERT_STACKS,
     EXPERTS,
     FAMILIES,
     GATED,
+    OBJECTS,
     OUTPUT,
     QKV,
     QKV_PARTS,
@@ -37,6 +40,8 @@ from bcp.planners.megatron_families import (
 __all__ = ["MegatronNames"]
 
 Shape = tuple[int, ...]
+
+_EXPERT = re.compile(rf"{re.escape(EXPERTS)}\.(\d+)\.(linear_fc[12])\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class MegatronNames:
         vocab_size: of the Hugging Face model; rows that Megatron has behind are padding, and left out.
             None: there is no padding.
         padded_vocab_size: of the Megatron model that is loaded into; its further rows stay as they are. None: as saved.
-        num_experts: of a mixture of experts; needed where Hugging Face has every expert by itself and is loaded from.
+        num_experts: of a mixture of experts; needed where Hugging Face stacks them (transformers 5) and is loaded into.
     """
 
     num_attention_heads: int
@@ -98,7 +103,7 @@ class _Direction:
 
     def blocks(self, fqn: str, shape: Shape) -> Sequence[Moved]:
         """Say what becomes of a saved tensor; what is computed is left out, what is unknown keeps its name."""
-        if fqn.endswith(("._extra_state", *BUFFERS)):
+        if fqn.endswith(BUFFERS) or any(part in fqn for part in OBJECTS):
             return ()
         return self.moved(self.names, fqn, shape) or [Moved.whole(fqn, shape)]
 
@@ -123,9 +128,9 @@ def _to_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:
     if module == QKV and not moved:
         return list(_qkv_to_hf(names, prefix, leaf, shape))
     if module in GATED and not moved:
-        return _halves(shape, [f"{prefix}{new}.{leaf}" for new in GATED[module]])
-    if rest in (f"{EXPERTS}.linear_fc1.weight", f"{EXPERTS}.linear_fc2.weight") and len(shape) == 3:  # noqa: PLR2004 -- expert, row, column
-        moved += _experts_to_hf(prefix, module, leaf, shape)
+        return _cut(shape, [f"{prefix}{new}.{leaf}" for new in GATED[module]])
+    if found := _EXPERT.fullmatch(rest):
+        return list(_expert_to_hf(names, prefix, int(found[1]), found[2], shape))
     return moved
 
 
@@ -144,18 +149,14 @@ def _qkv_to_hf(names: MegatronNames, prefix: str, leaf: str, shape: Shape) -> It
             yield Moved(box, f"{prefix}{QKV_PARTS[which]}.{leaf}", whole, (own, *_zeros(rest)))
 
 
-def _experts_to_hf(prefix: str, module: str, leaf: str, shape: Shape) -> Iterator[Moved]:
-    """Take the experts apart, under the names of Qwen and of Mixtral."""
-    count, rows, columns = shape
-    for where, (gate, up, down) in EXPERT_PARTS.items():
-        for expert in range(count):
-            stem = f"{prefix}{where}.{expert}."
-            if module.endswith("linear_fc2"):
-                yield Moved(Box((expert, 0, 0), (1, rows, columns)), f"{stem}{down}.{leaf}", shape[1:], (0, 0))
-                continue
-            for half, name in enumerate((gate, up)):
-                box = Box((expert, half * (rows // 2), 0), (1, rows // 2, columns))
-                yield Moved(box, f"{stem}{name}.{leaf}", (rows // 2, columns), (0, 0))
+def _expert_to_hf(names: MegatronNames, prefix: str, expert: int, linear: str, shape: Shape) -> Iterator[Moved]:
+    """Name one expert's tensor as Qwen and Mixtral do, and put the same blocks where they are among all experts."""
+    for where, linears in EXPERT_PARTS.items():
+        yield from _cut(shape, [f"{prefix}{where}.{expert}.{part}.weight" for part in linears[linear]])
+    if names.num_experts is not None:
+        stack, count = EXPERT_STACKS[linear]
+        for block in _cut(shape, [f"{prefix}{stack}"] * count):
+            yield Moved(block.saved, block.fqn, (names.num_experts, *shape), (expert, *block.saved.offsets))
 
 
 # -- Hugging Face to Megatron ------------------------------------------------------------------------------------------
@@ -181,10 +182,8 @@ def _from_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:  # no
         return list(_qkv_from_hf(names, f"{prefix}{QKV}.{leaf}", QKV_PARTS.index(module), shape))
     for fused, halves in GATED.items():
         if names.family == "llama" and module in halves:
-            whole = (2 * shape[0], *shape[1:])
-            at = (halves.index(module) * shape[0], *_zeros(shape[1:]))
-            return [Moved(Box.whole(shape), f"{prefix}{fused}.{leaf}", whole, at)]
-    return _expert_from_hf(names, prefix, rest, shape)
+            return [_part(shape, f"{prefix}{fused}.{leaf}", halves.index(module), 2)]
+    return _experts_from_hf(prefix, rest, shape)
 
 
 def _qkv_from_hf(names: MegatronNames, target: str, mine: int, shape: Shape) -> Iterator[Moved]:
@@ -206,20 +205,20 @@ def _joint_qkv_from_hf(names: MegatronNames, target: str, shape: Shape) -> Itera
         yield Moved(box, target, shape[::-1], (at, *_zeros(rest)), transposed=bool(rest))
 
 
-def _expert_from_hf(names: MegatronNames, prefix: str, rest: str, shape: Shape) -> list[Moved]:
-    """Put one expert where it is among all of them."""
-    for where, projections in EXPERT_PARTS.items():
-        found = re.fullmatch(rf"{re.escape(where)}\.(\d+)\.({'|'.join(projections)})\.(weight)", rest)
-        if found is None:
-            continue
-        if names.num_experts is None:
-            raise InputError(f"{prefix}{rest} is one of several experts; pass MegatronNames(num_experts=...)")
-        which, expert, (rows, columns) = projections.index(found[2]), int(found[1]), shape
-        down = which == len(projections) - 1
-        module = f"{EXPERTS}.linear_{'fc2' if down else 'fc1'}"
-        whole = (names.num_experts, rows if down else 2 * rows, columns)
-        at = (expert, 0 if down else which * rows, 0)
-        return [Moved(Box.whole(shape), f"{prefix}{module}.{found[3]}", whole, at)]
+def _experts_from_hf(prefix: str, rest: str, shape: Shape) -> list[Moved]:
+    """Put an expert's tensor into Megatron's, or take all experts apart."""
+    for linear, (stack, _) in EXPERT_STACKS.items():
+        if rest == stack:
+            count, first = shape[0], _zeros(shape[1:])
+            boxes = [Box((expert, *first), (1, *shape[1:])) for expert in range(count)]
+            fqns = [f"{prefix}{EXPERTS}.{expert}.{linear}.weight" for expert in range(count)]
+            return [Moved(box, fqn, shape[1:], first) for box, fqn in zip(boxes, fqns, strict=True)]
+    for where, linears in EXPERT_PARTS.items():
+        for linear, parts in linears.items():
+            if found := re.fullmatch(rf"{re.escape(where)}\.(\d+)\.({'|'.join(parts)})\.weight", rest):
+                return [
+                    _part(shape, f"{prefix}{EXPERTS}.{found[1]}.{linear}.weight", parts.index(found[2]), len(parts))
+                ]
     return []
 
 
@@ -246,10 +245,16 @@ def _turned(fqn: str, shape: Shape, megatron: str, family: Family) -> Moved:
     return Moved.whole(fqn, shape)
 
 
-def _halves(shape: Shape, fqns: Sequence[str]) -> list[Moved]:
-    """Cut a tensor into two along its first dimension."""
-    half = (shape[0] // 2, *shape[1:])
-    return [Moved(Box((at * half[0], *_zeros(half[1:])), half), fqn, half, _zeros(half)) for at, fqn in enumerate(fqns)]
+def _cut(shape: Shape, fqns: Sequence[str]) -> list[Moved]:
+    """Cut a tensor into as many equal parts, along its first dimension."""
+    part, first = (shape[0] // len(fqns), *shape[1:]), _zeros(shape[1:])
+    return [Moved(Box((at * part[0], *first), part), fqn, part, _zeros(part)) for at, fqn in enumerate(fqns)]
+
+
+def _part(shape: Shape, fqn: str, number: int, count: int) -> Moved:
+    """Make a tensor one of as many equal parts of another, along its first dimension."""
+    whole, at = (count * shape[0], *shape[1:]), (number * shape[0], *_zeros(shape[1:]))
+    return Moved(Box.whole(shape), fqn, whole, at)
 
 
 def _heads(heads: int, groups: int, size: int) -> Iterator[tuple[int, int, int, int]]:

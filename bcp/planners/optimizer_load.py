@@ -199,8 +199,12 @@ def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: Saved) -> None:
 
 
 def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[Change]:
-    """Find the one value of every hyper-parameter of every group, or raise MismatchError."""
+    """Find the one value of every hyper-parameter of every group, or raise MismatchError.
+
+    Keys that the target's group does not have (another framework's) are left out where parameters disagree.
+    """
     first: dict[tuple[int, str], tuple[str, Change]] = {}
+    foreign: set[tuple[int, str]] = set()
     for (kind, name), value in values.items():
         found = split(name, "param_groups", slots) if kind == OPTIMIZER else None
         if found is None:
@@ -208,12 +212,16 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[
         fqn, key = found
         group = slots[fqn].group
         other, (_, _, agreed) = first.setdefault((id(group), key), (fqn, (group, key, value)))
-        if not _same(value, agreed):
+        if _same(value, agreed):
+            continue
+        if key not in group:
+            foreign.add((id(group), key))
+        else:
             raise MismatchError(
                 f"one param group has {other!r}, saved with {key}={agreed!r}, and {fqn!r}, saved with {key}={value!r}; "
                 "put them into different groups before loading"
             )
-    return [change for _, change in first.values()]
+    return [change for place, (_, change) in first.items() if place not in foreign]
 
 
 def _same(one: object, other: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,14 +29,6 @@ TP2, TP4, PP2, DP4, TP2_PP2 = Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout()
 VPP = Layout(pp=2, chunks=2)
 EP2, EP4, EP2_TP2 = Layout(ep=2), Layout(ep=4), Layout(tp=2, ep=2)
 EP2_ETP2, ETP2 = Layout(tp=2, ep=2, etp=2), Layout(tp=2, etp=2)
-
-
-@pytest.fixture(scope="module")
-def megatron4() -> Iterator[Ranks]:
-    """Four processes for Megatron alone, which keeps its groups in globals."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def loss(hops: Sequence[megatron_jobs.Hop], step: int) -> float:

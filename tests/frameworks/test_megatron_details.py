@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,14 +25,6 @@ NET = Net(layers=2)
 BF16 = replace(NET, bf16=True)
 TP2, PP2, DP4, TP2_PP2 = Layout(tp=2), Layout(pp=2), Layout(), Layout(tp=2, pp=2)
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-@pytest.fixture(scope="module")
-def megatron4() -> Iterator[Ranks]:
-    """Four processes for Megatron alone, which keeps its groups in globals."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

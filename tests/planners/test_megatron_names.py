@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import bcp
-from bcp.errors import InputError
+from bcp.errors import CoverageError, FqnMismatchError, InputError
 from bcp.planners.megatron_names import MegatronNames
 
 HIDDEN, HEADS, GROUPS, SIZE, FFN, VOCABULARY, PADDED, EXPERTS = 32, 4, 2, 8, 24, 50, 64, 3
@@ -103,8 +103,8 @@ DENSE = {
 MOE = {
     "mlp.linear_fc1.layer_norm_weight": (HIDDEN,),
     "mlp.router.weight": (EXPERTS, HIDDEN),
-    "mlp.experts.experts.linear_fc1.weight": (EXPERTS, 2 * FFN, HIDDEN),
-    "mlp.experts.experts.linear_fc2.weight": (EXPERTS, HIDDEN, FFN),
+    **{f"mlp.experts.experts.{n}.linear_fc1.weight": (2 * FFN, HIDDEN) for n in range(EXPERTS)},
+    **{f"mlp.experts.experts.{n}.linear_fc2.weight": (HIDDEN, FFN) for n in range(EXPERTS)},
 }
 SHARED = {
     "mlp.shared_experts.linear_fc1.weight": (2 * FFN, HIDDEN),
@@ -260,8 +260,9 @@ def test_tied_embeddings_need_only_one_of_the_two(tmp_path: Path) -> None:
     assert torch.equal(tied["model"].lm_head.weight.detach(), expected[""])
 
 
-def test_extra_states_and_computed_buffers_are_left_out(tmp_path: Path) -> None:
-    state = {"decoder.final_layernorm.weight": torch.ones(2), f"{LAYER}mlp.linear_fc1._extra_state": b"fp8"}
+def test_extra_states_random_states_and_computed_buffers_are_left_out(tmp_path: Path) -> None:
+    objects = {f"{LAYER}mlp.linear_fc1._extra_state/shard_0_1": b"fp8", "rng_state/shard_0.0_1.2": {"python": (1, 2)}}
+    state = {"decoder.final_layernorm.weight": torch.ones(2), **objects}
     bcp.save(tmp_path / "megatron", {"model": state})
     target = {"model.norm.weight": torch.zeros(2)}
     names = names_of("llama")
@@ -361,8 +362,20 @@ def test_numbers_of_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         bcp.load(tmp_path, {"model": {}}, options=bcp.LoadOptions(rename=names_of("llama").to_hf))
 
 
-def test_experts_need_their_number(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": {f"{HF_LAYER}mlp.experts.0.up_proj.weight": torch.ones(2, 4)}})
-    names = names_of("llama", num_experts=None)
-    with pytest.raises(InputError, match=r"one of several experts; pass MegatronNames\(num_experts=\.\.\.\)"):
-        bcp.load(tmp_path, {"model": {}}, options=bcp.LoadOptions(rename=names.from_hf))
+@pytest.mark.parametrize(
+    ("known", "error", "match"),
+    [
+        (None, FqnMismatchError, "lacks: model: model.layers.1.mlp.experts.down_proj"),
+        (1, InputError, r"down_proj', which is \[1, 2, 4\]: its block \[1:2, 0:2, 0:4\] sticks out"),
+        (3, CoverageError, "down_proj', which is .*these give it 16 of its 24 elements"),
+    ],
+)
+def test_stacked_experts_need_their_number(
+    tmp_path: Path, known: int | None, error: type[Exception], match: str
+) -> None:
+    saved = {f"{LAYER}mlp.experts.experts.{n}.linear_fc2.weight": torch.ones(2, 4) for n in (0, 1)}
+    bcp.save(tmp_path, {"model": saved})
+    target = {f"{HF_LAYER}mlp.experts.down_proj": torch.zeros(2, 2, 4)}
+    names = names_of("llama", num_experts=known)
+    with pytest.raises(error, match=match):
+        bcp.load(tmp_path, {"model": target}, options=bcp.LoadOptions(rename=names.to_hf))

@@ -164,6 +164,15 @@ def test_groups_that_cannot_be_joined_are_a_mismatch_and_nothing_is_set(tensor):
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["eps"]) == (0.2, 1e-3)
 
 
+def test_keys_that_only_the_source_knows_are_no_reason_to_keep_groups_apart():
+    source, target = net(), net()
+    parts = [{"params": part.parameters(), "wd_mult": mult} for part, mult in zip(source, (0.0, 1.0), strict=True)]
+    optimizer, fresh = optim.AdamW(parts, lr=0.7), optim.AdamW(target.parameters(), lr=0.2)
+    transfer({"model": source, "optimizer": optimizer}, {"model": target, "optimizer": fresh})
+    assert fresh.param_groups[0]["lr"] == 0.7
+    assert "wd_mult" not in fresh.param_groups[0]
+
+
 def test_groups_that_cannot_be_joined_are_found_before_anything_is_loaded():
     source, target = net(), net(seed=9)
     optimizer, fresh = groups(source, lr=0.7), optim.AdamW(target.parameters(), lr=0.2)
