@@ -189,15 +189,22 @@ def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping
 
 
 def _managed(module: nn.Module) -> _Managed:
-    """Find every parameter that FSDP1 manages; one of several names is one leaf."""
+    """Find every parameter that FSDP1 manages; one of several names is one leaf, in whichever unit the names are."""
     found: dict[int, dict[str, Sharded]] = {}
+    originals: dict[int, Sharded] = {}
     for handle in _handles(module):
         flat = handle.flat_param
         where = [found.setdefault(id(owner), {}) for _, owner, _ in flat._param_infos]
         for index, (name, *_) in enumerate(flat._param_infos):
             where[index][name] = _leaf(handle, index)
+            originals |= {} if flat._params is None else {id(flat._params[index]): where[index][name]}
         for name, owner, _, first_name, first_owner, _ in flat._shared_param_infos:
             found.setdefault(id(owner), {})[name] = found[id(first_owner)][first_name]
+    for part in module.modules():
+        mine = found.setdefault(id(part), {})
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in originals:  # another unit's, which FSDP1 does not take a second time
+                mine.setdefault(name, originals[id(parameter)])
     return found
 
 

@@ -247,6 +247,8 @@ def _turned(fqn: str, shape: Shape, megatron: str, family: Family) -> Moved:
 
 def _cut(shape: Shape, fqns: Sequence[str]) -> list[Moved]:
     """Cut a tensor into as many equal parts, along its first dimension."""
+    if not shape or shape[0] % len(fqns):
+        raise InputError(f"it cannot be cut into {len(fqns)} equal parts along its rows; check MegatronNames' family")
     part, first = (shape[0] // len(fqns), *shape[1:]), _zeros(shape[1:])
     return [Moved(Box((at * part[0], *first), part), fqn, part, _zeros(part)) for at, fqn in enumerate(fqns)]
 

@@ -82,6 +82,8 @@ def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
     local = local_tensor(tensor)
     if is_lazy(tensor):
         return "is uninitialized; run one forward pass of its lazy module first"
+    if not isinstance(leaf, Sharded) and getattr(tensor, "_fsdp_flattened", False):
+        return "is a part of an FSDP1 unit whose wrapper was not passed; pass the FullyShardedDataParallel module"
     if local.is_meta:
         return "is on the meta device and has no values; materialise it with to_empty() first"
     if local.is_nested:

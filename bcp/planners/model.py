@@ -142,6 +142,11 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
     """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
     if any(is_fsdp1(part) for part in module.modules()):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
+    if not callable(module.buffers):
+        raise StateError(
+            f"the model is wrapped in a {type(module).__name__} that is no module of torch's in full, as Megatron's "
+            "is; pass framework='megatron'"
+        )
     clean = cleaner(module)
     owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
     made: dict[str, torch.Tensor] = {}

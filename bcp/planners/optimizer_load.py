@@ -50,12 +50,13 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
     paths: dict[ObjectKey, tuple[Slot, Path]] = {}
     tensors: dict[ObjectKey, torch.Tensor] = {}
     together = Counter(_owner(slot) for slot in slots.values())
+    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, states[slot.fqn], saved)}
     counts = []
     for slot in slots.values():
-        _materialise(leaves, slot, states[slot.fqn], saved)
         counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
         counts += _want_count(leaves, slot, states[slot.fqn], saved) if counted else []
-        for path, value in slot.leaves():
+        never_stepped = _owner(slot) in made and set(states[slot.fqn]) <= {MASTER}  # others of its unit were
+        for path, value in () if never_stepped else slot.leaves():
             if counted and path == (STEP,):
                 continue
             name = (OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}")
@@ -99,10 +100,15 @@ def _saved_keys(
     return states, hypers
 
 
-def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> None:
-    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted."""
+def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> bool:
+    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted.
+
+    Returns:
+        Whether states were made.
+
+    """
     if slot.state is None or any(value is not None for value in slot.values.values()):
-        return
+        return False
     for key in keys:
         if key == MASTER or (key == STEP and slot.step_in_group):
             continue
@@ -116,6 +122,7 @@ def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) 
             slot.state.setdefault(slot.parameter, {})[key] = _zeros(slot, key, saved.meta(name))
         elif key not in slot.values:
             leaves.add_object(*name, None)
+    return bool(slot.values)
 
 
 def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:

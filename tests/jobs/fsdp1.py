@@ -238,6 +238,8 @@ def over_tensor_parallelism() -> nn.Module:
 
 
 UNREADABLE: dict[str, Callable[[], nn.Module]] = {
+    "inside, orig": lambda: wrapped(Layout(), nn.Linear(8, 8, bias=False)).module,
+    "inside, flat": lambda: wrapped(Layout(orig=False), nn.Linear(8, 8, bias=False)).module,
     "tensor parallelism": over_tensor_parallelism,
     "strides": lambda: wrapped(Layout(orig=False), transposed()),
     "module": lambda: wrapped(Layout(), nn.Sequential(nn.Linear(3, 4), Broken())),
@@ -286,6 +288,12 @@ def chunks(path: Path) -> bool:
     load(path, others)
     save(path.with_name("again"), others)
     return others["model"]["rest"][1].tolist() == [0, 0, 0]
+
+
+def tied_across_units(path: Path) -> None:
+    """Save weights of which one is in a unit, and by another name in the unit around it."""
+    prepare()
+    save(path, {"model": wrapped(Layout(), Exact(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))})
 
 
 def versions_seen(layout: Layout) -> tuple[list[str], list[str]]:

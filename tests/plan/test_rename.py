@@ -288,6 +288,24 @@ def test_blocks_that_do_not_fit_are_refused(moved: Moved, match: str) -> None:
         renamed(layout_of(meta("w", (4, 3))), Blocks(w=[moved]), BOTH)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shape": [4, 3]},
+        {"shape": (1 << 63, 3)},
+        {"at": (0.0, 0.0)},
+        {"at": None},
+        {"saved": None},
+        {"saved": Box([0, 0], (4, 3))},  # type: ignore[arg-type]  # what users may write
+    ],
+    ids=str,
+)
+def test_blocks_of_other_types_are_refused(wrong: dict[str, Any]) -> None:
+    moved = replace(Moved.whole("x", (4, 3)), transposed=True, **wrong)
+    with pytest.raises(InputError, match=r"rename answers Moved\(.* for 'w', which is \[4, 3\]: .* tuples of ints"):
+        renamed(layout_of(meta("w", (4, 3))), Blocks(w=[moved]), BOTH)
+
+
 def test_one_dimension_cannot_be_transposed() -> None:
     with pytest.raises(InputError, match="numbers of dimensions differ"):
         Moved(Box((0,), (4,)), "x", (4,), (0,), transposed=True).check("w", (4,))

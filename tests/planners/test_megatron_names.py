@@ -379,3 +379,10 @@ def test_stacked_experts_need_their_number(
     names = names_of("llama", num_experts=known)
     with pytest.raises(error, match=match):
         bcp.load(tmp_path, {"model": target}, options=bcp.LoadOptions(rename=names.to_hf))
+
+
+def test_rows_that_are_no_two_halves_are_refused(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {f"{LAYER}mlp.linear_fc1.weight": torch.ones(7, 4)}})
+    target = {f"{HF_LAYER}mlp.{part}.weight": torch.zeros(3, 4) for part in ("gate_proj", "up_proj")}
+    with pytest.raises(InputError, match=r"linear_fc1\.weight', \[7, 4\]: it cannot be cut into 2 equal parts"):
+        bcp.load(tmp_path, {"model": target}, options=bcp.LoadOptions(rename=names_of("llama").to_hf))

@@ -8,9 +8,13 @@ from planning import assembled, fill, names, pieces, saved_by
 from torch import nn, optim
 
 from bcp.errors import MismatchError, StateError
+from bcp.plan.box import Box
 from bcp.planners import PlainPlanner
+from bcp.planners.leaves import Leaves
 from bcp.planners.optimizer import Slot
-from bcp.planners.optimizer_load import scalar_device
+from bcp.planners.optimizer_load import scalar_device, slot_targets
+from bcp.planners.placement import Placement, Span
+from bcp.protocols import LoadTargets
 
 PLAIN = PlainPlanner()
 
@@ -124,6 +128,29 @@ def test_only_parameters_with_saved_state_get_one():
     step(source, optimizers[0])
     transfer({"model": source, "optimizer": optimizers[0]}, {"model": target, "optimizer": optimizers[1]})
     assert set(optimizers[1].state) == {target[0].weight, target[0].bias}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_beside_others_in_one_local_tensor_a_parameter_that_was_never_stepped_has_zeros(order):
+    source = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(3)})
+    optimizer = optim.Adam(source.parameters())
+    source["a"].sum().backward()
+    optimizer.step()
+    shards = PLAIN.local_shards({"model": source, "optimizer": optimizer})
+    layout, flat = saved_by(shards), nn.Parameter(torch.zeros(5))
+    target = optim.Adam([flat])
+    places = {"a": Span.whole(Box.whole((2,))), "b": Span.whole(Box.whole((3,)), 2)}
+    slots = [
+        Slot(fqn, flat, target.param_groups[0], target.state, placement=Placement(span.box.lengths, (5,), (span,)))
+        for fqn, span in places.items()
+    ]
+    leaves = Leaves()
+    check, finish = slot_targets(leaves, slots[::order], layout)
+    targets = LoadTargets(leaves.to_load(layout.rows), check, finish)
+    fill(targets, assembled(pieces(shards)), layout, dict(shards.objects))
+    moment = optimizer.state[source["a"]]["exp_avg"]
+    assert torch.equal(target.state[flat]["exp_avg"], torch.cat([moment, torch.zeros(3)]))
+    assert target.state[flat]["step"] == 1
 
 
 def test_names_follow_the_flattened_convention():

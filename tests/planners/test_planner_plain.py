@@ -393,3 +393,10 @@ def test_probe_names_what_is_missing():
     assert "tested with torch" in PLAIN.probe()
     with pytest.raises(InputError, match="has no _gone; pin torch"):
         probe({torch.Tensor: ["_gone"]}, "plain")
+
+
+def test_a_wrapper_that_hides_what_modules_have_is_refused():
+    wrapper = nn.Sequential(nn.Linear(2, 2))
+    wrapper.buffers = []  # Megatron's DistributedDataParallel keeps its gradient buffers by that name
+    with pytest.raises(StateError, match="pass framework='megatron'"):
+        PLAIN.local_shards({"model": wrapper})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -65,6 +66,11 @@ class Moved:
 
     def check(self, source: str, shape: tuple[int, ...]) -> None:
         """Raise InputError unless this is a block of ``source``, a tensor of that shape, and fits its target."""
+        if not self._has_numbers():
+            raise InputError(
+                f"rename answers {self!r} for {source!r}, which is {list(shape)}: saved has to be a Box, and offsets, "
+                "lengths, shape and at tuples of ints below 2**62; repair the mapping"
+            )
         ndims = {len(self.saved.offsets), len(self.saved.lengths), len(shape)}
         if len(ndims) > 1 or len(self.at) != len(self.shape) or (self.transposed and len(shape) < 2):  # noqa: PLR2004
             self._refuse(source, shape, "numbers of dimensions differ")
@@ -75,6 +81,14 @@ class Moved:
             self._refuse(source, shape, "the saved block is empty or sticks out of the saved tensor")
         if not _inside(self.target, self.shape):
             self._refuse(source, shape, f"its block {_text(self.target)} sticks out of the target")
+
+    def _has_numbers(self) -> bool:
+        """Whether everything is of its type: this comes from the user's code, which nothing else checks."""
+        corners = (self.saved.offsets, self.saved.lengths) if isinstance(self.saved, Box) else (None,)
+        return all(
+            isinstance(numbers, tuple) and all(isinstance(n, Integral) and abs(n) < 1 << 62 for n in numbers)
+            for numbers in (*corners, self.shape, self.at)
+        )
 
     def _refuse(self, source: str, shape: tuple[int, ...], reason: str) -> None:
         raise InputError(
