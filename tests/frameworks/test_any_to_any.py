@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 
 import any_to_any
 import pytest
 import torch
-from any_to_any import How, Renamed, Task, by_deepspeed, data_parallel, dtype_of, goes_on
+from any_to_any import How, Renamed, Task, data_parallel, dtype_of, goes_on
 from exact import ADAMW, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -39,24 +38,18 @@ BF16: list[tuple[How, How]] = [
 
 SAVED_ADAMW = {**ADAMW, "betas": {"tuple": list(ADAMW["betas"])}}
 
-needs_deepspeed = pytest.mark.skipif(util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-
-def case(*hows: How) -> object:
-    return pytest.param(*hows, marks=[needs_deepspeed] if any(map(by_deepspeed, hows)) else [])
-
-
-@pytest.mark.parametrize("how", [case(how) for how in FRAMEWORKS], ids=str)
+@pytest.mark.parametrize("how", FRAMEWORKS, ids=str)
 def test_the_framework_is_found_out(pool_of: PoolOf, how: How) -> None:
     assert set(pool_of(how).run(any_to_any.planner_of, how)) - {None} == {PLANNERS[how]}
 
 
-@pytest.mark.parametrize("how", [case(how) for how in FRAMEWORKS], ids=str)
+@pytest.mark.parametrize("how", FRAMEWORKS, ids=str)
 def test_a_checkpoint_is_what_unsharded_training_gives(saved: Saved, how: How) -> None:
     assert not differences(logical(saved(how)), trained(2, data_parallel(how)).state())
 
 
-@pytest.mark.parametrize(("before", "after"), [case(a, b) for a in FRAMEWORKS for b in FRAMEWORKS if a != b], ids=str)
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in FRAMEWORKS for b in FRAMEWORKS if a != b], ids=str)
 def test_training_goes_on_in_any_other_framework(
     pool_of: PoolOf, tmp_path: Path, saved: Saved, before: How, after: How
 ) -> None:
@@ -68,13 +61,13 @@ def test_training_goes_on_in_any_other_framework(
         assert {key: found["optimizer", f"param_groups.{fqn}.{key}"] for key in ADAMW} == SAVED_ADAMW
 
 
-@pytest.mark.parametrize("after", [case(how) for how in FRAMEWORKS], ids=str)
+@pytest.mark.parametrize("after", FRAMEWORKS, ids=str)
 def test_states_from_other_steps_are_overwritten(pool_of: PoolOf, tmp_path: Path, saved: Saved, after: How) -> None:
     before = FSDP2 if after is FLAT else FLAT
     goes_on(pool_of(after), saved(before), tmp_path, trained(2, data_parallel(before)), after, Task(steps_before=1))
 
 
-@pytest.mark.parametrize(("before", "after"), [case(*pair) for pair in BF16], ids=str)
+@pytest.mark.parametrize(("before", "after"), BF16, ids=str)
 def test_16_bits_are_loaded_from_and_into_32(
     pool_of: PoolOf, tmp_path: Path, saved: Saved, before: How, after: How
 ) -> None:
@@ -83,7 +76,6 @@ def test_16_bits_are_loaded_from_and_into_32(
     goes_on(pool_of(after), saved(before), tmp_path, twin, after, task)
 
 
-@needs_deepspeed
 def test_masters_survive_a_framework_without_them(pool_of: PoolOf, tmp_path: Path, saved: Saved) -> None:
     twin = trained(2, 4, dtype=torch.bfloat16)
     goes_on(pool_of(FSDP2), saved("z2/bf16"), tmp_path / "fsdp2", twin, FSDP2)
@@ -91,7 +83,7 @@ def test_masters_survive_a_framework_without_them(pool_of: PoolOf, tmp_path: Pat
     goes_on(pool_of("z2/bf16"), tmp_path / "fsdp2" / "stepped", tmp_path / "back", twin, "z2/bf16", back)
 
 
-@pytest.mark.parametrize("after", [case(FLAT), case("z3/bf16")], ids=str)
+@pytest.mark.parametrize("after", [FLAT, "z3/bf16"], ids=str)
 def test_mixed_precision_is_loaded_under_other_names(pool_of: PoolOf, tmp_path: Path, saved: Saved, after: How) -> None:
     rename = [(r"^blocks\.(\d+)\.", r"layers.\1.")]
     task = Task(make=Renamed, options=bcp.LoadOptions(rename=rename, cast=dtype_of(after) is torch.bfloat16))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import any_to_any
@@ -19,10 +19,7 @@ import bcp
 from bcp.errors import InputError
 from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-]
+pytestmark = pytest.mark.dist
 
 Saved = Callable[[How], Path]
 

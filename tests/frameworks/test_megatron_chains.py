@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -16,10 +15,7 @@ from logical import State, differences, logical
 from megatron_gpt import Layout, Net
 from ranks import Ranks
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
-]
+pytestmark = pytest.mark.dist
 
 STEPS = 2
 LLAMA, GPT = Net(), Net(llama=False)

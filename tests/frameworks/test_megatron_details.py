@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import megatron_details as details
@@ -16,10 +15,7 @@ from ranks import Ranks
 
 import bcp
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
-]
+pytestmark = pytest.mark.dist
 
 NET = Net(layers=2)
 BF16 = replace(NET, bf16=True)

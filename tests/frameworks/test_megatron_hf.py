@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -17,10 +16,7 @@ from megatron_gpt import Layout, Net
 from megatron_hf import Seen
 from ranks import Ranks
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
-]
+pytestmark = pytest.mark.dist
 
 LLAMA, BF16, MIXTRAL = Net(layers=2), Net(layers=2, bf16=True), Net(layers=2, experts=4)
 TP2, PP2, EP2, EP4 = Layout(tp=2), Layout(pp=2), Layout(ep=2), Layout(ep=4)
