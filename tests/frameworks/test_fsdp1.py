@@ -106,12 +106,14 @@ def test_weights_that_fsdp_kept_unsharded_are_dropped_by_a_load(
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-def test_neither_saving_nor_loading_makes_a_whole_tensor(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
-    ranks4.run(fsdp1.big, tmp_path / "first", Layout(orig=orig))  # imports, and the staging buffers
-    whole = 2048 * 2048 * 4
-    for save, load in ranks4.run(fsdp1.big, tmp_path / "second", Layout(orig=orig)):
-        assert max(save.largest, load.largest) < whole
-        assert max(save.resident, load.resident) < whole  # of which 8 MiB are the moments that a load makes
+def test_saving_and_loading_take_the_budget_and_a_part_and_no_more(
+    ranks4: Ranks, tmp_path: Path, *, orig: bool
+) -> None:
+    budget, part, mine = 3 << 20, 1 << 20, 12 << 20
+    ranks4.run(fsdp1.square, tmp_path / "small", Layout(orig=orig), 64, budget, part)  # imports, threads
+    for save, load in ranks4.run(fsdp1.square, tmp_path / "large", Layout(orig=orig), 2048, budget, part):
+        assert max(save.largest, load.largest) <= part + (64 << 10)
+        assert max(save.resident, load.resident) <= budget + part + (2 << 20) < mine  # 2 MiB for all that is not data
 
 
 REFUSED = {

@@ -206,21 +206,21 @@ def load_after_forward(path: Path, layout: Layout, how: str) -> torch.Tensor:
         return model(rows)
 
 
-def big(path: Path, layout: Layout) -> tuple[Seen, Seen]:
-    """Save and load one matrix of 16 MiB and its moments; return what was seen of both."""
+def square(path: Path, layout: Layout, width: int, budget: int, part: int) -> tuple[Seen, Seen]:
+    """Save and load one square matrix and its moments, which are there; return what was seen of both."""
     prepare()
-    model, optimizer = built(layout, nn.Linear(2048, 2048, bias=False))
-    model(torch.ones(1, 2048)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    fresh, unused = built(layout, nn.Linear(2048, 2048, bias=False))
-    seen = (
-        save(path, {"model": model, "optimizer": optimizer}),
-        load(path, {"model": fresh, "optimizer": unused}),
+    model, optimizer = built(layout, nn.Linear(width, width, bias=False))
+    fresh, unused = built(layout, nn.Linear(width, width, bias=False))
+    for each, its in ((model, optimizer), (fresh, unused)):
+        each(torch.ones(1, width)).sum().backward()
+        its.step()
+        its.zero_grad()
+    saving = bcp.SaveOptions(budget_bytes=budget, part_bytes=part)
+    loading = bcp.LoadOptions(budget_bytes=budget, read_bytes=part, exchange_bytes=part)
+    return (
+        save(path, {"model": model, "optimizer": optimizer}, options=saving),
+        load(path, {"model": fresh, "optimizer": unused}, options=loading),
     )
-    moments = [state["exp_avg"] for state in unused.state.values()]
-    assert all(bool(moment.any()) for moment in moments)
-    return seen
 
 
 def transposed() -> nn.Module:

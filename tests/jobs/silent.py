@@ -15,10 +15,12 @@ import bcp
 __all__ = ["load", "load_in_place", "save"]
 
 
-def save(path: Path, states: Mapping[str, Any], ranks: int | None = None) -> Seen:
+def save(
+    path: Path, states: Mapping[str, Any], ranks: int | None = None, options: bcp.SaveOptions | None = None
+) -> Seen:
     """Save from the first ranks, or from all as users do; return what was seen meanwhile."""
     with watched() as seen:
-        bcp.save(path, states, coordinator=_coordinator(ranks))
+        bcp.save(path, states, coordinator=_coordinator(ranks), options=options)
     assert not seen.collectives, seen
     return seen
 
