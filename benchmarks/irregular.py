@@ -56,11 +56,10 @@ JOBS: dict[str, tuple[str, Context, Callable[[int], Ways]]] = {
 def main() -> int:
     """Run everything."""
     options = arguments(__doc__)
+    if find_spec("megatron") is None:
+        raise SystemExit("benchmarks.irregular needs megatron-core: pip install 'bcp[frameworks]'")
     figures = Figures()
     for job, (official, *_) in JOBS.items():
-        if job.startswith("Megatron") and find_spec("megatron") is None:
-            print(f"\n{job}: left out, megatron-core is not installed")
-            continue
         measured = measure(job, options)
         figures.head(f"{job}: {measured['elements'] / 1e6:.1f} M parameters and their AdamW states on {RANKS} ranks")
         figures.add(f"{official}, model and optimizer", measured["official"] * 1e3, "ms")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from ranks import Ranks
@@ -14,14 +15,12 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four gloo processes; the first test that uses them waits some seconds for their start."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with closing(Ranks(4)) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
 def megatron4() -> Iterator[Ranks]:
     """Four processes for Megatron alone, which keeps its groups in globals, and takes seconds to import."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with closing(Ranks(4)) as ranks:
+        yield ranks

@@ -71,11 +71,6 @@ class Slot:
         return {} if self.state is None else self.state.get(self.parameter, {})
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the logical parameter."""
-        return self.placement.shape if self.placement else tuple(self.parameter.shape)
-
-    @property
     def hyper(self) -> dict[str, Any]:
         """The hyper-parameters of its group; a step count is none."""
         none = {*_PER_PARAMETER, *self.layout_keys, *((STEP,) if self.step_in_group else ())}
@@ -92,11 +87,16 @@ class Slot:
         steps = self.counter.get(STEP)
         return torch.tensor(float(steps)) if isinstance(steps, (int, float)) else None
 
-    def leaves(self) -> Iterator[tuple[Path, Any]]:
-        """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed."""
+    def leaves(self, rank: int) -> Iterator[tuple[Path, Any]]:
+        """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed.
+
+        Raises:
+            StateError: a state cannot be placed; the message names this ``rank``.
+
+        """
         for name, value in self.values.items():
             if isinstance(value, torch.Tensor):
-                yield (name,), self._placed(name, value)
+                yield (name,), self._placed(name, value, rank)
                 continue
             if name == STEP and self.count is not None:
                 continue
@@ -106,7 +106,7 @@ class Slot:
             else:
                 yield (name,), value
 
-    def _placed(self, name: str, value: torch.Tensor) -> Leaf:
+    def _placed(self, name: str, value: torch.Tensor, rank: int) -> Leaf:
         """Say where in the logical parameter a state lies: where the parameter does, if it has its local shape."""
         if self.placement is None or (not value.dim() and self.placement.local) or is_ragged(value):
             return value
@@ -114,7 +114,7 @@ class Slot:
         if tuple(value.shape) != self.placement.local:
             raise StateError(
                 f"the state {name!r} of {self.fqn!r} has the shape {list(value.shape)}, its parameter "
-                f"{list(self.placement.local)} on this rank: which part of it is here cannot be told. States have to "
+                f"{list(self.placement.local)} on rank {rank}: which part of it is here cannot be told. States have to "
                 "be of the parameter's shape, or 0-d"
             )
         return Sharded(value, self.placement)
@@ -172,7 +172,7 @@ def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
             hypers[id(slot.group)] = slot.hyper
         for key, value in hypers[id(slot.group)].items():
             leaves.add(OPTIMIZER, f"param_groups.{slot.fqn}.{key}", value)
-        for path, value in slot.leaves():
+        for path, value in slot.leaves(leaves.rank):
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}", value)
         if (count := slot.count) is not None:
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{STEP}", count)

@@ -56,7 +56,7 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
         counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
         counts += _want_count(leaves, slot, states[slot.fqn], saved) if counted else []
         never_stepped = _owner(slot) in made and set(states[slot.fqn]) <= {MASTER}  # others of its unit were
-        for path, value in () if never_stepped else slot.leaves():
+        for path, value in () if never_stepped else slot.leaves(leaves.rank):
             if counted and path == (STEP,):
                 continue
             name = (OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}")

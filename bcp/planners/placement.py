@@ -15,7 +15,7 @@ import torch
 from bcp.errors import StateError
 from bcp.plan.box import Box
 
-__all__ = ["Leaf", "Part", "Placement", "Sharded", "Span"]
+__all__ = ["Leaf", "Part", "Placement", "Sharded", "Span", "memory_of", "numel_of"]
 
 
 @dataclass(frozen=True, slots=True)

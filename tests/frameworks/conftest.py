@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import any_to_any
@@ -12,9 +13,8 @@ from ranks import Ranks
 @pytest.fixture(scope="session")
 def deepspeed4() -> Iterator[Ranks]:
     """Four processes of its own: DeepSpeed leaves global state behind, and imports slowly."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    with closing(Ranks(4)) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
