@@ -1,19 +1,23 @@
-"""Blocking calls in worker threads, which are never left alone."""
+"""Blocking calls in worker threads, which are never left alone, and may give way to other work."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import ctypes
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from contextvars import copy_context
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 import anyio
 from anyio.lowlevel import RunVar
 
-__all__ = ["in_thread"]
+__all__ = ["giving_way", "in_thread"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -22,7 +26,32 @@ Outcome = tuple[T, None] | tuple[None, BaseException]
 MAX_THREADS = 128
 """Only a safety net: how many calls run at once is decided by the stages' ``workers``."""
 
-_pool: RunVar[ThreadPoolExecutor] = RunVar("bcp thread pool")
+Priority = tuple[int, int]
+"""``nice`` of a thread, and Linux' I/O priority as ``ioprio_set`` takes it: class and level, 0 for none."""
+
+_AS_THE_PROCESS: Priority = (0, 0)
+_CLASSES = {"best-effort": 2 << 13, "idle": 3 << 13}
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+_pools: RunVar[dict[Priority, ThreadPoolExecutor]] = RunVar("bcp thread pools")
+_priority: ContextVar[Priority] = ContextVar("bcp thread priority", default=_AS_THE_PROCESS)
+
+
+@contextmanager
+def giving_way(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
+    """Let calls of :func:`in_thread` inside of the block run in threads that let other work go first.
+
+    Args:
+        nice: added to the process's niceness, 0 to 19; a thread with 19 runs where nobody else wants the core.
+        io: ``"best-effort"`` with the least of its levels, ``"idle"``, or None for that of the process. Works on local
+            disks whose scheduler knows priorities (bfq, mq-deadline); elsewhere it does nothing.
+
+    """
+    token = _priority.set((nice, 0 if io is None else _CLASSES[io] | (7 if io == "best-effort" else 0)))
+    try:
+        yield
+    finally:
+        _priority.reset(token)
 
 
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -47,12 +76,28 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Return the thread pool of the running event loop. Its threads end when the loop is gone."""
-    pool = _pool.get(None)
-    if pool is None:
-        pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="bcp-worker")
-        _pool.set(pool)
-    return pool
+    """Return the running event loop's thread pool of the current priority. Its threads end when the loop is gone.
+
+    There is one for each priority, because without privileges a thread cannot raise its own again.
+    """
+    pools = _pools.get(None)
+    if pools is None:
+        pools = {}
+        _pools.set(pools)
+    priority = _priority.get()
+    if priority not in pools:
+        pools[priority] = ThreadPoolExecutor(MAX_THREADS, "bcp-worker", _give_way, priority)
+    return pools[priority]
+
+
+def _give_way(nice: int, io: int) -> None:
+    """Lower the priority of the calling thread, as far as the system lets it."""
+    if nice:
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
+    if io and platform.machine() in _IOPRIO_SET:
+        call, process_or_thread, itself = _IOPRIO_SET[platform.machine()], 1, 0
+        ctypes.CDLL(None).syscall(call, process_or_thread, itself, io)  # advice: an error changes nothing
 
 
 def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:

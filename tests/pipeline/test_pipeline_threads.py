@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import gc
+import os
+import platform
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from contextlib import contextmanager, suppress
 import anyio
 import pytest
 
-from bcp.pipeline import in_thread, threads
+from bcp.pipeline import giving_way, in_thread, threads
 from bcp.pipeline.threads import MAX_THREADS
 
 pytestmark = pytest.mark.anyio
@@ -27,6 +30,32 @@ async def test_sees_the_callers_context() -> None:
     where = contextvars.ContextVar[str]("where")
     where.set("here")
     assert await in_thread(where.get) == "here"
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+async def test_threads_give_way_inside_of_the_block_and_only_there() -> None:
+    own = niceness()
+    with giving_way(nice=3):
+        assert await in_thread(niceness) == min(own + 3, 19)
+        with giving_way(nice=5):
+            assert await in_thread(niceness) == min(own + 5, 19)
+        assert await in_thread(niceness) == min(own + 3, 19)
+    assert await in_thread(niceness) == own == niceness()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of ioprio_get differs elsewhere")
+async def test_threads_give_way_to_other_reads_and_writes() -> None:
+    def priority() -> int:
+        return int(ctypes.CDLL(None).syscall(252, 1, 0)) >> 13
+
+    with giving_way(io="best-effort"):
+        assert await in_thread(priority) == 2
+    with giving_way(io="idle"):
+        assert await in_thread(priority) == 3
+    assert await in_thread(priority) == 0
 
 
 class Odd(BaseException):
@@ -161,7 +190,7 @@ async def test_a_call_that_cannot_have_a_thread_is_not_made_later_either() -> No
 
     gate, calls = Gate(), list[str]()
     with Exhausted() as pool:
-        token = threads._pool.set(pool)
+        token = threads._pools.set({threads._AS_THE_PROCESS: pool})
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(in_thread, gate)
@@ -170,7 +199,7 @@ async def test_a_call_that_cannot_have_a_thread_is_not_made_later_either() -> No
                     await in_thread(calls.append, "late")
                 gate.let.set()
         finally:
-            threads._pool.reset(token)
+            threads._pools.reset(token)
     assert calls == []
 
 
