@@ -38,6 +38,7 @@ __all__ = ["aload", "asave", "load", "save"]
 
 Path = str | os.PathLike[str] | Backend
 Framework = str | Planner | None
+Snapshot = Literal["eager", "lazy"] | None
 ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 RESERVED = (*KINDS, "receipts")
 
@@ -59,6 +60,7 @@ async def asave(
     async_checkpoint: Literal[False] = ...,
     overwrite: bool | None = ...,
     progress: bool | None = ...,
+    snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
     task_status: TaskStatus[None] = ...,
@@ -73,6 +75,7 @@ async def asave(
     async_checkpoint: Literal[True],
     overwrite: bool | None = ...,
     progress: bool | None = ...,
+    snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
     task_status: TaskStatus[None] = ...,
@@ -86,6 +89,7 @@ async def asave(
     async_checkpoint: bool = False,
     overwrite: bool | None = None,
     progress: bool | None = None,
+    snapshot: Snapshot = None,
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
@@ -106,6 +110,8 @@ async def asave(
             written in the background, on bcp's own loop.
         overwrite: replace a committed checkpoint at ``path``, atomically. Overrides ``options.overwrite``.
         progress: draw a bar on rank 0. Overrides ``options.progress``.
+        snapshot: ``"lazy"``, with ``async_checkpoint=True``: return at once, copy while forward and backward run, and
+            hold the optimizer's next step back until that is done. Overrides ``options.snapshot``.
         options: how to save.
         coordinator: how ranks agree; None: over the default process group's store, or alone.
         task_status: for ``await tg.start(partial(bcp.asave, path, states))``, which returns once the snapshot is safe.
@@ -121,13 +127,16 @@ async def asave(
 
     """
     _require_asyncio()
-    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress)
-    job = _save_job(path, states, framework, role, options, coordinator)
+    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
+    job = _save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
     if async_checkpoint:
-        background = _bridge.start(lambda started: _asave(job(on_snapshot=started)), what=f"save to {path}")
+        background = _bridge.start(
+            lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
+        )
         await background.astarted()
         return Pending(background)
-    return await _asave(job(on_snapshot=task_status.started))
+    goes_on = task_status is not anyio.TASK_STATUS_IGNORED
+    return await _asave(job(on_snapshot=task_status.started, goes_on=goes_on))
 
 
 async def aload(
@@ -190,6 +199,7 @@ def save(
     async_checkpoint: Literal[False] = ...,
     overwrite: bool | None = ...,
     progress: bool | None = ...,
+    snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
 ) -> SaveReport: ...
@@ -203,6 +213,7 @@ def save(
     async_checkpoint: Literal[True],
     overwrite: bool | None = ...,
     progress: bool | None = ...,
+    snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
 ) -> Pending[SaveReport]: ...
@@ -215,6 +226,7 @@ def save(
     async_checkpoint: bool = False,
     overwrite: bool | None = None,
     progress: bool | None = None,
+    snapshot: Snapshot = None,
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> SaveReport | Pending[SaveReport]:
@@ -224,11 +236,11 @@ def save(
     that nobody waits for is finished before the process exits. Ctrl-C cancels: nothing is committed. Arguments and
     errors are those of :func:`asave`.
     """
-    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress)
-    job = _save_job(path, states, framework, role, options, coordinator)
+    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
+    job = _save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
     if not async_checkpoint:
-        return _bridge.run(lambda: _asave(job(on_snapshot=_nothing)))
-    background = _bridge.start(lambda started: _asave(job(on_snapshot=started)), what=f"save to {path}")
+        return _bridge.run(lambda: _asave(job(on_snapshot=_nothing, goes_on=False)))
+    background = _bridge.start(lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}")
     background.wait_started()
     return Pending(background)
 
@@ -263,8 +275,14 @@ def _save_job(
     role: str | None,
     options: SaveOptions,
     given: Coordinator | None,
+    *,
+    background: bool,
 ) -> Callable[..., SaveJob]:
     """Prepare a save; what is left open is whom to tell that training may go on."""
+    if options.snapshot == "lazy" and not background:
+        raise InputError(
+            "snapshot='lazy' needs async_checkpoint=True: training goes on while the state is copied in the background"
+        )
     where, backend, opened = _place(path, states, role)
     ranks = coordinator_for(given)
     codecs = [codec.name for codec in options.codecs]

@@ -51,11 +51,13 @@ class SaveJob(Job):
         options: how to save.
         fence: what the caller's CUDA stream had queued when it called.
         on_snapshot: called once training may go on.
+        goes_on: whether anybody waits for that; else the caller waits for the end.
     """
 
     options: SaveOptions
     fence: Fence
     on_snapshot: Callable[[], None]
+    goes_on: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from bcp import _load as loading
 from bcp import _save as saving
@@ -13,13 +14,12 @@ from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Budget, Pipeline, in_thread
-from bcp.planners import check_unchanged, versions
+from bcp.pipeline import Budget, Pipeline, beside, giving_way, in_thread
 from bcp.protocols import Agreement
 from bcp.stages.device import cuda_devices
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import load_graph
-from bcp.stages.save import SaveContext, save_graph
+from bcp.stages.save import SaveContext, Writers, save_graph
 from bcp.stages.staging import shared_pool
 from bcp.telemetry.progress import progress_bar
 
@@ -32,14 +32,14 @@ __all__ = ["aload", "asave"]
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
-    with saving.only_save_to(job) as refusal:
+    with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
-            stock = await attempt(in_thread(saving.take_stock, job)) if refusal is None else refusal
+            stock = await attempt(in_thread(snapshot.take_stock)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
             values = await in_thread(saving.owned_values, held, plan)
             undo.begin(opening.operation, items)
-            stored, snapshot = await _write(job, held, items)
+            stored = await _write(job, held, items, snapshot)
             receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
             digest = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
@@ -48,37 +48,37 @@ async def asave(job: SaveJob) -> SaveReport:
 
 
 async def _write(
-    job: SaveJob, held: saving.Held, items: Sequence[WriteItem]
-) -> tuple[list[PartReceipt], saving.Snapshot]:
+    job: SaveJob, held: saving.Held, items: Sequence[WriteItem], snapshot: saving.Snapshot
+) -> list[PartReceipt]:
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
     nbytes = sum(item.nbytes for item in items)
-    snapshot = saving.Snapshot(budget=Budget(max(options.budget_bytes or nbytes, 1)))
-    before = versions(held.shards) if options.guard else None
-
-    def on_snapshot() -> None:
-        if before is not None:
-            check_unchanged(held.shards, before, job.rank)
-        snapshot.seconds = job.clock.seconds
-        job.on_snapshot()
-
+    budget = snapshot.lend(nbytes)
     with ExitStack() as stack:
+        stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
         pinned = bool(cuda_devices(held.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
         stack.enter_context(own_errors())
-        context = SaveContext(lease, {}, saving.BLOCK_BYTES, job.fence, len(items), on_snapshot)
+        writers = Writers()
+        context = SaveContext(
+            lease,
+            writers,
+            saving.BLOCK_BYTES,
+            job.fence,
+            len(items),
+            snapshot.taken,
+            copies_first=job.goes_on and budget.capacity >= nbytes,
+        )
         graph = _edited(
             save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers),
             options.edit,
         )
-        async with saving.open_files(job.backend, items, encoded=bool(options.codecs)) as writers:
-            context.writers.update(writers)
-            if not items:
-                on_snapshot()
-            stored = await graph.run(items, budget=snapshot.budget, observe=job.clock)
-    return stored, snapshot
+        if not items:
+            snapshot.taken()
+        files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
+        return await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
 
 
 # -- load ----------------------------------------------------------------------------------------

@@ -48,8 +48,9 @@ class SaveReport:
         state_nbytes: bytes of the tensors that this rank holds, replicas included.
         dedup_saved_bytes: bytes that this rank holds and did not have to write, because another replica did.
         seconds: from the call until the checkpoint was committed.
-        blocking_seconds: from the call until the snapshot was safe; what training waits for with
-            ``async_checkpoint=True``. Without it, training waits for all of ``seconds``.
+        blocking_seconds: from the call until training could go on, with ``async_checkpoint=True``. Without it, training
+            waits for all of ``seconds``.
+        step_wait_seconds: how long optimizer steps waited for a lazy snapshot, in addition.
         stage_seconds: wall seconds from the first start to the last end of each stage.
         budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
         plan_cached: whether the layout was unchanged, so that only digests were exchanged.
@@ -66,6 +67,7 @@ class SaveReport:
     seconds: float
     blocking_seconds: float
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    step_wait_seconds: float = 0.0
     budget_wait_seconds: float = 0.0
     plan_cached: bool = False
     files: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from bcp.protocols import Codec
 __all__ = ["Graph", "LoadOptions", "SaveOptions", "with_overrides"]
 
 MIB = 1 << 20
+MAX_NICE = 19
 Graph = Pipeline[Any, Any]
 """A save or load graph, as ``SaveOptions(edit=...)`` and ``LoadOptions(edit=...)`` get and return it."""
 O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
@@ -58,11 +59,21 @@ class SaveOptions:
         codecs: applied to every part in this order, before it is stored.
         balance: how replicated tensors are divided over the ranks that hold them: ``"split"`` cuts them so that
             every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded (sec. 4.1).
-        budget_bytes: staging memory. None: the rank's own state, so that the snapshot never waits for storage.
-            With less, training waits longer and memory is saved; the report says by how much.
+        budget_bytes: staging memory. None: the rank's own state where training goes on once that is copied, so that the
+            snapshot never waits for storage; 8 parts where the caller waits for storage anyway. With less, training
+            waits longer and memory is saved; the report says by how much.
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
         io_workers: parts that are written at once, by as many threads. ``$BCP_IO_WORKERS``, else 4.
         copy_workers: parts that are copied to the host at once.
+        snapshot: ``"eager"``: an asynchronous save returns when the state is in host memory (sec. 4.2). ``"lazy"``: it
+            returns at once; parameters and optimizer states are copied while forward and backward run, which do not
+            change them, and the optimizer's next step waits for what is left. Needs ``async_checkpoint=True`` and the
+            optimizer in the states. Whatever else changes parameters before that step makes the save fail (see
+            ``guard``).
+        nice: added to the niceness of the threads that copy, digest and write, 0 to 19: with 19 they run where
+            training leaves a core idle.
+        ionice: I/O priority of these threads: ``"best-effort"`` (its lowest level), ``"idle"``, None for the
+            process's. For local disks whose scheduler knows priorities.
         timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
         guard: raise :class:`~bcp.errors.StateChangedError` if a tensor is written to while its snapshot is taken.
         observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
@@ -77,6 +88,9 @@ class SaveOptions:
     part_bytes: int = 32 * MIB
     io_workers: int = field(default_factory=_workers)
     copy_workers: int = 2
+    snapshot: Literal["eager", "lazy"] = "eager"
+    nice: int = 0
+    ionice: Literal["best-effort", "idle"] | None = None
     timeout: float = field(default_factory=_timeout)
     guard: bool = True
     observe: Observer = ignore
@@ -88,8 +102,13 @@ class SaveOptions:
         _codecs(self.codecs)
         if self.budget_bytes is not None and self.budget_bytes <= 0:
             raise InputError(f"budget_bytes={self.budget_bytes} must be positive, or None for the rank's own state")
-        if self.balance not in ("split", "worst-fit"):
-            raise InputError(f"balance={self.balance!r} is unknown; use 'split' or 'worst-fit'")
+        _one_of(self, "balance", ("split", "worst-fit"))
+        _one_of(self, "snapshot", ("eager", "lazy"))
+        _one_of(self, "ionice", ("best-effort", "idle", None))
+        if not 0 <= self.nice <= MAX_NICE:
+            raise InputError(
+                f"nice={self.nice} is not within 0 and {MAX_NICE}; a library cannot ask for more than its share"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +164,12 @@ class LoadOptions:
         _whole_mib(self, "read_bytes")
         _codecs(self.codecs)
         blocks_of(self.rename)
+
+
+def _one_of(options: object, name: str, known: Sequence[str | None]) -> None:
+    """Refuse a field that has none of the known values."""
+    if getattr(options, name) not in known:
+        raise InputError(f"{name}={getattr(options, name)!r} is unknown; use {' or '.join(map(repr, known))}")
 
 
 def _whole_mib(options: object, name: str) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "ObjectKey",
     "PartWriter",
     "Planner",
+    "ScatterReader",
     "Stateful",
     "States",
     "Sweeper",
@@ -182,6 +183,18 @@ class Sweeper(Protocol):
         """Remove what writers that died have left behind unfinished, of the keys for which ``stale`` is true.
 
         Finished objects are not touched.
+        """
+
+
+@runtime_checkable
+class ScatterReader(Protocol):
+    """What a backend offers besides, if one read can fill many buffers: tensors, without a copy in between."""
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after the other, with the object's bytes from ``start``.
+
+        They are writable, flat, of any number and of any length. Errors are those of :meth:`Backend.read_into`; after
+        one the buffers' contents are undefined.
         """
 
 

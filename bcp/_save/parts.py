@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +12,11 @@ from bcp._job import SaveJob
 from bcp._save.held import Held
 from bcp._save.plan import SavePlan
 from bcp._save.root import Opening
+from bcp._save.snapshot import Snapshot
 from bcp.events import SaveReport
 from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
-from bcp.pipeline import Budget, in_thread
+from bcp.pipeline import in_thread
 from bcp.plan.box import Box
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.writes import Writes
@@ -26,7 +26,7 @@ from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.items import PartReceipt, WriteItem
 
-__all__ = ["Snapshot", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+__all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
 def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
@@ -124,14 +124,6 @@ async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
     return receipt_digest(data)
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """How the staging went: its memory, and when the last part was safe (seconds since the call)."""
-
-    budget: Budget
-    seconds: float = 0.0
-
-
 def report(
     job: SaveJob, held: Held, opening: Opening, receipt: Receipt, items: Sequence[WriteItem], snapshot: Snapshot
 ) -> SaveReport:
@@ -147,6 +139,7 @@ def report(
         dedup_saved_bytes=held.nbytes - data_nbytes,
         seconds=job.clock.seconds,
         blocking_seconds=snapshot.seconds,
+        step_wait_seconds=snapshot.step_wait_seconds,
         stage_seconds=job.clock.stage_seconds,
         budget_wait_seconds=snapshot.budget.waited_seconds,
         plan_cached=opening.cached,

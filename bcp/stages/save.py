@@ -6,42 +6,69 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import anyio
 import numpy as np
 import xxhash
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
 from bcp.protocols import Buffer, Codec, PartWriter
-from bcp.stages.device import Fence, cuda_devices, on_side_stream
-from bcp.stages.flat import bytes_of, flat_to_bytes
+from bcp.stages.device import Fence
+from bcp.stages.flat import bytes_of
+from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.staging import Lease
 
-__all__ = ["SaveContext", "save_graph"]
+__all__ = ["SaveContext", "Writers", "save_graph"]
 
 
-@dataclass(frozen=True, slots=True)
+class Writers:
+    """The data files, which are opened while the first parts are being copied."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._opened: Mapping[str, PartWriter] = {}
+        self._ready = anyio.Event()
+
+    def opened(self, writers: Mapping[str, PartWriter]) -> None:
+        """Take the files, by key, and let those go on who wait for them."""
+        self._opened = writers
+        self._ready.set()
+
+    async def of(self, key: str) -> PartWriter:
+        """Return where the parts of a file go; wait until it is open."""
+        await self._ready.wait()
+        return self._opened[key]
+
+
+@dataclass(slots=True)
 class SaveContext:
     """What the stages of one save share.
 
     Attributes:
         lease: staging memory.
-        writers: for each data file, where its parts go; filled once the graph is known to be one.
+        writers: where the parts of each data file go.
         block_bytes: unit of checksumming.
         fence: what the copies from devices have to wait for.
         count: how many parts there are.
         on_snapshot: called once, when the last part is in host memory; may raise to refuse the snapshot.
+        copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them.
+        copied: how many parts are in host memory.
+        snapshot: set when all of them are.
     """
 
     lease: Lease
-    writers: dict[str, PartWriter]
+    writers: Writers
     block_bytes: int
     fence: Fence
     count: int
     on_snapshot: Callable[[], None]
+    copies_first: bool = False
+    copied: int = 0
+    snapshot: anyio.Event = field(default_factory=anyio.Event)
 
 
 def save_graph(
@@ -49,7 +76,7 @@ def save_graph(
 ) -> Pipeline[WriteItem, PartReceipt]:
     """Build the graph that stores one rank's parts."""
     start: Pipeline[WriteItem, WriteItem] = Pipeline()
-    graph: Pipeline[WriteItem, Blob] = start.then(d2h(context, copy_workers)).then(serialize(context.block_bytes))
+    graph: Pipeline[WriteItem, Blob] = start.then(d2h(context, copy_workers)).then(serialize(context))
     for codec in codecs:
         graph = graph.then(encode(codec))
     graph = graph.then(Stage("checksum", checksum, workers=copy_workers))
@@ -60,42 +87,35 @@ def save_graph(
 
 def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
     """Copy a part's elements into staging memory; after the last one training may go on."""
-    left = context.count
 
     async def run(item: WriteItem) -> HostPart:
-        nonlocal left
-        buffer = context.lease.take(item.nbytes)
-        part = HostPart(item, buffer)
-        await in_thread(_copy, part, context.fence)
-        left -= 1
-        if left == 0:
+        part = await in_thread(_copy, item, context)
+        context.copied += 1
+        if context.copied == context.count:
             context.on_snapshot()
+            context.snapshot.set()
         return part
 
     return Stage("d2h", run, workers=workers)
 
 
-def _copy(part: HostPart, fence: Fence) -> None:
-    """Copy every span of a part to its place in the buffer."""
-    item = part.item
-    spans = item.part.spans
-    with on_side_stream(cuda_devices([item.tensors[span.row] for span in spans]), fence):
-        for span in spans:
-            tensor = item.tensors[span.row].detach()
-            first = int(item.table.start[span.row])
-            nbytes = (span.stop - span.start) * tensor.element_size()
-            out = part.buffer[span.at : span.at + nbytes]
-            flat_to_bytes(tensor, span.start - first, span.stop - first, out)
+def _copy(item: WriteItem, context: SaveContext) -> HostPart:
+    """Take memory for a part, and fill it."""
+    buffer = context.lease.take(item.nbytes)
+    gather(item, buffer, context.fence)
+    return HostPart(item, buffer)
 
 
-def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
+def serialize(context: SaveContext) -> Stage[HostPart, Blob]:
     """Put the header in front of a file's first part, and name the blocks."""
 
     async def run(part: HostPart) -> Blob:
+        if context.copies_first and context.copied:  # 0: the caller has put another stage in the place of d2h
+            await context.snapshot.wait()
         header = part.item.header
         data = bytes_of(part.buffer)[: part.nbytes]
         data[: len(header)] = header
-        return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, block_bytes))
+        return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, context.block_bytes))
 
     return Stage("serialize", run)
 
@@ -151,7 +171,8 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, PartReceipt]:
                 f"{part.name} has {blob.nbytes} bytes where {planned} were checksummed: a custom stage changed its "
                 "length; use SaveOptions(codecs=[bcp.Codec(...)]) for stages that do"
             )
-        await context.writers[blob.part.item.key].write_part(part.index, blob.start, blob.data)
+        writer = await context.writers.of(blob.part.item.key)
+        await writer.write_part(part.index, blob.start, blob.data)
         context.lease.give(blob.part.buffer)
         return PartReceipt(part, blob.start, blob.nbytes, blob.blocks, blob.checksums)
 

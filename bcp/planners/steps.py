@@ -1,0 +1,117 @@
+"""Holds optimizer steps back while what they would change is still being copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from threading import Condition, Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from bcp.errors import InputError
+
+__all__ = ["StepHold", "torch_optimizers"]
+
+
+def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
+    """Find the ``torch.optim`` optimizers in what was passed as the optimizer: itself, several, or in wrappers.
+
+    Megatron-LM's optimizers, DeepSpeed's and Accelerate's keep theirs in ``optimizer``, chained ones in
+    ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any
+    was in a wrapper.
+
+    Raises:
+        InputError: there is something else in it, whose steps cannot be held back.
+
+    """
+    found = dict(_optimizers(given, wrapped=False))
+    for one in found:
+        if any(group.get("capturable") for group in one.param_groups):
+            raise InputError(
+                f"{type(one).__name__} was made with capturable=True: its steps may be replayed from a CUDA graph, "
+                "where they cannot be held back; save with snapshot='eager'"
+            )
+    return list(found), any(found.values())
+
+
+def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]]:
+    """Walk through containers and wrappers."""
+    inner = getattr(given, "chained_optimizers", None) or getattr(given, "optimizer", None)
+    if isinstance(given, Optimizer):
+        yield given, wrapped
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _optimizers(one, wrapped=wrapped)
+    elif isinstance(given, Mapping) and given:
+        yield from _optimizers(list(given.values()), wrapped=wrapped)
+    elif inner is not None:
+        yield from _optimizers(inner, wrapped=True)
+    elif not getattr(given, "is_stub_optimizer", False):  # Megatron-LM's, on a rank that has nothing to step
+        raise InputError(
+            f"snapshot='lazy' has to hold back the optimizer's steps until everything is copied, and "
+            f"{type(given).__name__} has none; pass the optimizer itself in states['optimizer'] (a "
+            "torch.optim.Optimizer, or a wrapper that has it in .optimizer), or save with snapshot='eager'"
+        )
+
+
+class _Gate:
+    """The hook of one optimizer: its steps wait here while somebody holds them."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.holds: set[StepHold] = set()
+
+    def __call__(self, *_: object) -> None:
+        """Wait; called before every step, by torch."""
+        if not self.holds:
+            return
+        began = time.monotonic()
+        with self.changed:
+            holds = set(self.holds)
+            self.changed.wait_for(lambda: not self.holds)
+        for hold in holds:
+            hold.waited_seconds += time.monotonic() - began
+
+
+_gates: WeakKeyDictionary[Optimizer, _Gate] = WeakKeyDictionary()
+_gates_lock = Lock()
+
+
+def _gate(optimizer: Optimizer) -> _Gate:
+    """Return the optimizer's gate. Its hook stays: torch walks through the hooks while a step waits in one."""
+    with _gates_lock:
+        gate = _gates.get(optimizer)
+        if gate is None:
+            gate = _gates[optimizer] = _Gate()
+            optimizer.register_step_pre_hook(gate)
+        return gate
+
+
+class StepHold:
+    """Keeps the steps of some optimizers from beginning, from now until ``release``.
+
+    Attributes:
+        waited_seconds: how long steps have waited for it.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        """Hold them from now on."""
+        self.waited_seconds = 0.0
+        self._gates = [_gate(optimizer) for optimizer in optimizers]
+        for gate in self._gates:
+            with gate.changed:
+                gate.holds.add(self)
+
+    def __repr__(self) -> str:
+        """Show whether it holds anything."""
+        held = sum(self in gate.holds for gate in self._gates)
+        return f"<StepHold of {len(self._gates)} optimizers: {held} held, {self.waited_seconds:.3f} s waited>"
+
+    def release(self) -> None:
+        """Let the steps begin; does nothing the second time."""
+        for gate in self._gates:
+            with gate.changed:
+                gate.holds.discard(self)
+                gate.changed.notify_all()
