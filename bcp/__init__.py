@@ -6,7 +6,7 @@ backends and coordinators.
 """
 
 from bcp import errors
-from bcp._api import aload, asave, load, save
+from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
@@ -43,8 +43,10 @@ __all__ = [
     "StageEvent",
     "__version__",
     "aload",
+    "aprepare",
     "asave",
     "load",
+    "prepare",
     "save",
     "tee",
 ]

@@ -1,46 +1,25 @@
-"""The public calls: what ``import bcp`` gives for saving and loading, asynchronous and synchronous.
-
-Whatever has to happen at the moment of the call, in the caller's thread (choosing planner, backend and coordinator,
-taking this rank's place in the order of operations, marking the CUDA stream), is in ``_save_job`` and ``_load_job``.
-"""
+"""The public calls: what ``import bcp`` gives for saving and loading, asynchronous and synchronous."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import pathlib
-import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from functools import partial
 from typing import Literal, overload
 
 import anyio
 from anyio.abc import TaskStatus
 
 from bcp import _bridge
-from bcp._job import LoadJob, SaveJob
+from bcp._calls import Framework, Path, load_job, prepare_job, require_asyncio, save_job
 from bcp._pending import Pending
 from bcp._workflow import aload as _aload
+from bcp._workflow import aprepare as _aprepare
 from bcp._workflow import asave as _asave
-from bcp.backends import child, resolve
-from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
-from bcp.plan.shards import KINDS
-from bcp.planners import planner as planner_for
-from bcp.protocols import Backend, Coordinator, Planner, States
-from bcp.stages.device import record_fence
-from bcp.telemetry.timeline import Timeline
+from bcp.protocols import Coordinator, States
 
-__all__ = ["aload", "asave", "load", "save"]
+__all__ = ["aload", "aprepare", "asave", "load", "prepare", "save"]
 
-Path = str | os.PathLike[str] | Backend
-Framework = str | Planner | None
 Snapshot = Literal["eager", "lazy"] | None
-ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-RESERVED = (*KINDS, "receipts")
 
 
 def _nothing() -> None:
@@ -126,9 +105,9 @@ async def asave(
         PeerError: another rank failed, died, or fell silent.
 
     """
-    _require_asyncio()
+    require_asyncio()
     options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-    job = _save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
+    job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
     if async_checkpoint:
         background = _bridge.start(
             lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
@@ -182,8 +161,43 @@ async def aload(
     options = with_overrides(
         options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
     )
-    _require_asyncio()
-    return await _aload(_load_job(path, states, framework, role, options, coordinator))
+    require_asyncio()
+    return await _aload(load_job(path, states, framework, role, options, coordinator))
+
+
+async def aprepare(
+    states: States,
+    *,
+    framework: Framework = None,
+    options: SaveOptions | None = None,
+    coordinator: Coordinator | None = None,
+) -> Pending[None]:
+    """Make the first asynchronous save of these states as fast as the later ones. Collective, as :func:`asave`.
+
+    What a first save does once is done now: the ranks agree on who writes what (paper sec. 4.1), and this rank's
+    staging memory is allocated and touched, which takes longer than the copy that it is for. Returns once it is known
+    what this rank holds, after some milliseconds; the rest goes on in the background, beside training. Waiting for the
+    :class:`~bcp.Pending` is not needed. Writes nothing.
+
+    Call it when the optimizer has its states, after the first step or a load: without them it prepares another layout.
+
+    Args:
+        states: what will be saved, as for :func:`asave`.
+        framework: as for :func:`asave`.
+        options: those of the saves to come; with ``budget_bytes``, only so much memory is prepared.
+        coordinator: as for :func:`asave`.
+
+    Raises:
+        InputError: the states cannot be saved.
+        CoverageError: the ranks' shards of a tensor leave a gap or overlap.
+        PeerError: another rank failed, died, or fell silent.
+
+    """
+    require_asyncio()
+    job = prepare_job(states, framework, options or SaveOptions(), coordinator)
+    background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+    await background.astarted()
+    return Pending(background)
 
 
 # -- synchronous -----------------------------------------------------------------------------------
@@ -237,7 +251,7 @@ def save(
     errors are those of :func:`asave`.
     """
     options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-    job = _save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
+    job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
     if not async_checkpoint:
         return _bridge.run(lambda: _asave(job(on_snapshot=_nothing, goes_on=False)))
     background = _bridge.start(lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}")
@@ -261,122 +275,22 @@ def load(
     options = with_overrides(
         options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
     )
-    job = _load_job(path, states, framework, role, options, coordinator)
+    job = load_job(path, states, framework, role, options, coordinator)
     return _bridge.run(lambda: _aload(job))
 
 
-# -- the moment of the call ------------------------------------------------------------------------
-
-
-def _save_job(
-    path: Path,
+def prepare(
     states: States,
-    framework: Framework,
-    role: str | None,
-    options: SaveOptions,
-    given: Coordinator | None,
     *,
-    background: bool,
-) -> Callable[..., SaveJob]:
-    """Prepare a save; what is left open is whom to tell that training may go on."""
-    if options.snapshot == "lazy" and not background:
-        raise InputError(
-            "snapshot='lazy' needs async_checkpoint=True: training goes on while the state is copied in the background"
-        )
-    where, backend, opened = _place(path, states, role)
-    ranks = coordinator_for(given)
-    codecs = [codec.name for codec in options.codecs]
-    what = (
-        f"save {where} with world_size={ranks.world_size} overwrite={options.overwrite} balance={options.balance} "
-        f"part_bytes={options.part_bytes} codecs={codecs}"
-    )
-    return partial(
-        SaveJob,
-        path=where,
-        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
-        backend=backend,
-        opened=opened,
-        states=states,
-        planner=_chooser(framework, states),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        operation=ranks.begin(what, options.timeout),
-        clock=Timeline(options.observe),
-        options=options,
-        fence=record_fence(),
-    )
+    framework: Framework = None,
+    options: SaveOptions | None = None,
+    coordinator: Coordinator | None = None,
+) -> Pending[None]:
+    """Make the first asynchronous save of these states as fast as the later ones, from ordinary code.
 
-
-def _load_job(
-    path: Path,
-    states: States,
-    framework: Framework,
-    role: str | None,
-    options: LoadOptions,
-    given: Coordinator | None,
-) -> LoadJob:
-    """Prepare a load."""
-    where, backend, opened = _place(path, states, role)
-    ranks = coordinator_for(given)
-    what = f"load {where} with world_size={ranks.world_size} overlap_loading={options.overlap_loading}"
-    return LoadJob(
-        path=where,
-        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
-        backend=backend,
-        opened=opened,
-        states=states,
-        planner=_chooser(framework, states),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        operation=ranks.begin(what, options.timeout),
-        clock=Timeline(options.observe),
-        options=options,
-    )
-
-
-def _words(path: Path) -> str:
-    """Name the place: the same on every rank, so without what a backend's repr may say of this one."""
-    if isinstance(path, Backend):
-        return type(path).__name__
-    return str(path) if "://" in str(path) else str(pathlib.Path(path).absolute())
-
-
-def _require_asyncio() -> None:
-    """Say what is wrong where a coroutine of bcp runs on another loop than asyncio's."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError as error:
-        raise InputError(
-            "bcp.asave and bcp.aload need asyncio's event loop (anyio on asyncio will do); elsewhere, on trio for "
-            "instance, call bcp.save and bcp.load in a thread"
-        ) from error
-
-
-def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
-    """Choose the planner later, where an error can be told to the other ranks."""
-    if framework is None or isinstance(framework, str):
-        return lambda: planner_for(framework, states)
-    if not hasattr(framework, "local_shards"):
-        raise InputError(f"framework={framework!r} is neither a name nor a planner")
-    return lambda: framework
-
-
-def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
-    """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
-    if not isinstance(states, Mapping):
-        raise InputError(
-            f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any of them, as in "
-            "bcp.save(path, {'model': model})"
-        )
-    unknown = sorted(map(str, set(states) - set(KINDS)))
-    if unknown or not states:
-        raise InputError(f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them")
-    if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
-        raise InputError(
-            f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
-            f"{', '.join(RESERVED)}"
-        )
-    backend = resolve(path)
-    where = _words(path)
-    opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
-    return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)
+    Arguments, promises and errors are those of :func:`aprepare`.
+    """
+    job = prepare_job(states, framework, options or SaveOptions(), coordinator)
+    background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+    background.wait_started()
+    return Pending(background)

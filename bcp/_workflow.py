@@ -23,7 +23,7 @@ from bcp.stages.save import SaveContext, Writers, save_graph
 from bcp.stages.staging import shared_pool
 from bcp.telemetry.progress import progress_bar
 
-__all__ = ["aload", "asave"]
+__all__ = ["aload", "aprepare", "asave"]
 
 
 # -- save ----------------------------------------------------------------------------------------
@@ -79,6 +79,19 @@ async def _write(
             snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
         return await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
+
+
+async def aprepare(job: SaveJob) -> None:
+    """Do what the first save of a layout does once: agree on a plan (paper sec. 4.1), and get staging memory."""
+    root = saving.Root(job.path, job.backend, job.world_size, job.options)
+    async with job.opened, together(job.operation) as agreement:
+        stock = await attempt(in_thread(saving.take_stock, job))
+        if isinstance(stock, saving.Held):
+            job.on_snapshot()
+        held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
+    items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+    pool = shared_pool(pinned=bool(cuda_devices(held.shards.tensors)))
+    await in_thread(pool.reserve, saving.first_sizes(items, job.options))
 
 
 # -- load ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
-from bcp._save.held import Held
-from bcp._save.parts import make_receipt, open_files, owned_values, put_receipt, report, write_items
+from bcp._save.held import Held, take_stock
+from bcp._save.parts import first_sizes, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.root import BLOCK_BYTES, Opening, Root
 from bcp._save.snapshot import Snapshot
@@ -15,6 +15,7 @@ __all__ = [
     "SavePlan",
     "Snapshot",
     "Undo",
+    "first_sizes",
     "make_receipt",
     "only_save_to",
     "open_files",
@@ -22,6 +23,7 @@ __all__ = [
     "plan_writes",
     "put_receipt",
     "report",
+    "take_stock",
     "undone_on_error",
     "write_items",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.items import PartReceipt, WriteItem
 
-__all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+__all__ = ["first_sizes", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
 def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
@@ -68,6 +69,13 @@ def _items(
         for file in files
         for part in file.parts
     ]
+
+
+def first_sizes(items: Sequence[WriteItem], options: SaveOptions) -> list[int]:
+    """Return the bytes of the parts that a save of these can have in staging memory at once."""
+    sizes = [item.nbytes for item in items]
+    budget = options.budget_bytes or sum(sizes)
+    return [nbytes for nbytes, until in zip(sizes, accumulate(sizes), strict=True) if until <= budget]
 
 
 @asynccontextmanager
