@@ -42,7 +42,9 @@ def _side_stream(device: int) -> torch.cuda.Stream:
 def on_side_stream(devices: Sequence[int], fence: Fence) -> Iterator[None]:
     """Queue copies on bcp's streams, after the fence; at the end wait, without the GIL, until they are done.
 
-    The current device is thread-local in torch, so it is set here, in the worker thread.
+    The current device is thread-local in torch, so it is set here, in the worker thread. The wait is for an event of
+    these copies, not for the stream, on which another worker may queue the next ones; and it sleeps, where CUDA's
+    default would spin on a core that training needs.
     """
     if not devices:
         yield
@@ -58,7 +60,7 @@ def on_side_stream(devices: Sequence[int], fence: Fence) -> Iterator[None]:
     try:
         yield
         for stream in streams:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record(stream)
             event.synchronize()
     finally:
