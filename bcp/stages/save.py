@@ -143,8 +143,8 @@ async def checksum(blob: Blob) -> Blob:
 
 
 def _digests(blob: Blob) -> tuple[bytes, ...]:
-    view = memoryview(blob.data)
-    return tuple(xxhash.xxh3_128_digest(view[start : start + length]) for start, length in blob.blocks.tolist())
+    view = memoryview(blob.data)  # and not xxh3_128_digest: before xxhash 4 that keeps the GIL
+    return tuple(xxhash.xxh3_128(view[start : start + length]).digest() for start, length in blob.blocks.tolist())
 
 
 def place() -> Stage[Blob, Blob]:
