@@ -1,8 +1,7 @@
-"""Blocking work on local files: durable, complete, and never outside of a root."""
+"""Names and directories of local files: durable, and never outside of a root. Everything here blocks."""
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -11,25 +10,19 @@ from pathlib import Path
 
 __all__ = [
     "TEMP_SUFFIX",
-    "TempFile",
     "create_empty",
     "list_files",
-    "pread_all",
     "prune",
     "remove",
     "sweep",
     "sync_directory",
     "temp_path",
     "unlink_all",
-    "write_back",
 ]
 
 TEMP_SUFFIX = ".bcp-tmp"
 """How the names of unfinished files end; such files are never listed."""
 
-_WRITE_BYTES = 8 << 20
-# Early write-back, 1 GiB in 4 threads on ext4, in GB/s durable, three rounds: plain writes + fsync 0.2 0.5 1.7,
-# with fallocate 0.8 1.2 0.5, with fallocate and fadvise 1.7 3.7 1.7.
 _TRIES = 16  # a directory may be pruned between its creation and the first file in it; others do that rarely
 
 
@@ -86,96 +79,9 @@ def _make_directory(path: Path) -> None:
         sync_directory(path.parent)
 
 
-class TempFile:
-    """A file that is written under a temporary name and takes its final one when it is whole and durable.
-
-    All methods block. ``discard`` may be called at any time, also after ``create`` failed half-way.
-    """
-
-    def __init__(self, final: Path) -> None:
-        """Remember the final name; nothing is created yet."""
-        self._final = final
-        self._temp: Path | None = None
-        self._fd: int | None = None
-
-    def create(self, nbytes: int | None) -> None:
-        """Create the file and reserve its space, which finds a full disk early."""
-        self._temp = temp_path(self._final)
-        create_empty(self._temp)
-        self._fd = os.open(self._temp, os.O_WRONLY | os.O_CLOEXEC)
-        if nbytes:
-            self._reserve(nbytes)
-
-    def _reserve(self, nbytes: int) -> None:
-        """Allocate the file's blocks where the file system can."""
-        assert self._fd is not None  # noqa: S101 -- create has just opened it
-        try:
-            os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data`` at ``offset``; many threads may write at once."""
-        if self._fd is None:
-            raise OSError(errno.EBADF, "the object is finished, no part can be added")
-        written = 0
-        while written < len(data):
-            piece = data[written : written + _WRITE_BYTES]
-            count = os.pwrite(self._fd, piece, offset + written)
-            if count == 0:
-                raise OSError(errno.EIO, f"pwrite wrote nothing at byte {offset + written}")
-            write_back(self._fd, offset + written, count)
-            written += count
-
-    def commit(self) -> None:
-        """Make the bytes durable, then let the object appear, then make its name durable."""
-        assert self._fd is not None  # noqa: S101 -- commit follows create
-        assert self._temp is not None  # noqa: S101 -- same
-        os.fsync(self._fd)
-        self._close()
-        os.rename(self._temp, self._final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order
-        self._temp = None
-        sync_directory(self._final.parent)
-
-    def discard(self) -> None:
-        """Remove what is left of the temporary file; does nothing after ``commit``."""
-        self._close()
-        if self._temp is not None:
-            remove(self._temp)
-            self._temp = None
-
-    def _close(self) -> None:
-        """Close the file once."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
-
-
 def remove(path: Path) -> None:
     """Remove a file that may be gone already."""
     path.unlink(missing_ok=True)
-
-
-def write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Let the kernel start writing these bytes out, so that the fsync at the end finds little to do."""
-    with suppress(OSError):  # advice; a file system without it is only slower
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def pread_all(path: Path, start: int, out: memoryview) -> int:
-    """Fill ``out`` from byte ``start`` and return how many bytes there were."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        filled = 0
-        while filled < len(out):
-            count = os.preadv(fd, [out[filled:]], start + filled)
-            if count == 0:
-                break
-            filled += count
-        return filled
-    finally:
-        os.close(fd)
 
 
 def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:

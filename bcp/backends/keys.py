@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from bcp.errors import InputError
 from bcp.protocols import Buffer
 
-__all__ = ["check_key", "flat_view"]
+__all__ = ["check_key", "flat_view", "scatter"]
+
+_LARGE_BYTES = 64 << 10
+# From here on numpy copies, which lets other threads run, in the same time; 4 KiB take a memoryview 0.4 us, numpy 2.4.
 
 
 def check_key(key: str) -> str:
@@ -26,3 +33,15 @@ def flat_view(data: Buffer) -> memoryview:
     """Return a flat view of single bytes of any contiguous buffer, without a copy."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def scatter(source: memoryview, outs: Sequence[memoryview]) -> None:
+    """Fill flat buffers one after the other; ``source`` has as many bytes as they."""
+    at = 0
+    for out in outs:
+        end = at + len(out)
+        if len(out) < _LARGE_BYTES:
+            out[:] = source[at:end]
+        else:
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source[at:end], np.uint8))
+        at = end

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Literal, get_args
 
 import aiofiles
 import aiofiles.os
@@ -14,7 +15,10 @@ import anyio
 
 from bcp.backends import files
 from bcp.backends.keys import check_key, flat_view
+from bcp.backends.probe import quickest
+from bcp.backends.reading import ReadWay, fill
 from bcp.backends.tiling import Tiling
+from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.pipeline import in_thread
 from bcp.protocols import Buffer, ObjectInfo
@@ -31,6 +35,8 @@ _HINTS = {
     errno.EEXIST: _IN_THE_WAY,
 }
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_WRITES = ("auto", *get_args(WriteWay))
+_READS = get_args(ReadWay)
 
 
 class LocalBackend:
@@ -40,11 +46,36 @@ class LocalBackend:
     directory is fsynced: after a crash there is the old object or the new one. A process that is killed
     leaves files that end in ``.bcp-tmp``; they are never listed, and ``sweep`` removes them. Symbolic links that lead
     out of the root are refused.
+
+    Large objects bypass the page cache where the file system lets them, and leave it as it was. Memory that starts at a
+    page, and goes to or comes from a multiple of 4096 in the object, is then not copied on its way.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Take the directory; a relative one is fixed to the current directory now."""
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        writes: Literal["auto"] | WriteWay = "auto",
+        reads: ReadWay = "auto",
+    ) -> None:
+        """Take the directory.
+
+        Args:
+            root: the directory; a relative one is fixed to the current directory now.
+            writes: how parts go to disk. ``"direct"``: past the page cache, and as ``"early"`` where that is refused;
+                ``"early"``: through the page cache, written out and dropped as soon as may be; ``"buffered"``: when the
+                kernel likes, and at the latest at the end. ``"auto"``: ``"direct"``, unless ``"early"`` is clearly
+                quicker, which is measured before a process writes its first file of 256 MiB or more to a file system;
+                objects below 1 MiB are buffered.
+            reads: ``"direct"``: past the page cache where the file system allows it; ``"buffered"``: through it;
+                ``"auto"``: what is in the page cache comes from there, the rest past it.
+
+        """
         self._root = Path(os.fsdecode(root)).expanduser().absolute()
+        if writes not in _WRITES or reads not in _READS:
+            raise InputError(f"writes={writes!r} has to be one of {_WRITES}, and reads={reads!r} one of {_READS}")
+        self._choose = quickest if writes == "auto" else lambda _final, _nbytes: writes
+        self._reads = reads
 
     def __repr__(self) -> str:
         """Show the root."""
@@ -72,7 +103,7 @@ class LocalBackend:
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
         """Write a large object in parts, each by one call in a thread."""
         path = self._path(key)
-        file = files.TempFile(path)
+        file = TempFile(path, self._choose)
         parts = _Parts(self, key, file, nbytes)
         try:
             with self._errors("open_write", key):
@@ -89,13 +120,17 @@ class LocalBackend:
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` by one call in a thread."""
+        await self.read_scattered(key, start, [flat_view(out)])
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers by one call in a thread."""
         path = self._path(key)
-        target = flat_view(out)
         with self._errors("read", key):
-            found = await in_thread(files.pread_all, path, start, target)
-        if found < len(target):
+            found = await in_thread(fill, path, start, outs, self._reads)
+        wanted = sum(map(len, outs))
+        if found < wanted:
             raise CorruptError(
-                f"{self!r}: {key!r} is too short: wanted {len(target)} bytes from byte {start} and got {found}; "
+                f"{self!r}: {key!r} is too short: wanted {wanted} bytes from byte {start} and got {found}; "
                 "the file was truncated or is not the one that was saved"
             )
 
@@ -156,7 +191,7 @@ class LocalBackend:
 class _Parts:
     """Writes the parts of one object where they belong."""
 
-    def __init__(self, backend: LocalBackend, key: str, file: files.TempFile, nbytes: int | None) -> None:
+    def __init__(self, backend: LocalBackend, key: str, file: TempFile, nbytes: int | None) -> None:
         """Write into ``file``."""
         self._backend = backend
         self._key = key
@@ -171,7 +206,7 @@ class _Parts:
         self.tiling.add(index, offset, len(view))
 
 
-async def _discard(file: files.TempFile, error: BaseException) -> None:
+async def _discard(file: TempFile, error: BaseException) -> None:
     """Remove the temporary file; where that fails too, say so in a note, for ``error`` is what matters."""
     try:
         await in_thread(file.discard)

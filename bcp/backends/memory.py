@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from bcp.backends.keys import check_key, flat_view
+from bcp.backends.keys import check_key, flat_view, scatter
 from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo
@@ -56,15 +56,12 @@ class MemoryBackend:
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out``; fewer bytes than that: :class:`~bcp.errors.CorruptError`."""
-        stored = self._get(key)
         target = flat_view(out)
-        found = max(0, min(len(stored) - start, len(target)))
-        if found < len(target):
-            raise CorruptError(
-                f"{self!r}: {key!r} is too short: wanted bytes {start} to {start + len(target)}, and the object has "
-                f"{len(stored)} bytes"
-            )
-        target[:] = stored[start : start + found]
+        target[:] = self._range(key, start, len(target))
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers one after the other."""
+        scatter(self._range(key, start, sum(map(len, outs))), outs)
 
     async def get(self, key: str) -> Buffer:
         """Return the object's bytes."""
@@ -83,6 +80,16 @@ class MemoryBackend:
 
     async def aclose(self) -> None:
         """Do nothing: the objects outlive the backend."""
+
+    def _range(self, key: str, start: int, nbytes: int) -> memoryview:
+        """Return so many of the object's bytes, or raise CorruptError where it is too short."""
+        stored = self._get(key)
+        if nbytes and start + nbytes > len(stored):
+            raise CorruptError(
+                f"{self!r}: {key!r} is too short: wanted bytes {start} to {start + nbytes}, and the object has "
+                f"{len(stored)} bytes"
+            )
+        return memoryview(stored)[start : start + nbytes]
 
     def _get(self, key: str) -> bytes:
         """Return the object's bytes, or raise FileNotFoundError."""

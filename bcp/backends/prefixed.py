@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from bcp.backends.keys import check_key
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Sweeper
+from bcp.backends.keys import check_key, scatter
+from bcp.pipeline import in_thread
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -50,6 +51,20 @@ class PrefixedBackend:
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from the object's bytes."""
         await self.whole.read_into(self._key(key), start, out)
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers; by one read and a copy where the whole backend fills only one at a time.
+
+        One read, for to a backend over a network every read is a request.
+        """
+        if isinstance(self.whole, ScatterReader):
+            await self.whole.read_scattered(self._key(key), start, outs)
+        elif len(outs) == 1:
+            await self.whole.read_into(self._key(key), start, outs[0])
+        else:
+            found = memoryview(bytearray(sum(map(len, outs))))
+            await self.whole.read_into(self._key(key), start, found)
+            await in_thread(scatter, found, outs)
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""

@@ -14,12 +14,13 @@ Needs pytest and anyio's pytest plugin, which comes with anyio.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import anyio
 import pytest
 
 from bcp.errors import CorruptError, InputError, StorageError
-from bcp.protocols import Backend, Buffer, PartWriter
+from bcp.protocols import Backend, Buffer, PartWriter, ScatterReader
 
 __all__ = ["BackendSuite"]
 
@@ -210,6 +211,29 @@ class BackendSuite:
         with pytest.raises(CorruptError, match="the-key"):
             await backend.read_into("the-key", start, memoryview(bytearray(nbytes)))
 
+    async def test_scattered(self, backend: Backend) -> None:
+        """A backend that fills many buffers with one read fills each with its own bytes, and touches nothing else."""
+        data = bytes(range(256)) * 20
+        await backend.put("key", data)
+        for start, lengths in ((0, []), (5, [0]), (0, [5120]), (7, [1, 0, 2, 4000, 0, 100]), (1000, [1] * 3000)):
+            buffers = [bytearray(b"\xee" * (length + 2)) for length in lengths]
+            await _scattered(backend, "key", start, [memoryview(buffer)[1:-1] for buffer in buffers])
+            assert all(buffer[0] == buffer[-1] == 0xEE for buffer in buffers)  # noqa: PLR2004 -- as above
+            found = b"".join(bytes(buffer[1:-1]) for buffer in buffers)
+            assert found == data[start : start + sum(lengths)]
+
+    async def test_scattered_wrong(self, backend: Backend) -> None:
+        """Errors are those of read_into."""
+        await backend.put("the-key", b"0123456789")
+        outs = [memoryview(bytearray(4)), memoryview(bytearray(4))]
+        for start in (3, 9, 10, 500):
+            with pytest.raises(CorruptError, match="the-key"):
+                await _scattered(backend, "the-key", start, outs)
+        with pytest.raises(FileNotFoundError):
+            await _scattered(backend, "absent", 0, outs)
+        with pytest.raises(InputError):
+            await _scattered(backend, "../a", 0, outs)
+
     # -- lists and deletion -------------------------------------------------------------------
 
     async def test_list(self, backend: Backend) -> None:
@@ -271,3 +295,13 @@ class BackendSuite:
         async with backend.open_write("key") as writer:
             await writer.write_part(0, 0, b"later")
         assert bytes(await backend.get("key")) == b"later"
+
+
+async def _scattered(backend: Backend, key: str, start: int, outs: Sequence[memoryview]) -> None:
+    """Read as a caller does: scattered where the backend offers that, else one buffer after the other."""
+    if isinstance(backend, ScatterReader):
+        await backend.read_scattered(key, start, outs)
+        return
+    for out in outs:
+        await backend.read_into(key, start, out)
+        start += len(out)

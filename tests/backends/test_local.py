@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from bcp.backends import LocalBackend, files
+from bcp.backends import LocalBackend, files, writing
 from bcp.errors import InputError, StorageError
 
 pytestmark = pytest.mark.anyio
@@ -128,10 +128,10 @@ async def test_full_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_full_disk_is_noticed_when_space_is_reserved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_fd: int, _offset: int, _nbytes: int) -> None:
+    def full(_fd: int, _nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(writing, "fallocate", full)
     with pytest.raises(StorageError, match="No space left"):
         async with LocalBackend(root).open_write("object", 10):
             pytest.fail("the context was entered")
@@ -140,10 +140,10 @@ async def test_full_disk_is_noticed_when_space_is_reserved(root: Path, monkeypat
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
 async def test_file_systems_without_fallocate(root: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def unsupported(_fd: int, _offset: int, _nbytes: int) -> None:
+    def unsupported(_fd: int, _nbytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    monkeypatch.setattr(writing, "fallocate", unsupported)
     async with LocalBackend(root).open_write("object", 3) as writer:
         await writer.write_part(0, 0, b"abc")
     assert (root / "object").read_bytes() == b"abc"
@@ -193,16 +193,17 @@ async def test_cancellation_while_a_part_is_being_written(root: Path, monkeypatc
     assert everything_below(root) == []
 
 
-async def test_a_killed_writer_leaves_no_object(root: Path) -> None:
+@pytest.mark.parametrize("writes", ["direct", "early", "buffered"])
+async def test_a_killed_writer_leaves_no_object(root: Path, writes: str) -> None:
     program = f"""
         import anyio, os, signal
         from bcp.backends import LocalBackend
 
         async def main():
-            backend = LocalBackend({str(root)!r})
+            backend = LocalBackend({str(root)!r}, writes={writes!r})
             await backend.put("object", b"old")
-            async with backend.open_write("object", 6) as writer:
-                await writer.write_part(0, 0, b"abc")
+            async with backend.open_write("object", 60_000) as writer:
+                await writer.write_part(0, 0, bytes(30_000))
                 os.kill(os.getpid(), signal.SIGKILL)
 
         anyio.run(main)
