@@ -3,8 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
+import hypothesis
 import pytest
 from ranks import Ranks
+
+hypothesis.settings.register_profile("bcp", deadline=None)  # how long an example takes is the machine's business
+hypothesis.settings.load_profile("bcp")
 
 
 @pytest.fixture

@@ -7,11 +7,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from bcp.errors import InputError
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Sweeper
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper
 
 __all__ = ["OPERATIONS", "CountingBackend", "FaultyBackend"]
 
-OPERATIONS = ("put", "open_write", "write_part", "commit", "read_into", "get", "list", "delete", "sweep")
+OPERATIONS = (
+    "put",
+    "open_write",
+    "write_part",
+    "commit",
+    "read_into",
+    "read_scattered",
+    "get",
+    "list",
+    "delete",
+    "sweep",
+)
 """What can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
 
 
@@ -60,6 +71,17 @@ class CountingBackend:
         await self.before("read_into", key)
         await self.inner.read_into(key, start, out)
         self.read[key] += out.nbytes
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill many buffers with one read where the inner backend can, and else one after the other."""
+        await self.before("read_scattered", key)
+        if isinstance(self.inner, ScatterReader):
+            await self.inner.read_scattered(key, start, outs)
+        else:
+            for out in outs:
+                await self.inner.read_into(key, start, out)
+                start += out.nbytes
+        self.read[key] += sum(out.nbytes for out in outs)
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
