@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from types import TracebackType
-from typing import Self
-
-import torch
-from torch.optim import Optimizer
+from typing import Any, Self
 
 from bcp._job import SaveJob
 from bcp._save.held import Held, take_stock
+from bcp._save.steady import Steady
 from bcp.errors import InputError
 from bcp.pipeline import Budget
-from bcp.plan.shards import KINDS
+from bcp.plan.shards import KINDS, TensorTable
 from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
-from bcp.protocols import LocalShards
+from bcp.protocols import LocalShards, ObjectKey
 from bcp.stages.device import cuda_devices, on_side_stream
 
 __all__ = ["Snapshot"]
@@ -27,7 +27,7 @@ __all__ = ["Snapshot"]
 PARTS_IN_FLIGHT = 8
 """Parts of staging memory for a save that nobody's training waits behind: enough for every stage to have work."""
 
-_CONSTANT = (bool, int, float, complex, str, bytes, type(None))
+_CONSTANT = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 class Snapshot:
@@ -36,7 +36,7 @@ class Snapshot:
     An eager snapshot (paper sec. 4.2) lets the caller go on when everything is in host memory. A lazy one does so when
     stock is taken: parameters and optimizer states change in the optimizer's step only, so the next step is held back
     until they are copied. All else is copied before: buffers, which a forward pass may write to, parameters that none
-    of the optimizers has, and values.
+    of the optimizers steps (frozen ones too: a codebook may learn in the forward pass), learning rates, and values.
 
     Attributes:
         seconds: from the call until the caller could go on.
@@ -108,7 +108,10 @@ class Snapshot:
         self._job.on_snapshot()
 
     def _hold_back(self, shards: LocalShards) -> LocalShards:
-        """Hold back what would change the shards, and copy what something else may change."""
+        """Hold back what would change the shards, and copy what something else may change.
+
+        To host memory: in the device's there may be no room for it twice.
+        """
         states = self._job.states
         if "optimizer" not in states:
             raise InputError(
@@ -117,42 +120,37 @@ class Snapshot:
             )
         optimizers, wrapped = torch_optimizers(states["optimizer"])
         self._hold = StepHold(optimizers)
-        steady = _steady(states, optimizers, wrapped=wrapped)
-        kinds = shards.table.tensors.kind[shards.table.tensor].tolist()
-        later = [
-            kind == KINDS.index("optimizer") or _memory(tensor) in steady
-            for kind, tensor in zip(kinds, shards.tensors, strict=True)
-        ]
-        now = [tensor for tensor, wait in zip(shards.tensors, later, strict=True) if not wait]
-        with on_side_stream(cuda_devices(now), self._job.fence):
-            tensors = [t if wait else t.detach().clone() for t, wait in zip(shards.tensors, later, strict=True)]
-        objects = {key: v if isinstance(v, _CONSTANT) else deepcopy(v) for key, v in shards.objects.items()}
-        return replace(shards, tensors=tensors, objects=objects)
+        steady = Steady(states.get("model"), optimizers, wrapped=wrapped)
+        others, tensors = _not_states(shards.table.tensors), list(shards.tensors)
+        rows = [at for at, row in enumerate(shards.table.tensor.tolist()) if row in others]
+        now = [at for at in rows if tensors[at] not in steady]
+        with on_side_stream(cuda_devices([tensors[at] for at in now]), self._job.fence):
+            for at in now:
+                tensors[at] = tensors[at].detach().to("cpu", copy=True)
+        return replace(shards, tensors=tensors, objects=_kept(shards.objects))
 
 
 def _nothing() -> None:
     """Check nothing: the caller has said guard=False."""
 
 
-def _steady(states: Mapping[str, object], optimizers: Sequence[Optimizer], *, wrapped: bool) -> set[int]:
-    """Return the memory of parameters that nothing but a step of these optimizers changes."""
-    steady = {_memory(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    for module in _modules(states.get("model")):
-        for parameter in module.parameters():
-            if wrapped or not parameter.requires_grad:  # wrappers step copies of their own and write them back then
-                steady |= {_memory(parameter), _memory(getattr(parameter, "ds_tensor", parameter))}
-    return steady
+def _not_states(tensors: TensorTable) -> set[int]:
+    """Return which tensors are no states of an optimizer, which only its step changes; schedulers set rates."""
+    models = (tensors.kind != KINDS.index("optimizer")).tolist()
+    rates = map(str.startswith, tensors.fqn, repeat("param_groups."))
+    return {row for row, (model, rate) in enumerate(zip(models, rates, strict=True)) if model or rate}
 
 
-def _modules(given: object) -> Iterator[torch.nn.Module]:
-    """Walk through the models that were passed."""
-    if isinstance(given, torch.nn.Module):
-        yield given
-    elif isinstance(given, (Mapping, list, tuple)):
-        for one in given.values() if isinstance(given, Mapping) else given:
-            yield from _modules(one)
+def _kept(values: Mapping[ObjectKey, Any]) -> Mapping[ObjectKey, Any]:
+    """Copy what the caller may change of the values, each once: the parameters of a group have the same ones.
 
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Return the address of the memory behind a tensor, a DTensor's local one."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    What cannot be copied cannot be stored either, which is said, with its name, where that is done.
+    """
+    known = {id(value): value for value in values.values() if type(value) not in _CONSTANT}
+    copies = {}
+    for number, value in known.items():
+        with suppress(Exception):
+            copies[number] = deepcopy(value)
+    if all(copy is known[number] for number, copy in copies.items()):  # as a rule: tuples of numbers
+        return values
+    return {key: copies.get(id(value), value) for key, value in values.items()}

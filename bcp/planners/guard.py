@@ -21,7 +21,10 @@ def versions(shards: LocalShards) -> list[int]:
     Every in-place operation counts, those under ``no_grad`` and of fused optimizers too; a write through ``.data``,
     numpy or a raw pointer does not.
     """
-    return [_version(tensor) for tensor in shards.tensors]
+    try:
+        return [tensor._version for tensor in shards.tensors]  # noqa: SLF001 -- torch's only name for it
+    except RuntimeError:  # of one that is not counted
+        return [_version(tensor) for tensor in shards.tensors]
 
 
 def check_unchanged(shards: LocalShards, before: Sequence[int], rank: int) -> None:

@@ -14,6 +14,9 @@ from bcp.errors import InputError
 
 __all__ = ["StepHold", "torch_optimizers"]
 
+_EARLY = frozenset({"MuonWithAuxAdam"})
+"""DeepSpeed's optimizers (0.19) whose momentum its ZeRO optimizers make anew from the gradients, before the step."""
+
 
 def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
     """Find the ``torch.optim`` optimizers in what was passed as the optimizer: itself, several, or in wrappers.
@@ -23,23 +26,30 @@ def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
     was in a wrapper.
 
     Raises:
-        InputError: there is something else in it, whose steps cannot be held back.
+        InputError: there is something in it whose steps, or a part of them, cannot be held back.
 
     """
     found = dict(_optimizers(given, wrapped=False))
-    for one in found:
+    for one, wrapped in found.items():
         if any(group.get("capturable") for group in one.param_groups):
             raise InputError(
                 f"{type(one).__name__} was made with capturable=True: its steps may be replayed from a CUDA graph, "
                 "where they cannot be held back; save with snapshot='eager'"
+            )
+        if wrapped and type(one).__name__ in _EARLY:
+            raise InputError(
+                f"{type(one).__name__} has states that DeepSpeed changes before its step begins, where that cannot be "
+                "held back; save with snapshot='eager'"
             )
     return list(found), any(found.values())
 
 
 def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]]:
     """Walk through containers and wrappers."""
+    if getattr(given, "is_stub_optimizer", False):  # Megatron-LM's, on a rank that has nothing to step
+        return
     inner = getattr(given, "chained_optimizers", None) or getattr(given, "optimizer", None)
-    if isinstance(given, Optimizer):
+    if _has_hooks(given):
         yield given, wrapped
     elif isinstance(given, (list, tuple)):
         for one in given:
@@ -48,7 +58,7 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
         yield from _optimizers(list(given.values()), wrapped=wrapped)
     elif inner is not None:
         yield from _optimizers(inner, wrapped=True)
-    elif not getattr(given, "is_stub_optimizer", False):  # Megatron-LM's, on a rank that has nothing to step
+    else:
         raise InputError(
             f"snapshot='lazy' has to hold back the optimizer's steps until everything is copied, and "
             f"{type(given).__name__} has none; pass the optimizer itself in states['optimizer'] (a "
@@ -56,23 +66,39 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
         )
 
 
+def _has_hooks(given: object) -> bool:
+    """Whether torch calls hooks before its steps: not where a wrapper is an Optimizer in name only, as Accelerate's."""
+    return isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False)
+
+
 class _Gate:
-    """The hook of one optimizer: its steps wait here while somebody holds them."""
+    """The hook of one optimizer: its steps wait here while somebody holds them.
+
+    Attributes:
+        changed: guards the others.
+        holds: who holds the steps.
+        waiting: since when the steps that wait do so.
+    """
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.holds: set[StepHold] = set()
+        self.waiting: list[float] = []
 
     def __call__(self, *_: object) -> None:
-        """Wait; called before every step, by torch."""
-        if not self.holds:
-            return
-        began = time.monotonic()
+        """Wait if somebody holds the step; called before every one, by torch."""
+        if self.holds:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait until nobody does. The lock comes first: there torch.compile gives up tracing, without a warning."""
         with self.changed:
-            holds = set(self.holds)
-            self.changed.wait_for(lambda: not self.holds)
-        for hold in holds:
-            hold.waited_seconds += time.monotonic() - began
+            began = time.monotonic()
+            self.waiting.append(began)
+            try:
+                self.changed.wait_for(lambda: not self.holds)
+            finally:
+                self.waiting.remove(began)
 
 
 _gates: WeakKeyDictionary[Optimizer, _Gate] = WeakKeyDictionary()
@@ -80,12 +106,19 @@ _gates_lock = Lock()
 
 
 def _gate(optimizer: Optimizer) -> _Gate:
-    """Return the optimizer's gate. Its hook stays: torch walks through the hooks while a step waits in one."""
+    """Return the optimizer's gate.
+
+    Its hook comes first, as those of others may change parameters, and it stays: torch walks through the hooks while
+    a step waits in one.
+    """
     with _gates_lock:
         gate = _gates.get(optimizer)
         if gate is None:
             gate = _gates[optimizer] = _Gate()
-            optimizer.register_step_pre_hook(gate)
+            handle = optimizer.register_step_pre_hook(gate)
+            hooks = optimizer._optimizer_step_pre_hooks  # noqa: SLF001 -- there is no other way to be the first
+            for other in [key for key in hooks if key != handle.id]:
+                hooks[other] = hooks.pop(other)
         return gate
 
 
@@ -113,5 +146,7 @@ class StepHold:
         """Let the steps begin; does nothing the second time."""
         for gate in self._gates:
             with gate.changed:
-                gate.holds.discard(self)
-                gate.changed.notify_all()
+                if self in gate.holds:
+                    gate.holds.remove(self)
+                    self.waited_seconds += sum(time.monotonic() - began for began in gate.waiting)
+                    gate.changed.notify_all()

@@ -1,0 +1,83 @@
+"""Memory that does not change before the next step of the optimizers that are held back."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Steady"]
+
+_Stretch = tuple[int, int]
+"""(address, one past the last)."""
+
+
+class Steady:
+    """The memory of the parameters that change in a step of some optimizers only.
+
+    These are their own. Wrappers (Megatron-LM's, DeepSpeed's) may let them step copies, from which they write all
+    parameters of the model that need gradients. That is assumed of those whose optimizers step anything but whole
+    parameters of the model, or nothing (ZeRO-3 fills its groups in a step, and keeps in ``ds_tensor`` what is here).
+
+    Stretches of addresses are compared, not storages: a storage may hold more, as those of FSDP1 do, of which another
+    optimizer may step a part.
+    """
+
+    def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:
+        """Take note of where they are. ``wrapped``: whether any of the optimizers was found in a wrapper."""
+        own = [_stretch(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+        parameters = list(_parameters(model)) if wrapped else []
+        if wrapped and (not own or set(own) - {_stretch(parameter) for parameter in parameters}):
+            own += [_stretch(part) for p in parameters if p.requires_grad for part in (p, getattr(p, "ds_tensor", p))]
+        self._exactly = set(own)
+
+    def __repr__(self) -> str:
+        """Show how much it is."""
+        starts, stops = self._joined
+        return f"<Steady: {sum(stops) - sum(starts)} bytes in {len(starts)} stretches>"
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor is in it; never where its memory is not known."""
+        stretch = start, stop = _stretch(tensor)
+        if stretch in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
+            return start < stop
+        starts, stops = self._joined
+        at = bisect_right(starts, start) - 1
+        return at >= 0 and start < stop <= stops[at]
+
+    @cached_property
+    def _joined(self) -> tuple[list[int], list[int]]:
+        """Starts and stops in order, of stretches that do not touch."""
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, stop in sorted(self._exactly):
+            if stops and start <= stops[-1]:
+                stops[-1] = max(stop, stops[-1])
+            else:
+                starts.append(start)
+                stops.append(stop)
+        return starts, stops
+
+
+def _parameters(model: object) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of the modules that were passed."""
+    if isinstance(model, torch.nn.Module):
+        yield from model.parameters()
+    elif isinstance(model, (Mapping, list, tuple)):
+        for part in model.values() if isinstance(model, Mapping) else model:
+            yield from _parameters(part)
+
+
+def _stretch(tensor: torch.Tensor) -> _Stretch:
+    """Return where a tensor's memory is, a DTensor's local one; (0, 0) where there is none, or none of its own."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    start = local.data_ptr()
+    if not start:
+        return 0, 0
+    if local.is_contiguous():
+        return start, start + local.nbytes
+    last = sum((count - 1) * stride for count, stride in zip(local.shape, local.stride(), strict=True))
+    return start, start + (last + 1) * local.itemsize
