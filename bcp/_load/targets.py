@@ -12,7 +12,7 @@ from bcp._job import LoadJob
 from bcp._load.relocate import relocated
 from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
-from bcp.plan.columns import Ints
+from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import fitted
 from bcp.plan.load.reads import Wants, wants
@@ -82,7 +82,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     return Wanted(
         replace(targets, shards=shards),
         saved,
-        _wanted_rows(names, [*found.tolist(), *source.tolist()], objects),
+        _wanted_rows(names, concat([found, source]), objects),
         tuple(code for code, kind in enumerate(KINDS) if kind in states),
         tuple(missing),
         wants(layout, shards.table, saved),
@@ -101,28 +101,27 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
         found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
 
     """
-    source = found.copy()
-    for at, (code, row) in enumerate(zip(wanted.kind.tolist(), found.tolist(), strict=True)):
-        kind, fqn = KINDS[code], wanted.fqn[at]
-        if row < 0 and kind == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
+    source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
+    for at in np.flatnonzero(found < 0).tolist():
+        fqn = wanted.fqn[at]
+        if KINDS[wanted.kind[at]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
             source[at] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
-        elif row >= 0 and kind == "model" and saved.tensors.dtype[row] != wanted.dtype[at]:
-            masters = (
-                saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in (fqn, saved.tensors.tied_to[row])
-            )
-            master = next((each for each in masters if each is not None), -1)
-            if master >= 0 and saved.tensors.dtype[master] == wanted.dtype[at]:
-                source[at] = master
+    differ = [at for at, row in enumerate(rows) if row >= 0 and dtypes[row] != wanted.dtype[at]]
+    for at in (at for at in differ if KINDS[wanted.kind[at]] == "model"):
+        names = (wanted.fqn[at], saved.tensors.tied_to[rows[at]])
+        masters = (saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in names)
+        master = next((each for each in masters if each is not None), -1)
+        if master >= 0 and dtypes[master] == wanted.dtype[at]:
+            source[at] = master
     return source
 
 
-def _wanted_rows(names: Renamed, found: Sequence[int], objects: Collection[ObjectKey]) -> Ints:
+def _wanted_rows(names: Renamed, found: Ints, objects: Collection[ObjectKey]) -> Ints:
     """Return ``Wanted.rows``: what was found, and what nobody is expected to want."""
     count, behind = len(names.layout.tensors), len(names.layout.objects)
-    rows = set(names.left_out)
-    rows.update(row if row < count else row + behind for row in found if row >= 0)
-    rows.update(count + names.objects[key] for key in objects if key in names.objects)
-    return np.array(sorted(rows), np.int64)
+    tensors = np.where(found < count, found, found + behind)[found >= 0]
+    values = np.array([count + names.objects[key] for key in objects if key in names.objects], np.int64)
+    return np.unique(concat([tensors, values, np.array(names.left_out, np.int64)]))
 
 
 def _name(tensors: TensorTable, row: int) -> str:

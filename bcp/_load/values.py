@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from bcp._job import LoadJob
 from bcp._load.opening import fetch_receipts
@@ -18,7 +20,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.extras import restore, unpack
-from bcp.planners.values import decode_value
+from bcp.planners.values import decode_values
 from bcp.protocols import ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.flat import bytes_of
@@ -57,7 +59,8 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     layout = metadata.layout
     wanted = await in_thread(find_targets, job, metadata)
     rows = {key: row for key, row in wanted.renamed.objects.items() if KINDS.index(key[0]) in wanted.kinds}
-    receipts = await fetch_receipts(job.backend, metadata, {int(layout.object_rank[row]) for row in rows.values()})
+    owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
+    receipts = await fetch_receipts(job.backend, metadata, owners)
     objects = await in_thread(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
     return replace(wanted, receipts=receipts, objects=objects)
@@ -96,15 +99,22 @@ def _read_objects(
     rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
 ) -> dict[ObjectKey, Any]:
     """Decode the values of the leaves that are not tensors; ``rows`` are their rows in ``layout.objects``."""
-    values = {}
+    return decode_values(_texts(rows, layout, receipts), trust=options.trust)
+
+
+def _texts(
+    rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt]
+) -> Iterator[tuple[ObjectKey, str, str]]:
+    """Find the texts of these values, by what they are called in the checkpoint."""
+    owners = layout.object_rank.tolist()
     for name, row in rows.items():
         kind, path = layout.objects[row]
-        owner = int(layout.object_rank[row])
-        text = receipts[owner].objects.get((kind, path))
+        text = receipts[owners[row]].objects.get((kind, path))
         if text is None:
-            raise CorruptError(f"the receipt of rank {owner} lacks the value of {kind}: {path}; restore the receipt")
-        values[name] = decode_value(text, trust=options.trust, where=f"{kind}: {path}")
-    return values
+            raise CorruptError(
+                f"the receipt of rank {owners[row]} lacks the value of {kind}: {path}; restore the receipt"
+            )
+        yield name, text, f"{kind}: {path}"
 
 
 def put_values(wanted: Wanted, states: States, read: Read) -> None:

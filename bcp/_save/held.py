@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from bcp._job import SaveJob
-from bcp.plan.shards import OPAQUE_KINDS
+from bcp.plan.shards import OPAQUE_KINDS, ShardTable
 from bcp.planners.extras import collect, pack
 from bcp.protocols import LocalShards
 
@@ -38,4 +39,15 @@ def take_stock(job: SaveJob) -> Held:
     planner = job.planner()
     shards = planner.local_shards(job.states)
     extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in OPAQUE_KINDS if kind in job.states}
-    return Held(planner.name, replace(shards, table=replace(shards.table, extras=sorted(extras))), extras)
+    return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), extras)
+
+
+_latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()
+
+
+def _with_extras(table: ShardTable, extras: Sequence[str]) -> ShardTable:
+    """Return the table with these extras: if it can be that of the last time, it need not be digested again."""
+    latest = _latest.get(table)
+    if latest is None or latest.extras != extras:
+        latest = _latest[table] = replace(table, extras=extras)
+    return latest

@@ -168,9 +168,9 @@ class TensorTable:
         return np.asarray(self.shape.prod(axis=1), dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ShardTable:
-    """What one rank holds: n shards of the tensors in ``tensors``.
+    """What one rank holds: n shards of the tensors in ``tensors``. Nobody changes its columns.
 
     Attributes:
         tensors: the logical tensors, each once.

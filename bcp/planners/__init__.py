@@ -11,6 +11,7 @@ from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dt
 from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron
 from bcp.planners.plain import DdpPlanner, PlainPlanner
+from bcp.planners.seen import SeenStates
 from bcp.protocols import Planner, States
 
 __all__ = [
@@ -57,7 +58,8 @@ def planner(framework: str | None, states: States) -> Planner:
         InputError: no planner of that name is known, or it cannot work with the installed versions.
 
     """
-    name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](states))
+    seen = SeenStates(states)
+    name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](seen))
     if name not in _KNOWN:
         raise InputError(f"framework={framework!r} is unknown; known are {', '.join(sorted(_KNOWN))}")
     made = _KNOWN[name][0]()

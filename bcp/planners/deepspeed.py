@@ -147,9 +147,9 @@ def holds_deepspeed(states: States) -> bool:
     """Whether model or optimizer are of DeepSpeed; does not import it."""
     parts = [states.get("model"), states.get(OPTIMIZER)]
     modules = (part for part in parts if isinstance(part, nn.Module))
-    return any(_is_engine(part) or _is(part, "DeepSpeedOptimizer") for part in parts) or any(
-        is_marked(parameter) for module in modules for parameter in module.parameters()
-    )
+    if any(_is_engine(part) or _is(part, "DeepSpeedOptimizer") for part in parts):
+        return True
+    return "deepspeed" in sys.modules and any(is_marked(each) for module in modules for each in module.parameters())
 
 
 def _is_engine(value: object) -> bool:

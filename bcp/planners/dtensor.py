@@ -21,11 +21,13 @@ from bcp.errors import StateError
 from bcp.plan.box import Box
 
 __all__ = [
+    "Meshes",
     "Run",
     "chunk",
     "dtensor_blocks",
     "is_dtensor",
     "is_ragged",
+    "layout_of",
     "local_tensor",
     "mesh_blocks",
     "placement_key",
@@ -49,6 +51,9 @@ Cut = tuple[int, int, int]
 
 Order = tuple[int, tuple[int, ...]]
 """(tensor dimension, mesh dimensions in the order in which they cut it)."""
+
+Meshes = dict[int, tuple[object, ...]]
+"""Shape of a mesh and this rank's place in it, by its ``id``, which is its own while its tensors are there."""
 
 Traced = tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
 """(shape of the local tensor, its blocks of the global one with the local index where each starts)."""
@@ -103,6 +108,26 @@ def placement_key(placement: Any) -> object:
     """Return what tells a placement from others, without asking a ragged one for more than attributes."""
     ragged = hasattr(placement, "local_units")
     return (tuple(placement.dims), tuple(placement.local_units)) if ragged else str(placement)
+
+
+def layout_of(tensor: Any, meshes: Meshes) -> object:
+    """Return what says which blocks of a DTensor of torch's are here, to be compared; or None.
+
+    Placements are not compared themselves: torch has said that ``_StridedShard(0)`` equals ``Shard(0)``, which cuts
+    otherwise (2.6), and veScale's may crash.
+    """
+    spec, cuts = tensor._spec, []  # noqa: SLF001 -- probe() checks it
+    for placement in spec.placements:
+        kind = type(placement)
+        if kind not in (Shard, Replicate, _StridedShard):
+            return None
+        cuts.append((kind, getattr(placement, "dim", None), getattr(placement, "split_factor", None)))
+    mesh = spec.mesh
+    place = meshes.get(id(mesh))
+    if place is None:
+        coordinate = mesh.get_coordinate()
+        place = meshes[id(mesh)] = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate))
+    return tuple(cuts), getattr(spec, "shard_order", None), place
 
 
 def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:

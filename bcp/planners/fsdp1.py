@@ -19,11 +19,12 @@ from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
 from bcp.plan.load.saved import Saved
 from bcp.planners.leaves import Leaves, probe
-from bcp.planners.model import Finish, ParamNames, add_state, in_turn, is_fsdp1
+from bcp.planners.model import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
 from bcp.planners.names import cleaner, walk
 from bcp.planners.optimizer import OPTIMIZER, Slot, optimizers_in, slots_of
 from bcp.planners.placement import Placement, Sharded, Span
 from bcp.planners.plain import PlainPlanner
+from bcp.planners.seen import SeenStates
 from bcp.protocols import ObjectKey, States
 
 if TYPE_CHECKING:  # as a torch without FSDP1 will do for everything else
@@ -110,7 +111,7 @@ class Fsdp1Planner(PlainPlanner):
 
 def holds_fsdp1(states: States) -> bool:
     """Whether a module of the model is, or contains, a ``FullyShardedDataParallel``."""
-    return any(is_fsdp1(part) for module in _modules(states) for part in module.modules())
+    return any(map(is_fsdp1_type, {type(part) for part in SeenStates.of(states).modules}))
 
 
 def _modules(states: States) -> Iterator[nn.Module]:
@@ -270,8 +271,8 @@ def _drop_unsharded(handle: FlatParamHandle) -> None:
 def _placed(leaves: Leaves) -> dict[int, list[tuple[Sharded, list[str]]]]:
     """Return the parts of what optimizers step, by its id: each with its names in the model."""
     found: dict[int, dict[int, tuple[Sharded, list[str]]]] = {}
-    for (kind, fqn), leaf in leaves.tensors.items():
-        if kind == "model" and isinstance(leaf, Sharded):
+    for fqn, leaf in leaves.tensors.get("model", {}).items():
+        if isinstance(leaf, Sharded):
             parts = found.setdefault(id(leaf.tensor), {})
             parts.setdefault(id(leaf), (leaf, []))[1].append(fqn)
     return {tensor: list(parts.values()) for tensor, parts in found.items()}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,11 +12,11 @@ from bcp.plan.load.saved import Saved
 from bcp.planners.dtensor import is_dtensor, is_ragged
 from bcp.planners.hooks import hooked_placement
 from bcp.planners.leaves import Leaves, probe
-from bcp.planners.names import walk
 from bcp.planners.optimizer import Slot
 from bcp.planners.placement import Placement
 from bcp.planners.plain import PlainPlanner
 from bcp.planners.ragged import ragged_placement
+from bcp.planners.seen import SeenStates
 from bcp.protocols import States
 
 __all__ = ["Fsdp2Planner", "VeScalePlanner", "holds_ddp", "holds_dtensors", "holds_ragged"]
@@ -45,7 +44,9 @@ class Fsdp2Planner(PlainPlanner):
     def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
         """Find the slots; where a parameter says itself where it lies, its states lie there, too."""
         slots = super()._slots(leaves, states, saved)
-        return slots and [replace(slot, placement=_stated(slot)) for slot in slots]
+        placed = ((slot, _stated(slot)) for slot in slots or ())
+        found = [replace(slot, placement=placement) if placement else slot for slot, placement in placed]
+        return None if slots is None else found
 
 
 class VeScalePlanner(Fsdp2Planner):
@@ -60,30 +61,17 @@ class VeScalePlanner(Fsdp2Planner):
 
 def holds_dtensors(states: States) -> bool:
     """Whether there is a DTensor in the model, or in a plain optimizer state dict."""
-    return any(is_dtensor(tensor) for tensor in _tensors(states))
+    return any(map(is_dtensor, SeenStates.of(states).special))
 
 
 def holds_ragged(states: States) -> bool:
     """Whether there is a ragged shard in the model, or in a plain optimizer state dict."""
-    return any(is_ragged(tensor) for tensor in _tensors(states))
+    return any(map(is_ragged, SeenStates.of(states).special))
 
 
 def holds_ddp(states: States) -> bool:
     """Whether a module of the model is, or contains, a ``DistributedDataParallel``."""
-    modules = (leaf for leaf in _leaves(states) if isinstance(leaf, nn.Module))
-    return any(isinstance(part, DistributedDataParallel) for module in modules for part in module.modules())
-
-
-def _tensors(states: States) -> Iterator[object]:
-    """Yield the parameters and buffers of modules, and every other leaf of model and optimizer."""
-    for leaf in _leaves(states):
-        yield from (*leaf.parameters(), *leaf.buffers()) if isinstance(leaf, nn.Module) else (leaf,)
-
-
-def _leaves(states: States) -> Iterator[object]:
-    """Yield the leaves of model and optimizer; a module is one leaf."""
-    for kind in ("model", "optimizer"):
-        yield from (leaf for _, leaf in walk(states.get(kind), f"states[{kind!r}]"))
+    return any(isinstance(part, DistributedDataParallel) for part in SeenStates.of(states).modules)
 
 
 def _stated(slot: Slot) -> Placement | None:

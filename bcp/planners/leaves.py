@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 from bcp.errors import InputError, StateError
-from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.planners.hooks import is_hooked
-from bcp.planners.memory import dtype_name, memory, parts_of, readable, unsupported, writable
-from bcp.planners.placement import Leaf, Sharded, memory_of, numel_of
+from bcp.planners.forms import PLAIN, look_at
+from bcp.planners.memory import readable, unsupported, writable
+from bcp.planners.placement import Leaf, Sharded
+from bcp.planners.stock import Stock, recall, remember
+from bcp.planners.tables import Rows
+from bcp.planners.ties import firsts_of, ties_of
 from bcp.protocols import LocalShards, ObjectKey
 
 __all__ = ["Leaves", "probe", "state_dict_of"]
 
 Name = tuple[str, str]
 """(kind, FQN)."""
+
+Group = tuple[str, Sequence[str], Mapping[str, Any]]
+"""(kind, prefixes, values): objects ``<prefix>.<key>``, which have the same values for all prefixes."""
+
+_ASKED_LATER = PLAIN | {DTensor, Sharded}
+"""Types of tensor leaves that are looked at when all are there; those of others may be nothing that can be asked."""
 
 
 def _rank() -> int:
@@ -33,59 +42,98 @@ class Leaves:
     """The leaves of one rank's state, by kind and name.
 
     Attributes:
-        tensors: every tensor leaf as the user has it, or as a planner placed it.
-        objects: every other leaf.
+        tensors: every tensor leaf as the user has it, or as a planner placed it; by kind, by FQN.
+        objects: every other leaf, by kind, by FQN.
+        groups: more of these, many of which have one value.
         aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
         copies: further memory that a load fills with the values of a tensor; a save takes no notice of it.
         rank: this rank, for messages.
     """
 
-    tensors: dict[Name, Leaf] = field(default_factory=dict)
-    objects: dict[ObjectKey, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
     aliases: dict[Name, str] = field(default_factory=dict)
     copies: dict[Name, list[Leaf]] = field(default_factory=dict)
     rank: int = field(default_factory=_rank)
+
+    # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, kind: str, fqn: str, value: object) -> None:
         """Take one leaf, a tensor or not. Of placed ones (:class:`Sharded`), one object under two names is tied.
 
         Raises:
-            StateError: there is a leaf of that name already, the name is no text, or the tensor cannot be read.
+            StateError: there is a leaf of that name already, or the tensor cannot be read.
 
         """
-        if isinstance(value, (torch.Tensor, Sharded)):
-            name = self._new_name(kind, fqn)
-            self._check_readable(name, value)
-            self.tensors[name] = value
-        else:
-            self.objects[self._new_name(kind, fqn)] = value
+        self.add_all(kind, ((fqn, value),))
+
+    def add_all(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
+        """Take many leaves of one kind, as (FQN, leaf); otherwise as :meth:`add`."""
+        tensors, objects = self.tensors.setdefault(kind, {}), self.objects.setdefault(kind, {})
+        for fqn, value in named:
+            if fqn in tensors or fqn in objects:
+                raise self._named_twice((kind, fqn))
+            if type(value) in _ASKED_LATER:
+                tensors[fqn] = value
+            elif isinstance(value, torch.Tensor):
+                self._check_readable((kind, fqn), value)
+                tensors[fqn] = value
+            else:
+                objects[fqn] = value
 
     def add_object(self, kind: str, fqn: str, value: object) -> None:
         """Take one leaf that is stored as an object even if it is a tensor.
 
         Raises:
-            StateError: there is a leaf of that name already, or the name is no text.
+            StateError: there is a leaf of that name already.
 
         """
-        self.objects[self._new_name(kind, fqn)] = value
+        objects = self.objects.setdefault(kind, {})
+        if fqn in objects or fqn in self.tensors.get(kind, ()):
+            raise self._named_twice((kind, fqn))
+        objects[fqn] = value
+
+    def add_group(self, kind: str, prefixes: Sequence[str], values: Mapping[str, Any]) -> None:
+        """Take an object ``<prefix>.<key>`` for every prefix and every key of ``values``."""
+        self.groups.append((kind, prefixes, values))
 
     def add_alias(self, kind: str, fqn: str, tensor: str) -> None:
-        """Say that a tensor that was taken, by its FQN, has another name in the checkpoint; raises as :meth:`add`."""
-        self.aliases[self._new_name(kind, fqn)] = tensor
+        """Say that a tensor that was taken, by its FQN, has another name in the checkpoint."""
+        self.aliases[kind, fqn] = tensor
 
     def also(self, kind: str, fqn: str, leaf: Leaf) -> None:
         """Say that a tensor that was taken has its values in a second place too, which a load has to fill as well."""
         self._check_readable((kind, fqn), leaf)
         self.copies.setdefault((kind, fqn), []).append(leaf)
 
+    # -- what becomes of it ----------------------------------------------------------------------------------------
+
     def to_save(self) -> LocalShards:
         """Return what this rank holds. Of tensors that share all their memory, the first name holds the data.
 
+        A table that was made of the same names, forms and ties before is used again; views and values are always new.
+
         Raises:
-            StateError: a leaf cannot be saved.
+            StateError: a leaf cannot be saved, or two leaves have one name.
 
         """
-        return self._shards((sorted(names) for names in self._tied()), readable, {})
+        names, leaves = self._listed()
+        looks = look_at(leaves, lambda number: self._label(names[number]))
+        ties = ties_of(names, looks)
+        seen = (names, looks.forms, ties, *self._grouped())
+        stock = recall(seen)
+        if stock is None:
+            rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
+            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys)
+            remember(stock)
+        views: list[torch.Tensor] = []
+        for number in stock.stored:
+            if looks.forms[number].whole:
+                views.append(looks.memory[number].detach())
+            else:
+                views += map(readable, looks.views(number, self._label(names[number])))
+        return LocalShards(stock.table, views, dict(zip(stock.keys, self._values(), strict=True)))
 
     def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
@@ -95,62 +143,78 @@ class Leaves:
         wanted. Names that the checkpoint lacks are left out as long as it has one of the same memory.
 
         Raises:
-            StateError: a leaf cannot be written to.
+            StateError: a leaf cannot be written to, or two leaves have one name.
 
         """
-        groups = (sorted([name for name in names if name in saved] or names) for names in self._tied())
-        return self._shards(groups, writable, self.copies)
+        names, leaves = self._listed()
+        seconds = [(name, copy) for name, copies in self.copies.items() for copy in copies]
+        labels, leaves = [*names, *(name for name, _ in seconds)], [*leaves, *(copy for _, copy in seconds)]
+        looks = look_at(leaves, lambda number: self._label(labels[number]))
+        firsts = firsts_of(ties_of(names, looks), names, saved)
+        numbers = {name: number for number, name in enumerate(names)} if seconds or self.aliases else {}
+        copies: dict[int, list[int]] = {}
+        for number, (name, _) in enumerate(seconds, len(names)):
+            if name in numbers:
+                copies.setdefault(firsts.get(numbers[name], numbers[name]), []).append(number)
+        rows, keys = Rows.of(names, looks.forms, firsts, copies), self._keys([*names, *self.aliases])
+        for (kind, alias), first in self.aliases.items():
+            rows.add(kind, alias, looks.forms[numbers[kind, first]], tied_to=first)
+        views: list[torch.Tensor] = []
+        for number in rows.stored:
+            whole = looks.memory[number].detach() if looks.forms[number].whole else None
+            if whole is not None and whole.is_contiguous() and not whole.is_inference():
+                views.append(whole)  # as a rule; a whole one is never lazy
+                continue
+            label = self._label(labels[number])
+            found = looks.views(number, label) if whole is None else [whole]
+            views += (writable(view, label) for view in found)
+        return LocalShards(rows.table(sorted(keys)), views, dict(zip(keys, self._values(), strict=True)))
 
-    def _new_name(self, kind: str, fqn: str) -> Name:
-        """Return the leaf's name if it can be one."""
-        name = (kind, fqn)
-        if name in self.tensors or name in self.objects:
-            raise StateError(f"two leaves of {kind} are named {fqn!r} on rank {self.rank}; rename one of them")
-        if not fqn.isascii() and any("\ud800" <= char <= "\udfff" for char in fqn):
-            raise StateError(
-                f"the {kind} leaf {fqn!r} on rank {self.rank} has a lone surrogate in its name, which UTF-8 cannot "
-                "encode; rename it"
-            )
-        return name
+    def _listed(self) -> tuple[list[Name], list[Leaf]]:
+        """Return the names of all tensors, and the tensors."""
+        names = [(kind, fqn) for kind, named in self.tensors.items() for fqn in named]
+        return names, [leaf for named in self.tensors.values() for leaf in named.values()]
+
+    def _grouped(self) -> tuple[object, object]:
+        """Return all that the names of the objects follow from."""
+        single = [(kind, list(named)) for kind, named in self.objects.items()]
+        return single, [(kind, prefixes, list(map(str, values))) for kind, prefixes, values in self.groups]
+
+    def _keys(self, names: Sequence[Name]) -> list[ObjectKey]:
+        """Return the names of the objects; checks them, and those of the tensors, which are ``names``."""
+        keys = [(kind, fqn) for kind, named in self.objects.items() for fqn in named]
+        for kind, prefixes, values in self.groups:
+            keys += [(kind, f"{prefix}.{key}") for prefix in prefixes for key in values]
+        count = Counter([*names, *keys])
+        for kind, fqn in count:
+            if not fqn.isascii() and any("\ud800" <= char <= "\udfff" for char in fqn):
+                raise StateError(
+                    f"the {kind} leaf {fqn!r} on rank {self.rank} has a lone surrogate in its name, which UTF-8 cannot "
+                    "encode; rename it"
+                )
+        if len(count) < len(names) + len(keys):
+            raise self._named_twice(count.most_common(1)[0][0])
+        return keys
+
+    def _values(self) -> list[Any]:
+        """Return the values of the objects, in the order of :meth:`_keys`, as they are now."""
+        values = [value for named in self.objects.values() for value in named.values()]
+        for _, prefixes, group in self.groups:
+            values += [*group.values()] * len(prefixes)
+        return values
 
     def _check_readable(self, name: Name, leaf: Leaf) -> None:
         """Refuse a tensor that has no plain memory here."""
         if reason := unsupported(leaf):
             raise StateError(f"{self._label(name)} {reason}")
 
+    def _named_twice(self, name: Name) -> StateError:
+        """Return the error for two leaves of one name."""
+        return StateError(f"two leaves of {name[0]} are named {name[1]!r} on rank {self.rank}; rename one of them")
+
     def _label(self, name: Name) -> str:
         """Name a tensor for messages."""
         return f"{name[0]} tensor {name[1]!r} on rank {self.rank}"
-
-    def _tied(self) -> list[list[Name]]:
-        """Group the names of tensors that are the same memory seen in the same way."""
-        groups: dict[object, list[Name]] = {}
-        for name, leaf in self.tensors.items():
-            same = memory(leaf) if numel_of(leaf) else id(leaf) if isinstance(leaf, Sharded) else name[1]
-            groups.setdefault((name[0], same), []).append(name)
-        return list(groups.values())
-
-    def _shards(
-        self,
-        groups: Iterable[Sequence[Name]],
-        view_for: Callable[[torch.Tensor, str], torch.Tensor],
-        copies: Mapping[Name, Sequence[Leaf]],
-    ) -> LocalShards:
-        """Make a table of names that are the same memory: the first of each group has shards, the others are tied."""
-        rows, views, more = [], [], []
-        for first, *others in groups:
-            label, meta = self._label(first), _meta(*first, self.tensors[first])
-            same = (copy for name in (first, *others) for copy in copies.get(name, ()))
-            for leaf in (self.tensors[first], *same):
-                for part in parts_of(leaf, label):
-                    rows.append(ShardRow(meta, part.box, part.start, part.stop))
-                    views.append(view_for(part.view, label))
-            more += [_meta(*name, self.tensors[name], tied_to=first[1]) for name in others]
-            if not math.prod(meta.shape):
-                more.append(meta)
-        more += [_meta(*name, self.tensors[name[0], first], tied_to=first) for name, first in self.aliases.items()]
-        table = ShardTable.build(rows, objects=list(self.objects), more=more)
-        return LocalShards(table, views, dict(self.objects))
 
 
 def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
@@ -184,27 +248,3 @@ def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
         if missing := [name for name in names if not hasattr(owner, name)]:
             raise InputError(f"{tested}, in which {owner!r} has no {', '.join(missing)}; pin torch or upgrade bcp")
     return tested
-
-
-def _meta(kind: str, fqn: str, leaf: Leaf, tied_to: str = "") -> TensorMeta:
-    """Describe the logical tensor."""
-    tensor = memory_of(leaf)
-    return TensorMeta(
-        kind=kind,
-        fqn=fqn,
-        dtype=dtype_name(tensor.dtype),
-        itemsize=tensor.dtype.itemsize,
-        shape=leaf.placement.shape if isinstance(leaf, Sharded) else tuple(tensor.shape),
-        stride=_stride(leaf),
-        device=tensor.device.type,
-        requires_grad=tensor.requires_grad,
-        tied_to=tied_to,
-    )
-
-
-def _stride(leaf: Leaf) -> tuple[int, ...]:
-    """Return the strides of the logical tensor in elements; () where its parts do not tell."""
-    if isinstance(leaf, Sharded):
-        shape = leaf.placement.shape
-        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return () if is_hooked(leaf) else tuple(leaf.stride())

@@ -16,7 +16,10 @@ from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked
 from bcp.planners.placement import Leaf, Part, Sharded
 from bcp.planners.ragged import ragged_placement
 
-__all__ = ["dtype_name", "memory", "parts_of", "readable", "unsupported", "writable"]
+__all__ = ["FLATTENED", "dtype_name", "memory", "parts_of", "readable", "unsupported", "writable"]
+
+FLATTENED = "_fsdp_flattened"
+"""An attribute of parameters that FSDP1 has made views of a flat one."""
 
 
 def memory(tensor: Leaf) -> object:
@@ -57,7 +60,7 @@ def parts_of(leaf: Leaf, label: str) -> Iterator[Part]:
         yield Part(box, 0, box.numel, view)
 
 
-def readable(view: torch.Tensor, _: str) -> torch.Tensor:
+def readable(view: torch.Tensor) -> torch.Tensor:
     """Return the view, or a copy with the same values of one that torch conjugates or negates when it is read."""
     return view.resolve_conj().resolve_neg()
 
@@ -66,7 +69,10 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
     """Return the view if writing into it changes exactly its own elements, else refuse."""
     if view.is_conj() or view.is_neg():
         raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
-    if any(stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)):
+    expanded = not view.is_contiguous() and any(
+        stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)
+    )
+    if expanded:
         raise StateError(f"{label} is an expanded tensor whose elements share memory; load into a .contiguous() one")
     if view.is_inference():
         raise StateError(
@@ -82,7 +88,7 @@ def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
     local = local_tensor(tensor)
     if is_lazy(tensor):
         return "is uninitialized; run one forward pass of its lazy module first"
-    if not isinstance(leaf, Sharded) and getattr(tensor, "_fsdp_flattened", False):
+    if not isinstance(leaf, Sharded) and getattr(tensor, FLATTENED, False):
         return "is a part of an FSDP1 unit whose wrapper was not passed; pass the FullyShardedDataParallel module"
     if local.is_meta:
         return "is on the meta device and has no values; materialise it with to_empty() first"

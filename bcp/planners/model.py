@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +13,11 @@ from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
 from bcp.planners.leaves import Leaves, state_dict_of
 from bcp.planners.memory import memory
-from bcp.planners.names import Path, cleaner, dotted, walk
+from bcp.planners.names import Path, cleaned, cleaner, dotted, walk
 from bcp.planners.placement import Leaf, Sharded
 from bcp.protocols import ObjectKey
 
-__all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "put"]
+__all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "is_fsdp1_type", "put"]
 
 Check = Callable[[Mapping[ObjectKey, Any]], None]
 """Raises where the loaded objects cannot be put into a target; touches nothing."""
@@ -47,19 +47,25 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
         return in_turn([add_module(leaves, kind, part, "") for part in state])
     if not isinstance(state, (nn.Module, Mapping, list, tuple)):
         raise StateError(f"{where} is a {type(state).__name__}; pass a module, a list of modules or a nested mapping")
-    finishes, paths = [], {}
-    for path, leaf in walk(state, where):
-        name = dotted(path)
-        if isinstance(leaf, nn.Module):
-            finishes.append(add_module(leaves, kind, leaf, f"{name}." if path else ""))
-            continue
-        if isinstance(leaf, torch.optim.Optimizer):
-            raise StateError(
-                f"{where} has an optimizer at {name!r}; pass it, or a list of them, as states['optimizer']"
-            )
-        leaves.add(kind, name, leaf)
-        if not isinstance(leaf, torch.Tensor):
-            paths[kind, name] = path
+    finishes: list[Finish] = []
+    paths: dict[ObjectKey, Path] = {}
+
+    def found() -> Iterator[tuple[str, Any]]:
+        for path, leaf in walk(state, where):
+            name = dotted(path)
+            if isinstance(leaf, torch.Tensor):
+                yield name, leaf
+            elif isinstance(leaf, nn.Module):
+                finishes.append(add_module(leaves, kind, leaf, f"{name}." if path else ""))
+            elif isinstance(leaf, torch.optim.Optimizer):
+                raise StateError(
+                    f"{where} has an optimizer at {name!r}; pass it, or a list of them, as states['optimizer']"
+                )
+            else:
+                paths[kind, name] = path
+                yield name, leaf
+
+    leaves.add_all(kind, found())
     return in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
 
 
@@ -68,24 +74,40 @@ class ParamNames:
 
     def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
         """Index the tensors of kind ``model``; names in ``saved`` come first, then the sorted order counts."""
-        named = [(fqn, tensor) for (kind, fqn), tensor in leaves.tensors.items() if kind == "model"]
-        self._named = sorted(named, key=lambda item: (("model", item[0]) not in saved, item[0]))
-        self._by_id: dict[int, list[str]] = {}
-        for fqn, tensor in self._named:
-            self._by_id.setdefault(id(tensor), []).append(fqn)
-        for fqn, parameter in sorted(_parameters(state), key=lambda item: (("model", item[0]) not in saved, item[0])):
-            names = self._by_id.setdefault(id(parameter), [])
-            if fqn not in names:  # a state_dict hook took it away
-                names.append(fqn)
+        self._named = leaves.tensors.get("model", {})
+        self._state, self._saved = state, saved
+        self._by_id = self._indexed(self._named.items())
+        for key, names in self._hidden.items() if saved else ():
+            known = self._by_id.setdefault(key, [])
+            known += [fqn for fqn in names if fqn not in known]
+
+    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, list[str]]:
+        """Return the names of each leaf by its ``id``."""
+        found: dict[int, list[str]] = {}
+        for fqn, leaf in named:
+            found.setdefault(id(leaf), []).append(fqn)
+        return self._sorted(found)
+
+    def _sorted(self, found: dict[Any, list[str]]) -> dict[Any, list[str]]:
+        """Put the names of each leaf in their order."""
+        for names in found.values():
+            if len(names) > 1:
+                names.sort(key=lambda fqn: (("model", fqn) not in self._saved, fqn))
+        return found
+
+    @cached_property
+    def _hidden(self) -> dict[int, list[str]]:
+        """The names that modules have for parameters, also for those that a hook took out of the state dict."""
+        return self._indexed(_parameters(self._state))
 
     @cached_property
     def _by_memory(self) -> dict[object, list[str]]:
         """The names by memory, which is slow to compare, and rarely needed."""
         found: dict[object, list[str]] = {}
-        for fqn, tensor in self._named:
+        for fqn, tensor in self._named.items():
             if _has_memory(tensor):
                 found.setdefault(memory(tensor), []).append(fqn)
-        return found
+        return self._sorted(found)
 
     def __call__(self, parameter: torch.Tensor) -> list[str]:
         """Return the parameter's FQNs: that by which it goes, and those that are tied to it.
@@ -94,7 +116,7 @@ class ParamNames:
             StateError: the model does not have it.
 
         """
-        names = self._by_id.get(id(parameter))
+        names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):
             names = self._by_memory.get(memory(parameter))
         if names is None:
@@ -140,39 +162,50 @@ def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[Obj
 
 def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
     """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
-    if any(is_fsdp1(part) for part in module.modules()):
+    kinds = {type(part) for part in module.modules()}
+    if any(map(is_fsdp1_type, kinds)):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
     if not callable(module.buffers):
         raise StateError(
             f"the model is wrapped in a {type(module).__name__} that is no module of torch's in full, as Megatron's "
             "is; pass framework='megatron'"
         )
-    clean = cleaner(module)
-    owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    made: dict[str, torch.Tensor] = {}
-    names: dict[str, ObjectKey] = {}
     where = f"states[{kind!r}]" + (f", {prefix[:-1]!r}" if prefix else "")
-    for raw, value in state_dict_of(module, where, keep_vars=True).items():
-        fqn = prefix + clean(raw)
-        if not isinstance(value, torch.Tensor) or raw.rpartition(".")[2] == "_extra_state":
-            leaves.add_object(kind, fqn, value)
-            names[raw] = (kind, fqn)
-            continue
-        leaves.add(kind, fqn, value)
-        if _storage(value) not in owned:
-            made[raw] = value
+    state = state_dict_of(module, where, keep_vars=True)
+    fqns = [prefix + name for name in cleaned(module, kinds, state)]
+    extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if _is_extra(raw)}
+    named = zip(state, fqns, state.values(), strict=True)
+    leaves.add_all(kind, ((fqn, value) for raw, fqn, value in named if raw not in extras))
+    for raw, fqn in extras.items():
+        leaves.add_object(kind, fqn, state[raw])
 
-    def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        state = {**made, **{raw: objects[name] for raw, name in names.items() if name in objects}}
-        if state:
-            module.load_state_dict(state, strict=False)
+    def finish(loaded: Mapping[ObjectKey, Any]) -> None:
+        owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        wanted: dict[str, Any] = {}
+        for (raw, value), fqn in zip(state.items(), fqns, strict=True):
+            if raw in extras or not isinstance(value, torch.Tensor):
+                wanted |= {raw: loaded[kind, fqn]} if (kind, fqn) in loaded else {}
+            elif _storage(value) not in owned:
+                wanted[raw] = value
+        if wanted:
+            module.load_state_dict(wanted, strict=False)
 
     return finish
 
 
+def _is_extra(raw: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state()`` has returned."""
+    return raw.endswith("_extra_state") and raw.rpartition(".")[2] == "_extra_state"
+
+
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether a module is FSDP1's wrapper. By name: what nobody uses is not imported."""
-    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
+    """Whether a module is FSDP1's wrapper."""
+    return is_fsdp1_type(type(module))
+
+
+def is_fsdp1_type(kind: type) -> bool:
+    """Whether modules of that type are FSDP1's wrappers. By name: what nobody uses is not imported."""
+    return any(base.__name__ == "FullyShardedDataParallel" for base in kind.__mro__)
 
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,33 +47,32 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
     for slot in found:
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
-    states, hypers = _saved_keys(saved, slots)
-    paths: dict[ObjectKey, tuple[Slot, Path]] = {}
-    tensors: dict[ObjectKey, torch.Tensor] = {}
+    there = _There.of(saved, slots)
+    paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(_owner(slot) for slot in slots.values())
-    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, states[slot.fqn], saved)}
+    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, there.states[slot.fqn], saved)}
     counts = []
     for slot in slots.values():
         counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
-        counts += _want_count(leaves, slot, states[slot.fqn], saved) if counted else []
-        never_stepped = _owner(slot) in made and set(states[slot.fqn]) <= {MASTER}  # others of its unit were
+        counts += _want_count(leaves, slot, there.states[slot.fqn], saved) if counted else []
+        never_stepped = _owner(slot) in made and set(there.states[slot.fqn]) <= {MASTER}  # others of its unit were
         for path, value in () if never_stepped else slot.leaves(leaves.rank):
             if counted and path == (STEP,):
                 continue
-            name = (OPTIMIZER, f"state.{slot.fqn}.{dotted(path)}")
-            leaves.add(*name, value)
+            name = f"state.{slot.fqn}.{dotted(path)}"
+            leaves.add(OPTIMIZER, name, value)
             paths[name] = (slot, path)
-        tensors |= _want_hyper(leaves, slot, hypers[slot.fqn], saved)
         if slot.master is not None:
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)
+    tensors = _want_hypers(leaves, slots.values(), there, saved)
     _want_tied(leaves, slots.values(), saved)
 
     def check(objects: Mapping[ObjectKey, Any]) -> None:
-        _agreed(objects, slots)
+        _agreed(objects, slots, there)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        changes = [*_agreed({**objects, **tensors}, slots), *_counted(counts)]
-        _set_states(objects, slots, paths)
+        changes = [*_agreed({**objects, **tensors}, slots, there), *_counted(counts)]
+        _set_states(objects, slots, there, paths)
         for group, key, value in changes:
             _set_hyper(group, key, value)
         _settle_steps(slots.values())
@@ -86,18 +86,40 @@ def scalar_device(slot: Slot, key: str) -> torch.device:
     return slot.parameter.device if in_kernel or key != STEP else torch.device("cpu")
 
 
-def _saved_keys(
-    saved: Saved, slots: Mapping[str, Slot]
-) -> tuple[defaultdict[str, list[str]], defaultdict[str, list[str]]]:
-    """Return the names of states, and of hyper-parameters, that the checkpoint has of each parameter."""
-    states: defaultdict[str, list[str]] = defaultdict(list)
-    hypers: defaultdict[str, list[str]] = defaultdict(list)
-    for _, name in saved.names(OPTIMIZER):
-        if found := split(name, "state", slots):
-            states[found[0]].append(found[1])
-        elif found := split(name, "param_groups", slots):
-            hypers[found[0]].append(found[1])
-    return states, hypers
+@dataclass(frozen=True, slots=True)
+class _There:
+    """What a checkpoint has of the target's parameters.
+
+    Attributes:
+        states: keys of the states of each, by FQN.
+        hypers: keys of its hyper-parameters.
+        tensors: keys of those of its hyper-parameters that were saved as tensors.
+        places: by name in the checkpoint: section, FQN and key.
+        slots: the parameters.
+    """
+
+    slots: Mapping[str, Slot]
+    states: defaultdict[str, list[str]]
+    hypers: defaultdict[str, list[str]]
+    tensors: defaultdict[str, list[str]]
+    places: dict[str, tuple[str, str, str] | None]
+
+    @classmethod
+    def of(cls, saved: Saved, slots: Mapping[str, Slot]) -> _There:
+        """Sort the names of a checkpoint."""
+        there = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
+        for names, hypers in ((saved.rows, there.tensors), (saved.objects, there.hypers)):
+            for kind, name in names:
+                if kind == OPTIMIZER and (place := there.place(name)):
+                    section, fqn, key = place
+                    (there.states if section == "state" else hypers)[fqn].append(key)
+        return there
+
+    def place(self, name: str) -> tuple[str, str, str] | None:
+        """Return the section, FQN and key that a name is made of; None for one of another kind."""
+        if name not in self.places:
+            self.places[name] = split(name, self.slots)
+        return self.places[name]
 
 
 def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> bool:
@@ -145,17 +167,25 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     return dtype
 
 
-def _want_hyper(leaves: Leaves, slot: Slot, keys: Sequence[str], saved: Saved) -> dict[ObjectKey, torch.Tensor]:
-    """Want the hyper-parameters of one parameter. Those saved as tensors go into new ones, until all are compared."""
-    tensors = {}
-    for key in keys or slot.hyper:
-        name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
-        if name in saved.rows:
+def _want_hypers(leaves: Leaves, slots: Iterable[Slot], there: _There, saved: Saved) -> dict[ObjectKey, torch.Tensor]:
+    """Want the hyper-parameters of all parameters: those of a group that were saved alike together.
+
+    Those that were saved as tensors go into new ones, until all are compared.
+    """
+    alike: dict[tuple[int, tuple[str, ...]], tuple[Slot, list[str]]] = {}
+    tensors: dict[ObjectKey, torch.Tensor] = {}
+    for slot in slots:
+        for key in there.tensors[slot.fqn]:
+            name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
             meta = saved.meta(name)
             tensors[name] = torch.zeros(meta.shape, dtype=_dtype(meta))
-            leaves.add(*name, tensors[name])
-        else:
-            leaves.add_object(*name, slot.group.get(key))
+        known = there.hypers[slot.fqn] or there.tensors[slot.fqn]
+        keys = there.hypers[slot.fqn] if known else list(slot.hyper)
+        _, prefixes = alike.setdefault((id(slot.group), tuple(keys)), (slot, []))
+        prefixes.append(f"param_groups.{slot.fqn}")
+    leaves.add_all(OPTIMIZER, ((name, value) for (_, name), value in tensors.items()))
+    for (_, wanted), (slot, prefixes) in alike.items():
+        leaves.add_group(OPTIMIZER, prefixes, {key: slot.group.get(key) for key in wanted})
     return tensors
 
 
@@ -197,15 +227,16 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
 def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: Saved) -> None:
     """Want what was saved by the further names of parameters, which is what is wanted by the first."""
     fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
-    for _, name in saved.names(OPTIMIZER) if fqns else ():
-        for section in ("state", "param_groups"):
-            if found := split(name, section, fqns):
-                first = f"{section}.{fqns[found[0]]}.{found[1]}"
-                if (OPTIMIZER, first) in leaves.tensors and (OPTIMIZER, name) in saved.rows:
-                    leaves.add_alias(OPTIMIZER, name, first)
+    wanted = leaves.tensors.get(OPTIMIZER, {})
+    for kind, name in saved.rows if fqns else ():
+        if kind == OPTIMIZER and (found := split(name, fqns)):
+            section, tied, key = found
+            first = f"{section}.{fqns[tied]}.{key}"
+            if first in wanted:
+                leaves.add_alias(OPTIMIZER, name, first)
 
 
-def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[Change]:
+def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There) -> list[Change]:
     """Find the one value of every hyper-parameter of every group, or raise MismatchError.
 
     Keys that the target's group does not have (another framework's) are left out where parameters disagree.
@@ -213,13 +244,12 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot]) -> list[
     first: dict[tuple[int, str], tuple[str, Change]] = {}
     foreign: set[tuple[int, str]] = set()
     for (kind, name), value in values.items():
-        found = split(name, "param_groups", slots) if kind == OPTIMIZER else None
-        if found is None:
+        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        if section != "param_groups":
             continue
-        fqn, key = found
         group = slots[fqn].group
         other, (_, _, agreed) = first.setdefault((id(group), key), (fqn, (group, key, value)))
-        if _same(value, agreed):
+        if value is agreed or _same(value, agreed):
             continue
         if key not in group:
             foreign.add((id(group), key))
@@ -235,18 +265,21 @@ def _same(one: object, other: object) -> bool:
     """Whether two hyper-parameters are equal, nan and types included."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    return one is other or encode_value(one) == encode_value(other)
+    return encode_value(one) == encode_value(other)
 
 
 def _set_states(
-    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], paths: Mapping[ObjectKey, tuple[Slot, Path]]
+    objects: Mapping[ObjectKey, Any],
+    slots: Mapping[str, Slot],
+    there: _There,
+    paths: Mapping[str, tuple[Slot, Path]],
 ) -> None:
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():
-        found = split(name, "state", slots) if kind == OPTIMIZER else None
-        if found is None:
+        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        if section != "state":
             continue
-        slot, path = paths.get((kind, name), (slots[found[0]], (found[1],)))
+        slot, path = paths.get(name, (slots[fqn], (key,)))
         if slot.state is not None:
             put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
 

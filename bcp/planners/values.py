@@ -6,14 +6,16 @@ import base64
 import binascii
 import json
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from bcp.errors import CheckpointError, StateError
 from bcp.planners.extras import pack, unpack
+from bcp.protocols import ObjectKey
 
-__all__ = ["decode_value", "encode_value"]
+__all__ = ["decode_value", "decode_values", "encode_value", "encode_values"]
 
 _DIGITS = 18
 """Integers up to that many digits are JSON numbers that every reader gets right."""
@@ -36,6 +38,22 @@ def encode_value(value: Any, *, where: str = "a value") -> str:
         raise StateError(f"{where} contains itself or is nested too deep; pass plain values") from error
 
 
+def encode_values(values: Mapping[ObjectKey, Any], keys: Iterable[ObjectKey]) -> dict[ObjectKey, str]:
+    """Return the values of these keys as :func:`encode_value` does; what stands under many keys is encoded once.
+
+    A group's learning rate stands under the names of all its parameters: 7 us each for 2,000 values of 11 kinds, else.
+    """
+    texts: dict[int, tuple[Any, str]] = {}  # with the value, so that its id stays its own
+    encoded = {}
+    for key in keys:
+        value = values[key]
+        known = texts.get(id(value))
+        if known is None:
+            known = texts[id(value)] = value, encode_value(value, where=" ".join(key))
+        encoded[key] = known[1]
+    return encoded
+
+
 def decode_value(text: str, *, trust: bool, where: str) -> Any:
     """Return the value that :func:`encode_value` was given.
 
@@ -54,6 +72,29 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
         raise CheckpointError(f"the value of {where} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -> dict[ObjectKey, Any]:
+    """Return the values of (key, text, what it is called in messages); equal texts of constants give one object."""
+    constants: dict[str, Any] = {}
+    values = {}
+    for key, text, where in texts:
+        if text in constants:
+            values[key] = constants[text]
+            continue
+        values[key] = decode_value(text, trust=trust, where=where)
+        if _is_constant(values[key]):
+            constants[text] = values[key]
+    return values
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value cannot be changed in place."""
+    kind = type(value)
+    return value is None or kind in _CONSTANTS or (kind is tuple and all(map(_is_constant, value)))
+
+
+_CONSTANTS = frozenset({bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size})
 
 
 def _encoded(value: Any, where: str) -> Any:  # noqa: PLR0911 -- one line a type

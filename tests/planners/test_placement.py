@@ -147,7 +147,7 @@ def test_a_master_is_saved_unless_the_model_has_its_values() -> None:
     for master_saved in (True, False):
         leaves, master = Leaves(), sharded(Span(WHOLE, 0, 12))
         add_slots(leaves, [slot_of(optimizer, flat, Span(WHOLE, 0, 12), master=master, master_saved=master_saved)])
-        assert (("optimizer", "state.w.master_param") in leaves.tensors) == master_saved
+        assert ("state.w.master_param" in leaves.tensors["optimizer"]) == master_saved
         wanted = targets_of(
             [slot_of(optimizer, flat, Span(WHOLE, 0, 12), master=master, master_saved=master_saved)], saved_by()
         )

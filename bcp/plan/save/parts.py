@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from bcp.errors import InputError
-from bcp.plan.save.header import ALIGNMENT, entry, header
+from bcp.plan.save.header import ALIGNMENT, Entry, entry, header
 from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardTable
 
@@ -104,14 +104,14 @@ def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int)
 def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part_bytes: int) -> DataFile:
     """Lay out one file; ``writes`` are all of its kind."""
     rows = list(zip(writes.row.tolist(), writes.start.tolist(), writes.stop.tolist(), strict=True))
-    entries = [entry(table.meta(row), table.box(row), start, stop) for row, start, stop in rows]
+    entries = _entries(table, writes)
     head = header(entries, {"format": "pt", **notes})
     nbytes = sum(one.nbytes for one in entries)
     spans: list[list[Span]] = [[] for _ in range(-(-nbytes // part_bytes))]
     for (row, start, stop), one, offset in zip(rows, entries, writes.offset.tolist(), strict=True):
         itemsize = one.nbytes // (stop - start)
-        for index, span in _spread(Span(row, start, stop, offset), itemsize, part_bytes):
-            spans[index].append(span if index else replace(span, at=span.at + len(head)))
+        for index, first, last, at in _spread(start, stop, offset, itemsize, part_bytes):
+            spans[index].append(Span(row, first, last, at if index else at + len(head)))
     kind = notes["bcp.kind"]
     parts = tuple(
         Part(
@@ -127,13 +127,27 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
     return DataFile(kind, head, len(head) + nbytes, parts)
 
 
-def _spread(whole: Span, itemsize: int, part_bytes: int) -> Iterator[tuple[int, Span]]:
-    """Cut a span, placed in the data section, at the parts' boundaries: part numbers, and spans placed in them."""
-    start, offset = whole.start, whole.at
-    while start < whole.stop:
+def _entries(table: ShardTable, writes: Writes) -> list[Entry]:
+    """Return the entries of what is written. Those of whole tensors, most of 20,000 as a rule, need no boxes."""
+    row, tensors = writes.row, table.tensors
+    tensor, length = table.tensor[row], table.length[row]
+    whole = (writes.start == 0) & (writes.stop == length.prod(axis=1)) & (length == tensors.shape[tensor]).all(axis=1)
+    count, shape, ndim = (writes.stop - writes.start).tolist(), tensors.shape.tolist(), tensors.ndim.tolist()
+    itemsize = tensors.itemsize.tolist()
+    return [
+        Entry(tensors.fqn[of], tensors.dtype[of], tuple(shape[of][: ndim[of]]), count[at] * itemsize[of])
+        if is_whole
+        else entry(table.meta(int(row[at])), table.box(int(row[at])), int(writes.start[at]), int(writes.stop[at]))
+        for at, (of, is_whole) in enumerate(zip(tensor.tolist(), whole.tolist(), strict=True))
+    ]
+
+
+def _spread(start: int, stop: int, offset: int, itemsize: int, part_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut elements, placed in the data section, at the parts' boundaries: part number, first, last + 1, place in it."""
+    while start < stop:
         index, at = divmod(offset, part_bytes)
-        count = min(whole.stop - start, (part_bytes - at) // itemsize)
-        yield index, Span(whole.row, start, start + count, at)
+        count = min(stop - start, (part_bytes - at) // itemsize)
+        yield index, start, start + count, at
         start, offset = start + count, offset + count * itemsize
 
 

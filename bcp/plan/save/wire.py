@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -155,17 +156,27 @@ def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def digest(table: ShardTable) -> bytes:
     """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
-    Independent of machine, process and library versions, so that ranks can compare theirs.
+    Independent of machine, process and library versions, so that ranks can compare theirs. Worked out once for a table.
     """
+    if (known := _digests.get(table)) is None:
+        known = _digests[table] = _digest(table)
+    return known
+
+
+_digests: WeakKeyDictionary[ShardTable, bytes] = WeakKeyDictionary()
+
+
+def _digest(table: ShardTable) -> bytes:
     state = xxhash.xxh3_128()
     for name, column in _columns(table).items():
         state.update(f"{name} {len(column)}\n".encode())
         if isinstance(column, np.ndarray):
             state.update(column.astype("<i8").tobytes())
         else:
-            texts = [text.encode() for text in column]
-            state.update(np.array([len(text) for text in texts], dtype="<i8").tobytes())
-            state.update(b"".join(texts))
+            joined = "".join(column)
+            texts = column if joined.isascii() else [text.encode() for text in column]  # a character is a byte
+            state.update(np.fromiter(map(len, texts), dtype="<i8").tobytes())
+            state.update(joined.encode())
     return state.digest()
 
 

@@ -174,7 +174,7 @@ def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[i
     placement = whole_placement(piece, local)
     if fresh is not None:
         placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
-    leaf, first = Sharded(local, placement), leaves.tensors.get((MODEL, piece.fqn))
+    leaf, first = Sharded(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
     if isinstance(first, Sharded) and first.placement.spans == placement.spans:
         leaves.also(MODEL, piece.fqn, leaf)
     else:

@@ -18,6 +18,7 @@ from bcp.planners.model import Finish
 from bcp.planners.names import walk
 from bcp.planners.optimizer import OPTIMIZER, Slot
 from bcp.planners.plain import PlainPlanner
+from bcp.planners.seen import SeenStates
 from bcp.protocols import ObjectKey, States
 
 __all__ = ["MegatronPlanner", "holds_megatron"]
@@ -125,7 +126,7 @@ class MegatronPlanner(PlainPlanner):
 
 def holds_megatron(states: States) -> bool:
     """Whether a leaf of the model, or an optimizer, is of a class of Megatron's."""
-    leaves = (leaf for kind in (MODEL, OPTIMIZER) for _, leaf in walk(states.get(kind), f"states[{kind!r}]"))
+    leaves = (leaf for leaves in SeenStates.of(states).leaves.values() for leaf in leaves)
     bases = (base for leaf in leaves for base in type(unwrapped(leaf)).__mro__)
     return any(base.__module__.startswith("megatron.") for base in bases)
 
