@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test check format demo clean
+.PHONY: help venv test check format demo bench clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -11,12 +11,13 @@ ifeq ($(origin TORCH), undefined)
 TORCH := $(shell grep '^torch==' constraints.txt)
 PINS := -c constraints.txt
 endif
-# More arguments, as in `make test ARGS='tests/plan -k divide'` or `make demo ARGS='--steps 24'`.
+# More arguments, as in `make test ARGS='tests/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,7 +48,15 @@ format: venv  ## Format the code and fix what ruff can fix.
 demo: venv  ## Train, crash in the middle of a save, resume on other layouts; writes demo-out/loss.png.
 	$(BIN)/python examples/demo.py $(ARGS)
 
+bench: $(BENCH_STAMP)  ## Measure the speed of saves and loads beside other libraries; about 15 minutes, writes bench-out/.
+	$(BIN)/python -m benchmarks.speed --json bench-out/speed.json --picture bench-out/speed.png $(ARGS)
+
+# The other libraries. With torch in the call, pip fails where they need another one, and does not swap it.
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) $(TORCH) -e '.[bench]'
+	touch $@
+
 clean:  ## Remove everything that is made here, .venv included.
-	rm -rf $(VENV) demo-out dist build *.egg-info
+	rm -rf $(VENV) demo-out bench-out dist build *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,28 +10,32 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["Figure", "Figures", "arguments", "cpu_ms"]
+__all__ = ["Figure", "Figures", "arguments", "cpu_ms", "parser"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number: what it is, how much, of what unit; and the most it may be, where that is a goal."""
+    """One number: what it is, how much, of what unit; and the most (or the least) it may be, where that is a goal."""
 
     name: str
     value: float
     unit: str
     goal: float | None = None
+    least: bool = False
 
     @property
     def missed(self) -> bool:
         """Whether the goal is missed."""
-        return self.goal is not None and self.value > self.goal
+        return self.goal is not None and (self.value < self.goal if self.least else self.value > self.goal)
 
     def __str__(self) -> str:
         """Return a line of the table."""
         count = float(self.value).is_integer() and self.unit == ""
         value = f"{self.value:,.0f}" if count else f"{self.value:.4f}" if self.unit == "" else f"{self.value:.4g}"
-        goal = "" if self.goal is None else f"{'MISSED' if self.missed else 'ok':>7}, goal {self.goal:g} {self.unit}"
+        side = " >=" if self.least else ""
+        goal = (
+            "" if self.goal is None else f"{'MISSED' if self.missed else 'ok':>7}, goal{side} {self.goal:g} {self.unit}"
+        )
         return f"{self.name:<62} {value:>12} {self.unit:<5}{goal}"
 
 
@@ -46,9 +50,9 @@ class Figures:
         """Begin a section."""
         print(f"\n{text}\n{'-' * len(text)}", flush=True)
 
-    def add(self, name: str, value: float, unit: str = "", goal: float | None = None) -> None:
-        """Take note of a figure and print it."""
-        self.found.append(Figure(name, float(value), unit, goal))
+    def add(self, name: str, value: float, unit: str = "", goal: float | None = None, *, least: bool = False) -> None:
+        """Take note of a figure and print it; ``least``: the goal is the least that it may be, not the most."""
+        self.found.append(Figure(name, float(value), unit, goal, least))
         print(self.found[-1], flush=True)
 
     def measure(self, name: str, work: Callable[[], float], unit: str, goal: float) -> None:
@@ -75,23 +79,35 @@ class Figures:
         """Write the JSON file, print the missed goals last, and return the exit status."""
         self.look_again()
         if options.json:
-            rows = [asdict(figure) | {"missed": figure.missed} for figure in self.found]
-            Path(options.json).write_text(json.dumps(rows, indent=1), "utf-8")
+            Path(options.json).write_text(json.dumps(self.rows(), indent=1), "utf-8")
+        return self.verdict(check=options.check)
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return all figures as JSON has them."""
+        return [asdict(figure) | {"missed": figure.missed} for figure in self.found]
+
+    def verdict(self, *, check: bool) -> int:
+        """Print how many goals are reached, and last those that are missed; return the exit status."""
         missed = [figure for figure in self.found if figure.missed]
         goals = sum(figure.goal is not None for figure in self.found)
         print(f"\n{goals - len(missed)} of {goals} goals reached", flush=True)
         for figure in missed:
             print(f"missed: {figure}", flush=True)
-        return 1 if missed and options.check else 0
+        return 1 if missed and check else 0
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser of the options that all benchmarks have."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="fewer cases, for a look")
+    options.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
+    options.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
+    return options
 
 
 def arguments(description: str | None) -> argparse.Namespace:
     """Read the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="fewer cases, for a look")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file as well")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a goal is missed")
-    return parser.parse_args()
+    return parser(description).parse_args()
 
 
 def cpu_ms(work: Callable[[], object], repeat: int = 7) -> float:

@@ -1,0 +1,1 @@
+"""How fast saving and loading is, beside other libraries and beside what the machine can do."""
