@@ -14,9 +14,9 @@ from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Budget, Pipeline, beside, giving_way, in_thread
+from bcp.pipeline import Pipeline, beside, giving_way, in_thread
 from bcp.protocols import Agreement
-from bcp.stages.device import cuda_devices
+from bcp.stages.device import Lanes, cuda_devices
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import load_graph
 from bcp.stages.save import SaveContext, Writers, save_graph
@@ -118,10 +118,13 @@ async def _read(
         sources = loading.extra_sources(metadata.layout, job.states, job.rank)
         ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
-        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts)
-        pinned = bool(cuda_devices(wanted.targets.shards.tensors))
-        lease = stack.enter_context(shared_pool(pinned=pinned).lease())
-        context = loading.load_context(job, agreement, metadata, wanted, reading, lease)
+        devices = cuda_devices(wanted.targets.shards.tensors)
+        lease = stack.enter_context(shared_pool(pinned=bool(devices)).lease(keep=False))
+        lanes = stack.enter_context(Lanes(devices))
+        await in_thread(lanes.settle)
+        targets = await in_thread(loading.lay_out, job, metadata, wanted, reading, lanes)
+        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
+        context = loading.load_context(job, agreement, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
@@ -129,7 +132,7 @@ async def _read(
         graph = _edited(
             load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
         )
-        await graph.run(items, budget=Budget(options.budget_bytes), observe=job.clock)
+        await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
         extras = await loading.read_extras(context, metadata, receipts, sources, options)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return loading.Read(context, extras)

@@ -14,7 +14,8 @@ from bcp.plan.box import Box
 from bcp.plan.check import check_layout
 from bcp.plan.columns import Ints, matrix
 from bcp.plan.layout import Layout
-from bcp.plan.load.reads import placements, wants
+from bcp.plan.load.copies import copies
+from bcp.plan.load.reads import wants
 from bcp.plan.lookup import find, resolve
 from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta, TensorTable
@@ -160,21 +161,22 @@ class Memory:
         self.counts = [np.zeros(shape, dtype=np.int64) for shape in shapes]
 
     def place(self, file: int, lo: int, hi: int) -> None:
-        run = self.saved.files[file][lo:hi].tobytes()
-        for p in placements(self.saved.layout, self.table, self.wants, file, lo, hi):
-            dtype = self.saved.layout.tensors.dtype[self.tensor(p.row)]
-            count = int(np.prod(p.source_lengths, dtype=np.int64))
-            source = np.frombuffer(run, dtype, count, p.source_at).reshape(p.source_lengths)[slices(p.source_box)]
-            for target, new in ((self.values, source), (self.counts, None)):
-                view = target[p.row]
-                if p.target_at is not None:
-                    count = int(np.prod(p.target_lengths, dtype=np.int64))
-                    view = view[p.target_at : p.target_at + count].reshape(p.target_lengths)
-                assert view.shape == p.target_lengths
-                if new is None:
-                    view[slices(p.target_box)] += 1
-                else:
-                    view[slices(p.target_box)] = new
+        found = copies(self.saved.layout, self.table, self.wants, np.array([[file, lo, hi]]))
+        for copy in range(len(found)):
+            row, start, first = int(found.row[copy]), int(found.start[copy]), int(found.first[copy])
+            meta_ = self.saved.layout.tensors[self.tensor(row)]
+            block = found.block(copy)
+            count = int(np.prod(block.source_lengths, dtype=np.int64))
+            assert lo <= start
+            assert start + count * meta_.itemsize <= hi
+            run = self.saved.files[file].tobytes()
+            source = np.frombuffer(run, meta_.dtype, count, start).reshape(block.source_lengths)[slices(block.source)]
+            stop = first + int(np.prod(block.target_lengths, dtype=np.int64))
+            values, counts = (
+                each[row].reshape(-1)[first:stop].reshape(block.target_lengths) for each in (self.values, self.counts)
+            )
+            values[slices(block.target)] = source
+            counts[slices(block.target)] += 1
 
     def check(self) -> None:
         for row, (found, count) in enumerate(zip(self.values, self.counts, strict=True)):

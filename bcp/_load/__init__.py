@@ -1,8 +1,8 @@
 """The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
 
 from bcp._load.opening import fetch_receipts, open_checkpoint
-from bcp._load.reads import Reading, plan_reads, read_items
-from bcp._load.report import everyone_is_done, load_context, report, say_if_half_loaded
+from bcp._load.reads import Reading, budget_of, plan_reads, read_items
+from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
 from bcp._load.values import Read, ask, extra_sources, needed_receipts, put_values, read_extras
 
@@ -11,9 +11,11 @@ __all__ = [
     "Reading",
     "Wanted",
     "ask",
+    "budget_of",
     "everyone_is_done",
     "extra_sources",
     "fetch_receipts",
+    "lay_out",
     "load_context",
     "needed_receipts",
     "open_checkpoint",

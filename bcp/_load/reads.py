@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -16,20 +16,21 @@ from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
-from bcp.pipeline import in_thread
+from bcp.pipeline import Budget, in_thread
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Assignment, Chunk, assign
 from bcp.plan.load.line import VERSIONS, BlockLine
 from bcp.plan.load.renamed import MASTER, Renamed
 from bcp.plan.load.share import Shared, share
+from bcp.plan.load.straight import Straight
 from bcp.plan.lookup import find, resolve, resolve_all, rows_of
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
-from bcp.stages.items import ReadItem
+from bcp.stages.load_items import ReadItem
 
-__all__ = ["Reading", "file_of", "plan_reads", "read_items"]
+__all__ = ["Reading", "budget_of", "file_of", "plan_reads", "read_items"]
 
 HEAD = struct.Struct("<2q")
 """Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
@@ -186,21 +187,42 @@ def _named(names: Renamed, row: int) -> str:
     return f"{KINDS[int(names.saved.tensors.kind[made])]}: {sources[0]} (what becomes {names.saved.tensors.fqn[made]})"
 
 
-def read_items(reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt]) -> list[ReadItem]:
-    """List the chunks that this rank reads, and the rounds in which it only receives, in plan order."""
-    layout, commit, assignment = metadata.layout, metadata.commit, reading.assignment
+def read_items(
+    reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt], straight: Straight
+) -> list[ReadItem]:
+    """List the chunks that this rank reads, and the rounds in which it only receives, in plan order.
+
+    Chunks that are not read straight to where they belong borrow staging memory of one size, so that every buffer can
+    be used again for each of them, and the byte budget bounds all that there is.
+    """
+    layout, commit, past_staging = metadata.layout, metadata.commit, straight.chunks.tolist()
     items = []
-    for chunk in assignment.items():
-        incoming = assignment.receives(chunk.round) if chunk.round >= 0 else []
-        nbytes = chunk.nbytes + sum(each.nbytes for each in incoming)
+    for chunk in reading.assignment.items():
         if chunk.file < 0:
-            items.append(ReadItem(f"round {chunk.round}", nbytes, None, chunk.round, "", None))
+            items.append(ReadItem(f"round {chunk.round}", 0, None, chunk.round, "", None))
             continue
         writer, kind = int(layout.file_rank[chunk.file]), int(layout.file_kind[chunk.file])
         key = data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
         name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, layout, chunk)}"
-        items.append(ReadItem(name, nbytes, chunk, chunk.round, key, file_of(receipts[writer], kind, key)))
-    return items
+        file = file_of(receipts[writer], kind, key)
+        if file.nbytes - file.data_start != layout.file_nbytes[chunk.file]:
+            raise CorruptError(
+                f"the receipt of rank {writer} says that {key} has {file.nbytes - file.data_start} bytes of data, the "
+                f"metadata {layout.file_nbytes[chunk.file]}; restore both"
+            )
+        items.append(ReadItem(name, chunk.nbytes, chunk, chunk.round, key, file, past_staging[chunk.number]))
+    staged = [item for item in items if item.file is not None and not item.straight]
+    room = max((item.stored_nbytes for item in staged), default=0)
+    decoded = max((item.nbytes for item in staged), default=0) if commit.codecs else 0
+    return [
+        item if item.file is None or item.straight else replace(item, nbytes=room + decoded, room=room)
+        for item in items
+    ]
+
+
+def budget_of(options: LoadOptions, reading: Reading) -> Budget:
+    """Return what the graph may borrow: the budget without what a round may bring in, which is there besides."""
+    return Budget(max(options.budget_bytes - reading.assignment.most_received, 1))
 
 
 def file_of(receipt: Receipt, kind: int, key: str) -> FileReceipt:

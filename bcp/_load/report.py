@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+
 from bcp._job import LoadJob
 from bcp._load.reads import Reading
 from bcp._load.targets import Wanted
 from bcp.events import LoadReport
 from bcp.metadata import Metadata
-from bcp.protocols import Agreement
+from bcp.options import unchanged
+from bcp.plan.load.copies import check_complete, copies
+from bcp.plan.load.straight import straight
+from bcp.protocols import Agreement, ScatterReader
+from bcp.stages.device import Lanes
 from bcp.stages.load import LoadContext
+from bcp.stages.memory import addresses
+from bcp.stages.place import Targets
 from bcp.stages.staging import Lease
 
-__all__ = ["everyone_is_done", "load_context", "report", "say_if_half_loaded"]
+__all__ = ["everyone_is_done", "lay_out", "load_context", "report", "say_if_half_loaded"]
 
 
 @contextmanager
@@ -31,22 +39,34 @@ def say_if_half_loaded(context: LoadContext) -> Iterator[None]:
         raise
 
 
-def load_context(
-    job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: Wanted, reading: Reading, lease: Lease
-) -> LoadContext:
-    """Gather what the stages of the load share."""
-    layout, table = metadata.layout, wanted.targets.shards.table
+def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, lanes: Lanes) -> Targets:
+    """Say where every byte goes that this rank reads or receives, and which chunks need no staging memory on their way.
+
+    Every chunk does where codecs have to decode it, and where the caller edits the graph: the stages that were put in
+    may look at the bytes, and may change them.
+    """
+    layout, shards, assignment = metadata.layout, wanted.targets.shards, reading.assignment
+    table, tensors, chunks = shards.table, shards.tensors, assignment.chunks
+    found = copies(layout, table, wanted.wants, chunks)
+    check_complete(found, table, wanted.wants)
     saved = wanted.saved[table.tensor].tolist()
+    dtypes = ["" if row < 0 else layout.tensors.dtype[row] for row in saved]
+    address = addresses(tensors, dtypes, table.nbytes)
+    able = isinstance(job.backend, ScatterReader) and job.options.edit is unchanged and not metadata.commit.codecs
+    private = np.arange(len(chunks)) < (len(assignment.private) if able else 0)
+    way = straight(found, private, address > 0)
+    return Targets(tensors, table.tensors.itemsize[table.tensor], dtypes, address, found, way, lanes)
+
+
+def load_context(job: LoadJob, agreement: Agreement, reading: Reading, targets: Targets, lease: Lease) -> LoadContext:
+    """Gather what the stages of the load share."""
     return LoadContext(
         rank=job.rank,
         world_size=job.world_size,
         backend=job.backend,
+        scatter=job.backend if isinstance(job.backend, ScatterReader) else None,
         lease=lease,
-        layout=layout,
-        table=table,
-        tensors=wanted.targets.shards.tensors,
-        dtypes=["" if row < 0 else layout.tensors.dtype[row] for row in saved],
-        wants=wanted.wants,
+        targets=targets,
         assignment=reading.assignment,
         codecs={codec.name: codec for codec in job.options.codecs},
         verify=job.options.verify,

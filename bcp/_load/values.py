@@ -24,8 +24,8 @@ from bcp.planners.values import decode_values
 from bcp.protocols import ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.flat import bytes_of
-from bcp.stages.items import ReadItem
 from bcp.stages.load import LoadContext, deserialize, read
+from bcp.stages.load_items import ReadItem
 
 __all__ = ["Read", "ask", "extra_sources", "needed_receipts", "put_values", "read_extras"]
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from typing import Self
 
 import torch
 
-__all__ = ["Fence", "cuda_devices", "on_side_stream", "record_fence"]
+__all__ = ["Fence", "Lanes", "Mark", "cuda_devices", "on_side_stream", "record_fence"]
 
 Fence = Mapping[int, "torch.cuda.Event"]
 """For each CUDA device, the point in the caller's stream after which the tensors are what the caller sees."""
@@ -66,3 +68,67 @@ def on_side_stream(devices: Sequence[int], fence: Fence) -> Iterator[None]:
     finally:
         for stream in current:
             torch.cuda.set_stream(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point in the work that was queued on devices; without any event in it, it is reached already."""
+
+    events: Sequence[torch.cuda.Event] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether all that was queued before is done."""
+        return all(event.query() for event in self.events)
+
+    def wait(self) -> None:
+        """Wait for it, without the GIL."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Lanes:
+    """bcp's side streams on some devices, for one load: worker threads queue copies on them.
+
+    When it is left, in whatever way, no copy is under way any more, and what was copied is there for every stream.
+    """
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        """Take the devices' indices; none at all, on the CPU, and every method does nothing."""
+        self.devices = tuple(devices)
+
+    def __enter__(self) -> Self:
+        """Begin with nothing queued."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is still queued: nothing, unless the load failed."""
+        for device in self.devices:
+            _side_stream(device).synchronize()
+
+    def settle(self) -> None:
+        """Wait for all that anybody has queued on the devices so far; call it once, before the first copy.
+
+        The caller may still compute with the tensors that are to be overwritten, on streams that only it knows.
+        """
+        for device in self.devices:
+            torch.cuda.synchronize(device)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Queue what the calling thread copies on the side streams; torch's current stream is thread-local."""
+        before = [torch.cuda.current_stream(device) for device in self.devices]
+        try:
+            for device in self.devices:
+                torch.cuda.set_stream(_side_stream(device))
+            yield
+        finally:
+            for stream in before:
+                torch.cuda.set_stream(stream)
+
+    def mark(self) -> Mark:
+        """Mark what is queued by now."""
+        events = [torch.cuda.Event(blocking=True) for _ in self.devices]  # sleep, do not spin
+        for device, event in zip(self.devices, events, strict=True):
+            event.record(_side_stream(device))
+        return Mark(tuple(events))

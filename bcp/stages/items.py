@@ -1,4 +1,4 @@
-"""The nouns: what flows between the stages of a save and of a load."""
+"""The nouns of a save: what flows between its stages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from bcp.plan.load.assign import Chunk
 from bcp.plan.save.parts import Part
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer
-from bcp.receipt import FileReceipt
 from bcp.stages.flat import torch_dtype, typed
 
-__all__ = ["Blob", "HostPart", "Loaded", "PartReceipt", "ReadItem", "Stored", "WriteItem"]
-
-
-# -- saving: WriteItem -> HostPart -> Blob -> PartReceipt ------------------------------------------
+__all__ = ["Blob", "HostPart", "PartReceipt", "WriteItem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,67 +142,6 @@ class PartReceipt:
     stored_nbytes: int
     blocks: np.ndarray
     checksums: tuple[bytes, ...]
-
-
-# -- loading: ReadItem -> Stored -> Loaded -> Loaded (placed) -> done ------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """One chunk of one data file to read, or this rank's place in a round in which it reads nothing.
-
-    Attributes:
-        name: file, byte range and first tensor.
-        nbytes: what it takes from the byte budget: bytes to read and bytes to receive in its round.
-        chunk: the range, and who needs it. None: only take part in the round.
-        round: number of the all-to-all round; -1 for a chunk that nobody else needs.
-        key: the data file, or "" where there is nothing to read.
-        file: what its writer said of it; None where there is nothing to read.
-    """
-
-    name: str
-    nbytes: int
-    chunk: Chunk | None
-    round: int
-    key: str
-    file: FileReceipt | None
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Bytes as they were stored, not checked yet.
-
-    Attributes:
-        item: what was to be read.
-        buffer: staging memory with the bytes at its start.
-        nbytes: how many bytes were read.
-        blocks: rows of the file's block table that they are.
-    """
-
-    item: ReadItem
-    buffer: torch.Tensor | None
-    nbytes: int
-    blocks: slice
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Checked and decoded bytes of a chunk.
-
-    Attributes:
-        item: what was to be read.
-        data: uint8, the data-section bytes of the chunk, no header; empty where nothing was to be read.
-        buffer: the staging memory behind it.
-    """
-
-    item: ReadItem
-    data: torch.Tensor
-    buffer: torch.Tensor | None
-
-    @property
-    def name(self) -> str:
-        """File, byte range and first tensor."""
-        return self.item.name
 
 
 def _numel(shape: tuple[int, ...]) -> int:

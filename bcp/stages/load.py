@@ -1,25 +1,28 @@
-"""The stages of a load: ``read`` -> ``deserialize`` -> ``h2d`` -> ``exchange`` (paper sec. 4.2, Fig. 10)."""
+"""The stages of a load: ``read`` -> ``deserialize`` -> ``h2d`` -> ``exchange`` (paper sec. 4.2, Fig. 10).
+
+A chunk goes one of two ways. *Straight*: ``read`` fills the tensors themselves, and ``deserialize`` checks the bytes
+where they lie. *Staged*: it is read into a buffer, checked and decoded there, copied into the tensors by ``h2d``, and
+sent to other ranks by ``exchange``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
+import anyio
 import torch
-import xxhash
 
-from bcp.errors import CorruptError, MissingCodecError
+from bcp.errors import BcpError, CorruptError, MissingCodecError
 from bcp.pipeline import Pipeline, Stage, in_thread
-from bcp.plan.layout import Layout
-from bcp.plan.load.assign import Assignment
-from bcp.plan.load.reads import Wants, placements
-from bcp.plan.shards import ShardTable
-from bcp.protocols import Backend, Buffer, Codec
+from bcp.plan.load.assign import Assignment, Chunk
+from bcp.protocols import Backend, Buffer, Codec, ScatterReader
 from bcp.receipt import FileReceipt
-from bcp.stages.device import cuda_devices, on_side_stream
-from bcp.stages.flat import block_of, bytes_of, torch_dtype, typed
-from bcp.stages.items import Loaded, ReadItem, Stored
+from bcp.stages.check import check, decoded
+from bcp.stages.device import Mark
+from bcp.stages.flat import bytes_of
+from bcp.stages.load_items import Loaded, ReadItem, Stored
+from bcp.stages.place import Targets
 from bcp.stages.staging import Lease
 
 __all__ = ["LoadContext", "load_graph"]
@@ -35,17 +38,15 @@ class LoadContext:
         rank: this rank.
         world_size: how many ranks load together.
         backend: where the data files are.
+        scatter: the same, where it can read straight into tensors.
         lease: staging memory.
-        layout: where everything lies.
-        table: the shards that this rank wants.
-        tensors: their live memory.
-        dtypes: for each of them, the dtype that was saved.
-        wants: where their bytes are.
+        targets: the tensors, and what goes where.
         assignment: what this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
         all_to_all: bytes to every rank for bytes from every rank.
-        touched: whether any tensor may have been written to; set before the first copy.
+        late: what the last round brought; it is placed while the next one is under way.
+        touched: whether any tensor may have been written to; set before the first byte.
         placed_nbytes: bytes that are in their tensors by now.
         read_nbytes: bytes read from storage by now.
         received_nbytes: bytes received from other ranks by now.
@@ -54,16 +55,14 @@ class LoadContext:
     rank: int
     world_size: int
     backend: Backend
+    scatter: ScatterReader | None
     lease: Lease
-    layout: Layout
-    table: ShardTable
-    tensors: Sequence[torch.Tensor]
-    dtypes: Sequence[str]
-    wants: Wants
+    targets: Targets
     assignment: Assignment
     codecs: Mapping[str, Codec]
     verify: bool
     all_to_all: AllToAll
+    late: Sequence[tuple[Chunk, Buffer]] = field(default=())
     touched: bool = field(default=False)
     placed_nbytes: int = field(default=0)
     read_nbytes: int = field(default=0)
@@ -82,83 +81,57 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
 
     async def run(item: ReadItem) -> Stored:
         if item.chunk is None or item.file is None:
-            return Stored(item, None, 0, slice(0, 0))
-        file, chunk = item.file, item.chunk
-        first = 0 if chunk.start == 0 else file.data_start + chunk.start
-        rows = file.covering(first, file.data_start + chunk.stop)
-        start = int(file.blocks.stored_start[rows][0])
-        nbytes = int(file.blocks.stored_length[rows].sum())
-        buffer = context.lease.take(nbytes)
+            return Stored(item)
         try:
-            await context.backend.read_into(item.key, start, bytes_of(buffer)[:nbytes])
+            stored = await _fetch(context, item, item.chunk, item.file)
         except FileNotFoundError as error:
             raise CorruptError(
                 f"{item.key} is missing, but the checkpoint was committed with it (rank {context.rank}, {item.name}); "
                 "restore the file, or load another checkpoint"
             ) from error
-        context.read_nbytes += nbytes
-        return Stored(item, buffer, nbytes, rows)
+        context.read_nbytes += stored.nbytes
+        return stored
 
     return Stage("read", run, workers=workers)
+
+
+async def _fetch(context: LoadContext, item: ReadItem, chunk: Chunk, file: FileReceipt) -> Stored:
+    """Read the blocks of a chunk: into the tensors, or into staging memory."""
+    start, nbytes = int(file.blocks.stored_start[item.rows.start]), item.stored_nbytes
+    if item.straight and context.scatter is not None:
+        first = start - file.data_start
+        outs = await in_thread(context.targets.views, chunk, first, first + nbytes)
+        context.touched = True
+        await context.scatter.read_scattered(item.key, start, outs)
+        return Stored(item, nbytes, outs)
+    buffer = await in_thread(context.lease.take, max(nbytes, item.room))
+    out = bytes_of(buffer)[:nbytes]
+    await context.backend.read_into(item.key, start, out)
+    return Stored(item, nbytes, [out], buffer)
 
 
 def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
     """Check every block, undo the codecs, drop the header."""
 
     async def run(stored: Stored) -> Loaded:
-        return await in_thread(_deserialize, context, stored)
+        item = stored.item
+        if item.chunk is None or item.file is None:
+            return Loaded(item)
+        return await in_thread(_deserialize, context, stored, item.chunk, item.file)
 
     return Stage("deserialize", run, workers=workers)
 
 
-def _deserialize(context: LoadContext, stored: Stored) -> Loaded:
-    item = stored.item
-    if item.file is None or item.chunk is None or stored.buffer is None:
-        return Loaded(item, torch.empty(0, dtype=torch.uint8), None)
+def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileReceipt) -> Loaded:
     if context.verify:
-        _verify(stored, item.file, bytes_of(stored.buffer), context.rank)
-    file, chunk, rows = item.file, item.chunk, stored.blocks
-    raw_start = int(file.blocks.raw_start[rows][0])
+        check(stored, file, context.rank)
+    if stored.buffer is None:
+        return Loaded(stored.item)
     image = stored.buffer[: stored.nbytes]
     if file.codecs:
-        image = _decode(context, stored, file, bytes_of(stored.buffer))
-    skip = file.data_start + chunk.start - raw_start
-    return Loaded(item, image[skip : skip + chunk.stop - chunk.start], stored.buffer)
-
-
-def _verify(stored: Stored, file: FileReceipt, view: memoryview, rank: int) -> None:
-    """Compare the digest of every block with the one that was written down when it was saved."""
-    item, blocks, at = stored.item, file.blocks, 0
-    for row in range(stored.blocks.start, stored.blocks.stop):
-        length = int(blocks.stored_length[row])
-        found = xxhash.xxh3_128_digest(view[at : at + length])
-        wanted = blocks.checksum[row]
-        if found != wanted:
-            start = int(blocks.stored_start[row])
-            raise CorruptError(
-                f"{item.key} is corrupt: bytes {start} to {start + length} have checksum {found.hex()}, "
-                f"saved as {wanted.hex()} (rank {rank}, {item.name}); restore the file, or load another checkpoint"
-            )
-        at += length
-
-
-def _decode(context: LoadContext, stored: Stored, file: FileReceipt, view: memoryview) -> torch.Tensor:
-    """Undo the codecs of every part, last one first."""
-    blocks, at = file.blocks, 0
-    pieces: list[np.ndarray] = []
-    for row in range(stored.blocks.start, stored.blocks.stop):
-        length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
-        data: Buffer = view[at : at + length]
-        for name in reversed(file.codecs):
-            data = context.codecs[name].decode(data)
-        if len(data) != wanted:
-            raise CorruptError(
-                f"{stored.item.key}: codecs {list(file.codecs)} decoded part {row} to {len(data)} bytes, {wanted} were "
-                f"encoded (rank {context.rank}); decode() must be the exact inverse of encode()"
-            )
-        pieces.append(np.frombuffer(data, np.uint8))
-        at += length
-    return torch.from_numpy(np.concatenate(pieces))
+        image = decoded(stored, file, context.codecs, context.rank)
+    skip = file.data_start + chunk.start - int(file.blocks.raw_start[stored.item.rows.start])
+    return Loaded(stored.item, image[skip : skip + chunk.nbytes], stored.buffer)
 
 
 def require_codecs(names: Sequence[str], codecs: Sequence[Codec]) -> dict[str, Codec]:
@@ -177,33 +150,52 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
     """Put what this rank wants of its own chunk into its tensors, on whatever device they are."""
 
     async def run(loaded: Loaded) -> Loaded:
-        chunk = loaded.item.chunk
-        if chunk is not None:
-            placed = await in_thread(_place, context, loaded.data, chunk.file, chunk.start, chunk.stop)
-            context.placed_nbytes += placed  # apart from the await: other workers count too
-        return loaded
+        item = loaded.item
+        if item.chunk is None:
+            return loaded
+        if item.straight:
+            context.placed_nbytes += context.targets.filled(item.chunk)
+            return loaded
+        if loaded.data.dtype != torch.uint8 or len(loaded.data) != item.chunk.nbytes:
+            raise BcpError(
+                f"{item.name} has {loaded.data.nbytes} bytes where {item.chunk.nbytes} were read: a custom stage "
+                "changed them; use LoadOptions(codecs=[bcp.Codec(...)]) for stages that do"
+            )
+        return replace(loaded, mark=await _place(context, item.chunk, loaded.data))
 
     return Stage("h2d", run, workers=workers)
+
+
+async def _place(context: LoadContext, chunk: Chunk, data: torch.Tensor) -> Mark:
+    """Copy what this rank wants of a chunk into its tensors; return when that is done."""
+    context.touched = True
+    placed, mark = await in_thread(context.targets.place, chunk, data)
+    context.placed_nbytes += placed  # apart from the await: other workers count too
+    return mark
 
 
 def exchange(context: LoadContext) -> Stage[Loaded, None]:
     """Send this chunk to the ranks that want it too, and take what they read for this one.
 
-    Rounds are collective: they run one at a time, in plan order, as often on every rank.
+    Rounds are collective: they run one at a time, in plan order, as often on every rank. What a round brings is placed
+    while the next one is under way, so that no rank keeps the others waiting while it copies.
     """
 
     async def run(loaded: Loaded) -> None:
         item = loaded.item
         if item.round >= 0:
             await _round(context, loaded)
+            if item.round == context.assignment.rounds - 1:
+                await _place_late(context)
         if loaded.buffer is not None:
+            await _reached(loaded.mark)
             context.lease.give(loaded.buffer)
 
     return Stage("exchange", run, ordered=True)
 
 
 async def _round(context: LoadContext, loaded: Loaded) -> None:
-    """Take part in one all-to-all."""
+    """Take part in one all-to-all; place meanwhile what the one before has brought."""
     assignment, number = context.assignment, loaded.item.round
     outgoing: list[Buffer] = [b""] * context.world_size
     for peer in assignment.sends(number):
@@ -212,26 +204,25 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     sizes = [0] * context.world_size
     for chunk in chunks:
         sizes[chunk.reader] = chunk.nbytes
-    incoming = await context.all_to_all(outgoing, sizes)
-    for chunk in chunks:
-        data = torch.frombuffer(incoming[chunk.reader], dtype=torch.uint8)
-        context.received_nbytes += data.numel()
-        placed = await in_thread(_place, context, data, chunk.file, chunk.start, chunk.stop)
-        context.placed_nbytes += placed
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_place_late, context, name="bcp placing a round")
+            incoming = await context.all_to_all(outgoing, sizes)
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    context.late = [(chunk, incoming[chunk.reader]) for chunk in chunks]
 
 
-def _place(context: LoadContext, data: torch.Tensor, file: int, lo: int, hi: int) -> int:
-    """Copy everything that this rank wants of data-section bytes [lo, hi) of a file; return how many bytes."""
-    nbytes = 0
-    context.touched = True
-    found = list(placements(context.layout, context.table, context.wants, file, lo, hi))
-    with on_side_stream(cuda_devices([context.tensors[p.row] for p in found]), {}):
-        for p in found:
-            dtype = torch_dtype(context.dtypes[p.row])
-            source = block_of(typed(data, p.source_at, p.source_lengths, dtype), p.source_box)
-            target = context.tensors[p.row].detach()
-            if p.target_at is not None:
-                target = target[p.target_at : p.target_at + int(np.prod(p.target_lengths))].view(p.target_lengths)
-            block_of(target, p.target_box).copy_(source, non_blocking=True)
-            nbytes += source.numel() * target.element_size()
-    return nbytes
+async def _place_late(context: LoadContext) -> None:
+    """Place what the last round has brought."""
+    late, context.late = context.late, ()
+    for chunk, data in late:
+        context.received_nbytes += chunk.nbytes
+        await _reached(await _place(context, chunk, torch.frombuffer(data, dtype=torch.uint8)))
+
+
+async def _reached(mark: Mark) -> None:
+    """Wait until copies are done; on the CPU they are."""
+    if not mark.reached:
+        await in_thread(mark.wait)

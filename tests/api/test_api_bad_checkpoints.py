@@ -168,7 +168,7 @@ def test_damage_that_is_found_late_says_that_the_target_is_half_loaded(tmp_path:
 
 
 def test_storage_that_fails_is_not_called_corruption(pristine: Path) -> None:
-    backend = FaultyBackend(LocalBackend(pristine), "read_into", OSError(5, "Input/output error"), key="optimizer")
+    backend = FaultyBackend(LocalBackend(pristine), "read_scattered", OSError(5, "Input/output error"), key="optimizer")
     error = refused(backend, bcp.StageError, "stage 'read' failed on optimizer/.*Input/output error")
     assert isinstance(error.__cause__, OSError)
 

@@ -5,7 +5,7 @@ Shared chunks travel in rounds of an all-to-all, while reading goes on; every ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Chunk:
         stop: one past the last.
         reader: the rank that reads it.
         round: in which round it travels to the ranks that need it too; -1 where there are none.
+        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 where it is not in there.
     """
 
     file: int
@@ -35,6 +36,7 @@ class Chunk:
     stop: int
     reader: int
     round: int
+    number: int = field(default=-1, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,21 @@ class Assignment:
             f"shared ones, {(self.reader != self.rank).sum()} to receive in {self.rounds} rounds>"
         )
 
+    @property
+    def chunks(self) -> Ints:
+        """int64[k, 3]: (file, start, stop) of all that this rank reads or receives, private chunks first."""
+        private = [(chunk.file, chunk.start, chunk.stop) for chunk in self.private]
+        return np.concatenate(
+            (np.array(private, np.int64).reshape(-1, 3), np.stack((self.file, self.start, self.stop), axis=1))
+        )
+
+    @property
+    def most_received(self) -> int:
+        """The most bytes that this rank receives in one round."""
+        mine = self.reader != self.rank
+        nbytes = np.bincount(self.round[mine], weights=(self.stop - self.start)[mine])
+        return int(nbytes.max(initial=0))
+
     def items(self) -> list[Chunk]:
         """Return what the rank reads, in order: one chunk for each round, its private chunks spread evenly between.
 
@@ -109,8 +126,10 @@ class Assignment:
 
     def _chunk(self, row: int) -> Chunk:
         """Return one chunk as a record."""
-        columns = (self.file, self.start, self.stop, self.reader, self.round)
-        return Chunk(*(int(column[row]) for column in columns))
+        file, start, stop, reader, number = (
+            int(column[row]) for column in (self.file, self.start, self.stop, self.reader, self.round)
+        )
+        return Chunk(file, start, stop, reader, number, len(self.private) + row)
 
 
 def assign(line: BlockLine, rank: int, runs: Ints, shared: Shared, *, read_bytes: int) -> Assignment:
@@ -138,7 +157,7 @@ def assign(line: BlockLine, rank: int, runs: Ints, shared: Shared, *, read_bytes
     return Assignment(
         rank,
         shared.rounds,
-        tuple(Chunk(file, start, stop, rank, -1) for file, start, stop in private.tolist()),
+        tuple(Chunk(file, start, stop, rank, -1, at) for at, (file, start, stop) in enumerate(private.tolist())),
         *line.bytes_of(chunks),
         shared.reader[rows],
         round_,

@@ -2,28 +2,25 @@
 
 A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes),
 and these of segments (runs of row-major elements in one file). :func:`wants` intersects the two;
-:mod:`bcp.plan.load.assign` decides who reads what; :func:`placements` turns any run of file bytes into copies
-between boxes.
+:mod:`bcp.plan.load.assign` decides who reads what, and :mod:`bcp.plan.load.copies` where each byte of it goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bcp.errors import CorruptError
-from bcp.plan.box import Box, flat_boxes
 from bcp.plan.columns import Ints, spread
 from bcp.plan.flat import Boxes, decompose
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import Pieces, fitted, pieces_of
-from bcp.plan.lookup import find_all, resolve_all, rows_of
+from bcp.plan.lookup import find_all, resolve_all
 from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS, ShardTable
 
-__all__ = ["Placement", "Wants", "placements", "wants"]
+__all__ = ["Wants", "wants"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,34 +66,6 @@ class Wants:
         return np.stack((self.file[heads], self.start[heads], reach[tails] - base[tails]), axis=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One copy from a run of file bytes to a target shard.
-
-    Source: the bytes from ``source_at`` on, viewed with the *saved* dtype as an array of shape ``source_lengths``;
-    block ``source_box`` of it. Target: the row's tensor, which has shape ``target_lengths`` where ``target_at`` is
-    None; otherwise it is 1-D, and its elements from ``target_at`` on are viewed as an array of shape
-    ``target_lengths``; block ``target_box`` of it. The two blocks have the same lengths.
-
-    Attributes:
-        row: row of the target shard in this rank's table.
-        source_at: first byte of the source, counted from the first byte of the run.
-        source_lengths: shape of the source.
-        source_box: what to copy, in the source's own coordinates.
-        target_at: first element of the target, for a flat shard; None for a regular one.
-        target_lengths: shape of the target.
-        target_box: where to copy it, in the target's own coordinates.
-    """
-
-    row: int
-    source_at: int
-    source_lengths: tuple[int, ...]
-    source_box: Box
-    target_at: int | None
-    target_lengths: tuple[int, ...]
-    target_box: Box
-
-
 def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants:
     """Find what each local shard needs of the checkpoint.
 
@@ -130,27 +99,6 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants
     first = line - segments.starts[piece]
     columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
     return Wants(*(column[order] for column in columns))
-
-
-def placements(layout: Layout, table: ShardTable, wanted: Wants, file: int, lo: int, hi: int) -> Iterator[Placement]:
-    """Say where everything goes that this rank wants of bytes [lo, hi) of a file's data section.
-
-    Runs that tile the file write every wanted element exactly once. Irregular intervals are decomposed into boxes here,
-    as they are needed (paper sec. 4.4).
-
-    Args:
-        layout: where everything lies.
-        table: the target shards.
-        wanted: :func:`wants` of these two.
-        file: row of the file in the layout.
-        lo: first byte, at an element boundary.
-        hi: one past the last byte, at an element boundary.
-
-    """
-    first, last = rows_of(wanted.file, file)
-    inside = (wanted.start[first:last] < hi) & (wanted.stop[first:last] > lo)
-    for index in (first + np.flatnonzero(inside)).tolist():
-        yield from _copies(layout, list(_targets(table, int(wanted.row[index]))), wanted, index, (lo, hi))
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
@@ -284,49 +232,3 @@ def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _H
         return _Hulls(ask, piece, segment, line, stop)
     line, stop = np.minimum.reduceat(line, heads), np.maximum.reduceat(stop, heads)
     return _Hulls(ask[heads], piece[heads], segment[heads], line, stop - line)
-
-
-def _copies(
-    layout: Layout, targets: Sequence[tuple[int | None, Box]], wanted: Wants, index: int, run: tuple[int, int]
-) -> Iterator[Placement]:
-    """Yield the copies from a run of file bytes for one wanted part, whose shard is made of these targets."""
-    lo, hi = run
-    tensor, begin = int(wanted.tensor[index]), int(wanted.start[index])
-    itemsize, box = int(layout.tensors.itemsize[tensor]), _piece_box(layout, int(wanted.piece[index]))
-    start, stop = max(lo, begin), min(hi, int(wanted.stop[index]))
-    first = int(wanted.first[index]) + (start - begin) // itemsize
-    for flat, inner in flat_boxes(box.lengths, first, first + (stop - start) // itemsize):
-        source = _outward(inner, box)
-        for target_at, target in targets:
-            shared = source.intersect(target)
-            if shared is not None:
-                yield Placement(
-                    row=int(wanted.row[index]),
-                    source_at=start + (flat - first) * itemsize - lo,
-                    source_lengths=source.lengths,
-                    source_box=shared.within(source),
-                    target_at=target_at,
-                    target_lengths=target.lengths,
-                    target_box=shared.within(target),
-                )
-
-
-def _targets(table: ShardTable, row: int) -> Iterator[tuple[int | None, Box]]:
-    """Yield the boxes of the global tensor that make up a shard, each with its first element in a flat shard."""
-    box, start, stop = table.box(row), int(table.start[row]), int(table.stop[row])
-    if start == 0 and stop == box.numel:
-        yield None, box
-        return
-    for flat, inner in flat_boxes(box.lengths, start, stop):
-        yield flat - start, _outward(inner, box)
-
-
-def _piece_box(layout: Layout, piece: int) -> Box:
-    """Return the box of a piece, in its tensor's own number of dimensions."""
-    ndim = int(layout.tensors.ndim[layout.piece_tensor[piece]])
-    return Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
-
-
-def _outward(inner: Box, outer: Box) -> Box:
-    """Return ``inner``, given in the coordinates of ``outer``, in those of the global tensor."""
-    return Box(tuple(a + b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.lengths)

@@ -1,0 +1,150 @@
+"""Where the bytes of a chunk go: views of that memory to read into, and copies into tensors on whatever device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bcp.plan.columns import Ints
+from bcp.plan.load.assign import Chunk
+from bcp.plan.load.copies import Copies
+from bcp.plan.load.straight import Straight
+from bcp.stages.device import Lanes, Mark
+from bcp.stages.flat import block_of, torch_dtype, typed
+from bcp.stages.memory import bytes_at, move, written
+
+__all__ = ["Targets"]
+
+SMALL_BYTES = 1 << 18
+"""Below this a tensor on a device is copied together with its neighbours: each transfer costs some us on its own."""
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Small tensors are copied as these: not every call takes every dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The tensors that a load fills, and which bytes of the checkpoint go where.
+
+    Attributes:
+        tensors: live memory, one a row of this rank's table.
+        sizes: int64[n], bytes of an element of each.
+        dtypes: for each of them, the dtype that was saved.
+        address: int64[n], where they lie; 0 for those whose bytes cannot simply be written.
+        copies: what goes where, by chunk.
+        straight: the same for chunks that are read to where they belong.
+        lanes: where copies to devices are queued.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    sizes: Ints
+    dtypes: Sequence[str]
+    address: Ints
+    copies: Copies
+    straight: Straight
+    lanes: Lanes
+
+    def views(self, chunk: Chunk, start: int, stop: int) -> list[memoryview]:
+        """View the memory where bytes [start, stop) of a data section go: a straight chunk, and what is read around it.
+
+        What nobody wants of them goes to memory of its own, which lives as long as the views.
+        """
+        runs, outs, at = self.straight.of_chunk(chunk.number), [], start
+        columns = (runs.start, runs.nbytes, self.address[runs.row] + runs.to)
+        for begin, nbytes, address in zip(*(column.tolist() for column in columns), strict=True):
+            if at < begin:
+                outs.append(_nowhere(begin - at))
+            outs.append(bytes_at(address, nbytes))
+            at = begin + nbytes
+        if at < stop:
+            outs.append(_nowhere(stop - at))
+        return outs
+
+    def filled(self, chunk: Chunk) -> int:
+        """Take note that a straight chunk has been read; return how many bytes of tensors it filled."""
+        runs = self.straight.of_chunk(chunk.number)
+        self._written(runs.row)
+        return int(runs.nbytes.sum())
+
+    def place(self, chunk: Chunk, data: torch.Tensor) -> tuple[int, Mark]:
+        """Copy what is wanted of a chunk out of its bytes: uint8 in host memory.
+
+        Returns:
+            How many bytes were put into tensors, and when the copies are done: ``data`` has to stay until then.
+
+        """
+        copies, mine = self.copies, self.copies.of_chunk(chunk.number)
+        # Row by row as bytes, blocks of many rows would take longer: 2 GB/s for rows of 4 KiB, where torch does 4.
+        raw = (copies.run[mine] == copies.numel[mine]) & (self.address[copies.row[mine]] > 0)
+        runs = copies.runs(mine[raw])
+        move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - chunk.start, runs.nbytes)
+        self._written(runs.row)
+        with self.lanes.opened():
+            for group in self._groups(mine[~raw]):
+                if len(group) > 1:
+                    self._together(group, data, chunk.start)
+                else:
+                    self._alone(int(group[0]), data, chunk.start)
+            return self._nbytes(mine), self.lanes.mark()
+
+    def _groups(self, rest: Ints) -> Iterator[Ints]:
+        """Put small neighbours of one kind together; what cannot go together stays alone."""
+        starts = self.copies.start[rest].tolist()
+        begin, kind, end = 0, None, 0
+        for index, copy in enumerate(rest.tolist()):
+            own = self._kind(copy)
+            if index and (own is None or own != kind or starts[index] - end > SMALL_BYTES):
+                yield rest[begin:index]
+                begin = index
+            kind, end = own, starts[index]
+        if len(rest):
+            yield rest[begin:]
+
+    def _kind(self, copy: int) -> tuple[int, torch.device] | None:
+        """Return what neighbours have to agree in, or None for what is not small, or more than a run of bytes."""
+        copies, row = self.copies, int(self.copies.row[copy])
+        tensor, size = self.tensors[row], int(copies.itemsize[copy])
+        small = copies.run[copy] * size < SMALL_BYTES and copies.run[copy] == copies.numel[copy]
+        raw = tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())
+        same = tensor.dtype is torch_dtype(self.dtypes[row])
+        return (size, tensor.device) if small and raw and same else None
+
+    def _together(self, group: Ints, data: torch.Tensor, start: int) -> None:
+        """Copy runs by one transfer to their device, and from there by few calls."""
+        runs = self.copies.runs(group)
+        first, stop = int(runs.start.min()), int((runs.start + runs.nbytes).max())
+        size = int(self.copies.itemsize[group[0]])
+        dtype, device = _INTEGER[size], self.tensors[int(runs.row[0])].device
+        there = typed(data, first - start, ((stop - first) // size,), dtype).to(device, non_blocking=True)
+        sources, targets = [], []
+        columns = (runs.row, (runs.start - first) // size, runs.to // size, runs.nbytes // size)
+        for row, at, to, count in zip(*(column.tolist() for column in columns), strict=True):
+            sources.append(there[at : at + count])
+            targets.append(self.tensors[row].detach().view(-1)[to : to + count].view(dtype))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
+    def _alone(self, copy: int, data: torch.Tensor, start: int) -> None:
+        """Copy one block by torch, which converts, knows strides, and reaches other devices."""
+        row, block = int(self.copies.row[copy]), self.copies.block(copy)
+        dtype, target = torch_dtype(self.dtypes[row]), self.tensors[row].detach()
+        source = typed(data, int(self.copies.start[copy]) - start, block.source_lengths, dtype)
+        if target.shape != block.target_lengths:  # a flat shard
+            first = int(self.copies.first[copy])
+            target = target[first : first + math.prod(block.target_lengths)].view(block.target_lengths)
+        block_of(target, block.target).copy_(block_of(source, block.source), non_blocking=True)
+
+    def _nbytes(self, mine: Ints) -> int:
+        """Return how many bytes of tensors copies fill."""
+        return int((self.copies.numel[mine] * self.sizes[self.copies.row[mine]]).sum())
+
+    def _written(self, rows: Ints) -> None:
+        written([self.tensors[row] for row in set(rows.tolist())])
+
+
+def _nowhere(nbytes: int) -> memoryview:
+    """Return memory for bytes that nobody wants, but that have to be checked."""
+    return memoryview(np.empty(nbytes, np.uint8).data)
