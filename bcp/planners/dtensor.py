@@ -118,10 +118,9 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
     """
     spec, cuts = tensor._spec, []  # noqa: SLF001 -- probe() checks it
     for placement in spec.placements:
-        kind = type(placement)
-        if kind not in (Shard, Replicate, _StridedShard):
+        if type(placement) not in (Shard, Replicate, _StridedShard):
             return None
-        cuts.append((kind, getattr(placement, "dim", None), getattr(placement, "split_factor", None)))
+        cuts.append((getattr(placement, "dim", None), getattr(placement, "split_factor", None)))
     mesh = spec.mesh
     place = meshes.get(id(mesh))
     if place is None:

@@ -133,15 +133,7 @@ def _facts(leaf: Any, memory: torch.Tensor, meshes: Meshes) -> object:
 
 def _said(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what torch says of a plain tensor."""
-    return (
-        type(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_neg(),
-    )
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg()
 
 
 def _address(leaf: Leaf, memory: torch.Tensor, label: Callable[[int], str], number: int) -> int:

@@ -389,6 +389,18 @@ def test_third_party_planners_are_asked_first(monkeypatch):
     assert planner(None, {"model": {}}).name == "plain"
 
 
+def test_states_are_walked_through_once_to_find_their_planner():
+    class Counted(dict):
+        walks = 0
+
+        def items(self):
+            Counted.walks += 1
+            return super().items()
+
+    assert planner(None, {"model": Counted(w=torch.zeros(1), part=nn.Linear(1, 1))}).name == "plain"
+    assert Counted.walks == 1
+
+
 def test_probe_names_what_is_missing():
     assert "tested with torch" in PLAIN.probe()
     with pytest.raises(InputError, match="has no _gone; pin torch"):

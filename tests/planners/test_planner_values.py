@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from bcp.errors import CheckpointError, StateError
 from bcp.planners.extras import collect, pack, restore, unpack
-from bcp.planners.values import decode_value, encode_value
+from bcp.planners import values
+from bcp.planners.values import decode_value, decode_values, encode_value, encode_values
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(
@@ -234,3 +235,31 @@ def test_unpack_says_what_is_wrong():
         unpack(pack({"c": Custom()}), trust=False, where="extra_states of rank 3")
     with pytest.raises(CheckpointError, match="extra_states of rank 3 cannot be read"):
         unpack(pack({"c": 1})[:50], trust=True, where="extra_states of rank 3")
+
+
+def test_what_stands_under_many_keys_is_encoded_once(monkeypatch):
+    shared, calls = [1, 2], []
+    monkeypatch.setattr(values, "encode_value", lambda value, where: calls.append(where) or encode_value(value))
+    objects = {("optimizer", name): shared for name in "abc"} | {("optimizer", "d"): [1, 2], ("model", "e"): True}
+    keys = [*objects][1:]
+    assert encode_values(objects, keys) == {key: encode_value(objects[key]) for key in keys}
+    assert calls == ["optimizer b", "optimizer d", "model e"]
+
+
+def test_values_that_are_made_when_they_are_asked_for_are_kept_apart():
+    class Made(dict):
+        def __getitem__(self, key):
+            return [key[1]]  # gone before the next one is made, which may then have its id
+
+    keys = [("model", str(n)) for n in range(100)]
+    assert encode_values(Made(), keys) == {key: f'["{key[1]}"]' for key in keys}
+
+
+def test_equal_texts_give_one_object_if_nobody_can_change_it():
+    texts = [encode_value(value) for value in (0.1, 0.0, -0.0, True, 1, (0.9, (0.95,)), [1], ([1],), {"a": 1})]
+    names = [("optimizer", f"{n}.{turn}") for turn in "xy" for n in range(len(texts))]
+    found = decode_values(((name, text, "w") for name, text in zip(names, texts * 2, strict=True)), trust=False)
+    pairs = [(found["optimizer", f"{n}.x"], found["optimizer", f"{n}.y"]) for n in range(len(texts))]
+    assert [encode_value(one) for one, _ in pairs] == texts
+    assert [one is other for one, other in pairs] == [True] * 6 + [False] * 3
+    assert [one == other for one, other in pairs] == [True] * 9

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import torch
 from planning import names
 from torch import nn, optim
 
+from bcp._save.held import take_stock
+from bcp.errors import StateError
 from bcp.plan.save.wire import digest
 from bcp.planners import PlainPlanner, forms, stock
 from bcp.protocols import LocalShards, States
@@ -373,12 +376,12 @@ def test_lazy_tensors_that_look_like_others_are_not_taken_for_these():
 
 
 def test_what_cannot_be_saved_is_refused_although_its_like_was_saved():
-    PLAIN.local_shards({"model": {"w": torch.zeros(1).expand(3, 3)}})
+    PLAIN.local_shards({"model": {"w": torch.zeros(1).expand(3, 3), "v": torch.zeros(3, 3)}})
     sparse = torch.zeros(3, 3).to_sparse()
     assert (sparse.shape, sparse.dtype) == ((3, 3), torch.float32)
     for refused, reason in ((sparse, "torch.sparse_coo"), (torch.zeros(3, 3, device="meta"), "meta device")):
         for _ in range(2):
-            with pytest.raises(Exception, match=rf"model tensor 'w' on rank 0 .*{reason}"):
+            with pytest.raises(StateError, match=rf"model tensor 'w' on rank 0 .*{reason}"):
                 PLAIN.local_shards({"model": {"w": refused}})
 
 
@@ -386,8 +389,21 @@ def test_a_parameter_that_fsdp1_took_is_refused_although_it_was_saved_before():
     model = nn.Linear(2, 2)
     PLAIN.local_shards({"model": model})
     model.weight._fsdp_flattened = True
-    with pytest.raises(Exception, match=r"'weight' on rank 0 is a part of an FSDP1 unit"):
+    with pytest.raises(StateError, match=r"'weight' on rank 0 is a part of an FSDP1 unit"):
         PLAIN.local_shards({"model": model})
+
+
+def test_extras_do_not_make_a_table_anew(states):
+    job = SimpleNamespace(planner=lambda: PLAIN, states={**states, "extra_states": {"step": 1}})
+    first, again = take_stock(job), take_stock(job)
+    assert first.shards.table.extras == ["extra_states"]
+    assert again.shards.table is first.shards.table
+    job.states["dataloader"] = {"at": 2}
+    both = take_stock(job)
+    assert both.shards.table.extras == ["dataloader", "extra_states"]
+    assert digest(both.shards.table) != digest(first.shards.table)
+    del job.states["dataloader"], job.states["extra_states"]
+    assert take_stock(job).shards.table.extras == []
 
 
 # -- what is kept -----------------------------------------------------------------------------------
