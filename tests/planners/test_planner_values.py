@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.errors import CheckpointError, StateError
-from bcp.planners.extras import collect, pack, restore, unpack
 from bcp.planners import values
+from bcp.planners.extras import collect, pack, restore, unpack
 from bcp.planners.values import decode_value, decode_values, encode_value, encode_values
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
@@ -248,7 +248,7 @@ def test_what_stands_under_many_keys_is_encoded_once(monkeypatch):
 
 def test_values_that_are_made_when_they_are_asked_for_are_kept_apart():
     class Made(dict):
-        def __getitem__(self, key):
+        def __getitem__(self, key) -> list[str]:
             return [key[1]]  # gone before the next one is made, which may then have its id
 
     keys = [("model", str(n)) for n in range(100)]
