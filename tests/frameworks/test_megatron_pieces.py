@@ -199,9 +199,7 @@ def test_objects_go_back_to_where_they_were() -> None:
     leaves = Leaves()
     finish = add_model(leaves, Pieces(), state)
     assert leaves.objects == {
-        ("model", "m._extra_state/shard_0_1"): b"abc",
-        ("model", "bare/shard_0_1"): 1,
-        ("model", "steps"): 3,
+        "model": {"m._extra_state/shard_0_1": b"abc", "bare/shard_0_1": 1, "steps": 3},
     }
     finish({("model", "m._extra_state/shard_0_1"): b"new", ("model", "bare/shard_0_1"): 2, ("model", "steps"): 4})
     assert chunk.loaded["local.m._extra_state"].getvalue() == b"new"
