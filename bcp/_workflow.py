@@ -53,7 +53,7 @@ async def _write(
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
     nbytes = sum(item.nbytes for item in items)
-    budget = snapshot.lend(nbytes)
+    budget = snapshot.lend(items)
     with ExitStack() as stack:
         stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
         pinned = bool(cuda_devices(held.shards.tensors))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
@@ -271,7 +272,7 @@ def _encoded(column: Any, kind: pa.DataType) -> pa.Array:
         item = pa.field("item", flat.type, nullable=False)
         return pa.Array.from_buffers(pa.list_(item, rows.shape[1]), len(rows), [None], children=[flat])
     if kind == WORD:
-        return pa.array(column, type=pa.string()).dictionary_encode()
+        return pc.dictionary_encode(pa.array(column, type=pa.string()))
     return pa.array(column, type=kind)
 
 

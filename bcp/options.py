@@ -55,13 +55,14 @@ class SaveOptions:
             before a byte is written.
         progress: draw a progress bar on rank 0 (needs ``bcp[cli]``).
         edit: takes the save graph and returns the one to run, as in ``lambda g: g.after("d2h", my_stage)``. The
-            stages are ``d2h``, ``serialize``, one per codec, ``checksum`` and ``upload``.
+            stages are ``d2h``, ``serialize``, one per codec, ``upload`` and ``checksum``.
         codecs: applied to every part in this order, before it is stored.
         balance: how replicated tensors are divided over the ranks that hold them: ``"split"`` cuts them so that
             every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded (sec. 4.1).
         budget_bytes: staging memory. None: the rank's own state where training goes on once that is copied, so that the
             snapshot never waits for storage; 8 parts where the caller waits for storage anyway. With less, training
-            waits longer and memory is saved; the report says by how much.
+            waits longer and memory is saved; the report says by how much. What has room for all the data may be
+            exceeded by the headers of the files, some hundred bytes a tensor.
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
         io_workers: parts that are written at once, by as many threads. ``$BCP_IO_WORKERS``, else 4.
         copy_workers: parts that are copied to the host at once.

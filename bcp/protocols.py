@@ -26,6 +26,7 @@ __all__ = [
     "Buffer",
     "Codec",
     "Coordinator",
+    "LightWriter",
     "LoadTargets",
     "LocalShards",
     "ObjectInfo",
@@ -139,6 +140,15 @@ class PartWriter(Protocol):
 
         The buffer may be reused as soon as this returns. Together the parts tile the object.
         """
+
+
+@runtime_checkable
+class LightWriter(Protocol):
+    """What a :class:`PartWriter` says besides, if it may take next to nothing of a core to store a part."""
+
+    @property
+    def light(self) -> bool:
+        """Whether it does: then parts are stored while others are still being copied and training waits for that."""
 
 
 @runtime_checkable

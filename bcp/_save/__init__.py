@@ -1,7 +1,8 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
 from bcp._save.held import Held, take_stock
-from bcp._save.parts import first_sizes, make_receipt, open_files, owned_values, put_receipt, report, write_items
+from bcp._save.memory import first_sizes
+from bcp._save.parts import make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.root import BLOCK_BYTES, Opening, Root
 from bcp._save.snapshot import Snapshot

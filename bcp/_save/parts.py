@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -22,17 +21,17 @@ from bcp.plan.box import Box
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
-from bcp.planners.values import encode_value
+from bcp.planners.values import encode_values
 from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.items import PartReceipt, WriteItem
 
-__all__ = ["first_sizes", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+__all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
 def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
-    return {key: encode_value(held.shards.objects[key], where=" ".join(key)) for key in plan.objects}
+    return encode_values(held.shards.objects, plan.objects)
 
 
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
@@ -69,13 +68,6 @@ def _items(
         for file in files
         for part in file.parts
     ]
-
-
-def first_sizes(items: Sequence[WriteItem], options: SaveOptions) -> list[int]:
-    """Return the bytes of the parts that a save of these can have in staging memory at once."""
-    sizes = [item.nbytes for item in items]
-    budget = options.budget_bytes or sum(sizes)
-    return [nbytes for nbytes, until in zip(sizes, accumulate(sizes), strict=True) if until <= budget]
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from bcp._job import SaveJob
 from bcp._save.held import Held, take_stock
+from bcp._save.memory import staging_nbytes
 from bcp._save.steady import Steady
 from bcp.errors import InputError
 from bcp.pipeline import Budget
@@ -21,11 +22,9 @@ from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
 from bcp.protocols import LocalShards, ObjectKey
 from bcp.stages.device import cuda_devices, on_side_stream
+from bcp.stages.items import WriteItem
 
 __all__ = ["Snapshot"]
-
-PARTS_IN_FLIGHT = 8
-"""Parts of staging memory for a save that nobody's training waits behind: enough for every stage to have work."""
 
 _CONSTANT = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
@@ -82,11 +81,10 @@ class Snapshot:
             self._go_on()
         return held
 
-    def lend(self, nbytes: int) -> Budget:
-        """Return the staging memory for parts of that many bytes: for all, where the caller waits for the copies."""
-        options = self._job.options
-        enough = nbytes if self._job.goes_on else min(nbytes, PARTS_IN_FLIGHT * options.part_bytes)
-        self.budget = Budget(max(options.budget_bytes or enough, 1))
+    def lend(self, items: Sequence[WriteItem]) -> Budget:
+        """Return the staging memory for parts: for all of them, where the caller waits for the copies."""
+        nbytes = staging_nbytes(items, self._job.options, goes_on=self._job.goes_on)
+        self.budget = Budget(max(nbytes, 1))
         return self.budget
 
     def taken(self) -> None:

@@ -198,6 +198,11 @@ class _Parts:
         self._file = file
         self.tiling = Tiling(f"{backend!r}, writing {key!r}", nbytes)
 
+    @property
+    def light(self) -> bool:
+        """Direct I/O moves the bytes without a core; see :class:`~bcp.protocols.LightWriter`."""
+        return self._file.way == "direct"
+
     async def write_part(self, index: int, offset: int, data: Buffer) -> None:
         """Write one part by one call in a thread."""
         view = flat_view(data)

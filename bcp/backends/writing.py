@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Literal
 
 from bcp.backends.direct import DirectFile
@@ -36,32 +35,32 @@ class TempFile:
         Args:
             final: the name.
             choose: says how to write a file of that name and so many bytes, or None where that is not known. Called
-                once, by the first write.
+                once, by ``create``.
 
         """
         self._final = final
         self._choose = choose
-        self._nbytes: int | None = None
         self._temp: Path | None = None
         self._fd: int | None = None
-        self._begin = Lock()
         self._way: WriteWay | None = None
         self._direct: DirectFile | None = None
 
     @property
     def way(self) -> WriteWay | None:
-        """How it is being written: as chosen, or ``early`` where direct I/O is refused. None before the first write."""
+        """How it is being written: as chosen, or ``early`` where direct I/O is refused. None before ``create``."""
         refused = self._way == "direct" and (self._direct is None or self._direct.refused)
         return "early" if refused else self._way
 
     def create(self, nbytes: int | None) -> None:
-        """Create the file and reserve its space, which finds a full disk early."""
-        self._nbytes = nbytes
+        """Create the file, reserve its space, which finds a full disk early, and choose how to write it."""
         self._temp = temp_path(self._final)
         create_empty(self._temp)
         self._fd = os.open(self._temp, os.O_WRONLY | os.O_CLOEXEC)
         if nbytes:
             _reserve(self._fd, nbytes)
+        self._way = self._choose(self._final, nbytes)
+        if self._way == "direct":
+            self._direct = DirectFile.reopen(self._fd, os.O_WRONLY)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``offset``; many threads may write at once.
@@ -71,18 +70,9 @@ class TempFile:
         """
         if self._fd is None:
             raise OSError(errno.EBADF, "the object is finished, no part can be added")
-        with self._begin:
-            if self._way is None:
-                self._set_way(self._fd)
         start, stop = self._direct.write(offset, data) if self._direct is not None else (0, 0)
         self._write_cached(self._fd, offset, data[:start])
         self._write_cached(self._fd, offset + stop, data[stop:])
-
-    def _set_way(self, fd: int) -> None:
-        """Choose how to write."""
-        self._way = self._choose(self._final, self._nbytes)
-        if self._way == "direct":
-            self._direct = DirectFile.reopen(fd, os.O_WRONLY)
 
     def _write_cached(self, fd: int, offset: int, data: memoryview) -> None:
         """Write through the page cache."""

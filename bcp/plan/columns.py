@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 __all__ = [
     "Ints",
@@ -115,7 +116,7 @@ def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in rows.T:
             hashes = mix(hashes ^ column.astype(np.uint64), seed)
-        codes = np.asarray(pa.array(hashes).dictionary_encode().indices, dtype=np.int64)
+        codes = np.asarray(pc.dictionary_encode(pa.array(hashes)).indices, dtype=np.int64)
         first = np.full(int(codes.max(initial=-1)) + 1, len(codes), dtype=np.int64)
         np.minimum.at(first, codes, np.arange(len(codes), dtype=np.int64))
         if np.array_equal(rows, rows[first[codes]]):

@@ -104,15 +104,13 @@ class Blob:
         part: the staged part; its buffer is given back once the bytes are stored.
         data: the bytes, encoded where codecs are used.
         start: where they go in the stored file; -1 until that is known (codecs change lengths).
-        blocks: int64[n, 2], start and length of each checksummed block inside ``data``.
-        checksums: one xxh3-128 digest a block.
+        blocks: int64[n, 2], start and length of each block inside ``data`` that gets a checksum.
     """
 
     part: HostPart
     data: Buffer
     start: int
     blocks: np.ndarray
-    checksums: tuple[bytes, ...] = ()
 
     @property
     def name(self) -> str:

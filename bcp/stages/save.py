@@ -1,6 +1,8 @@
 """The stages of a save (paper sec. 4.2).
 
-``d2h`` -> ``serialize`` -> [one stage a codec] -> ``checksum`` -> [``place``, with codecs] -> ``upload``
+``d2h`` -> ``serialize`` -> [one stage a codec, and ``place``] -> ``upload`` -> ``checksum``
+
+Checksums come last, because only the end of the save needs them, and storage is what it waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import xxhash
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
-from bcp.protocols import Buffer, Codec, PartWriter
+from bcp.protocols import Buffer, Codec, LightWriter, PartWriter
 from bcp.stages.device import Fence
 from bcp.stages.flat import bytes_of
 from bcp.stages.gather import gather
@@ -55,7 +57,8 @@ class SaveContext:
         fence: what the copies from devices have to wait for.
         count: how many parts there are.
         on_snapshot: called once, when the last part is in host memory; may raise to refuse the snapshot.
-        copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them.
+        copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them
+            for the cores.
         copied: how many parts are in host memory.
         snapshot: set when all of them are.
     """
@@ -70,19 +73,23 @@ class SaveContext:
     copied: int = 0
     snapshot: anyio.Event = field(default_factory=anyio.Event)
 
+    async def let_copies_go_first(self) -> None:
+        """Wait, where something that takes a core would hold up the copies."""
+        if self.copies_first and self.copied:  # 0: the caller has put another stage in the place of d2h
+            await self.snapshot.wait()
+
 
 def save_graph(
     context: SaveContext, codecs: Sequence[Codec], *, copy_workers: int, io_workers: int
 ) -> Pipeline[WriteItem, PartReceipt]:
     """Build the graph that stores one rank's parts."""
     start: Pipeline[WriteItem, WriteItem] = Pipeline()
-    graph: Pipeline[WriteItem, Blob] = start.then(d2h(context, copy_workers)).then(serialize(context))
+    graph: Pipeline[WriteItem, Blob] = start.then(d2h(context, copy_workers)).then(serialize(context.block_bytes))
     for codec in codecs:
-        graph = graph.then(encode(codec))
-    graph = graph.then(Stage("checksum", checksum, workers=copy_workers))
+        graph = graph.then(encode(codec, context))
     if codecs:
         graph = graph.then(place())
-    return graph.then(upload(context, io_workers))
+    return graph.then(upload(context, io_workers)).then(checksum(context, copy_workers))
 
 
 def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
@@ -106,16 +113,14 @@ def _copy(item: WriteItem, context: SaveContext) -> HostPart:
     return HostPart(item, buffer)
 
 
-def serialize(context: SaveContext) -> Stage[HostPart, Blob]:
+def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
     """Put the header in front of a file's first part, and name the blocks."""
 
     async def run(part: HostPart) -> Blob:
-        if context.copies_first and context.copied:  # 0: the caller has put another stage in the place of d2h
-            await context.snapshot.wait()
         header = part.item.header
         data = bytes_of(part.buffer)[: part.nbytes]
         data[: len(header)] = header
-        return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, context.block_bytes))
+        return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, block_bytes))
 
     return Stage("serialize", run)
 
@@ -127,24 +132,15 @@ def _blocks(header: int, nbytes: int, block_bytes: int) -> np.ndarray:
     return np.stack([edges[:-1], np.diff(edges)], axis=1)
 
 
-def encode(codec: Codec) -> Stage[Blob, Blob]:
+def encode(codec: Codec, context: SaveContext) -> Stage[Blob, Blob]:
     """Make the save half of a codec; an encoded part is one block."""
 
     async def run(blob: Blob) -> Blob:
+        await context.let_copies_go_first()
         data: Buffer = await in_thread(codec.encode, blob.data)
         return replace(blob, data=data, start=-1, blocks=np.array([[0, len(data)]], np.int64))
 
     return Stage(codec.name, run, workers=codec.workers)
-
-
-async def checksum(blob: Blob) -> Blob:
-    """Digest every block of what will be stored."""
-    return replace(blob, checksums=await in_thread(_digests, blob))
-
-
-def _digests(blob: Blob) -> tuple[bytes, ...]:
-    view = memoryview(blob.data)  # and not xxh3_128_digest: before xxhash 4 that keeps the GIL
-    return tuple(xxhash.xxh3_128(view[start : start + length]).digest() for start, length in blob.blocks.tolist())
 
 
 def place() -> Stage[Blob, Blob]:
@@ -160,20 +156,38 @@ def place() -> Stage[Blob, Blob]:
     return Stage("place", run, ordered=True)
 
 
-def upload(context: SaveContext, workers: int) -> Stage[Blob, PartReceipt]:
-    """Store a part, and give its staging memory back."""
+def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
+    """Store a part; beside the copies, where that does not slow them down."""
 
-    async def run(blob: Blob) -> PartReceipt:
+    async def run(blob: Blob) -> Blob:
         part = blob.part.item.part
         planned = int(blob.blocks[-1].sum())
         if blob.nbytes != planned:
             raise BcpError(
-                f"{part.name} has {blob.nbytes} bytes where {planned} were checksummed: a custom stage changed its "
+                f"{part.name} has {blob.nbytes} bytes where {planned} were planned: a custom stage changed its "
                 "length; use SaveOptions(codecs=[bcp.Codec(...)]) for stages that do"
             )
         writer = await context.writers.of(blob.part.item.key)
+        if not (isinstance(writer, LightWriter) and writer.light):
+            await context.let_copies_go_first()
         await writer.write_part(part.index, blob.start, blob.data)
-        context.lease.give(blob.part.buffer)
-        return PartReceipt(part, blob.start, blob.nbytes, blob.blocks, blob.checksums)
+        return blob
 
     return Stage("upload", run, workers=workers)
+
+
+def checksum(context: SaveContext, workers: int) -> Stage[Blob, PartReceipt]:
+    """Digest every block of what was stored, and give the staging memory back."""
+
+    async def run(blob: Blob) -> PartReceipt:
+        await context.let_copies_go_first()
+        digests = await in_thread(_digests, blob)
+        context.lease.give(blob.part.buffer)
+        return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, digests)
+
+    return Stage("checksum", run, workers=workers)
+
+
+def _digests(blob: Blob) -> tuple[bytes, ...]:
+    view = memoryview(blob.data)  # and not xxh3_128_digest: before xxhash 4 that keeps the GIL
+    return tuple(xxhash.xxh3_128(view[start : start + length]).digest() for start, length in blob.blocks.tolist())

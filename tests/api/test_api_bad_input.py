@@ -212,7 +212,7 @@ NONE = bcp.Codec("none", encode=bytes, decode=bytes)
 BAD_EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown stage": (
         {"edit": lambda graph: graph.after("nowhere", bcp.Stage("x", anyio.sleep))},
-        r"no stage named 'nowhere'; there are \[d2h, serialize, checksum, upload",
+        r"no stage named 'nowhere'; there are \[d2h, serialize, upload, checksum",
     ),
     "same name": ({"edit": lambda graph: graph.then(bcp.Stage("d2h", anyio.sleep))}, "two stages named 'd2h'"),
     "nothing": ({"edit": lambda _: None}, r"options.edit returned None; it has to return the graph to run"),

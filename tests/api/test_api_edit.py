@@ -14,7 +14,7 @@ from checkpoints import MIB, entries, equal, files
 
 import bcp
 
-SAVE_STAGES = ["d2h", "serialize", "zlib", "checksum", "place", "upload"]
+SAVE_STAGES = ["d2h", "serialize", "zlib", "place", "upload", "checksum"]
 LOAD_STAGES = ["read", "deserialize", "h2d", "exchange"]
 
 ZSTD = bcp.Codec(

@@ -95,16 +95,15 @@ def test_no_probe_for_a_file_that_is_not_large(
     assert rates.seen == []
 
 
-async def test_the_probe_runs_in_a_worker_thread_and_before_the_first_part_only(
+async def test_the_probe_runs_in_a_worker_thread_and_before_the_first_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "_PROBED_BYTES", 2 * MIB)
     rates = Rates(monkeypatch, 1.0, 1.0)
     part = memory(noise(MIB))
     async with LocalBackend(tmp_path).open_write("object", 2 * MIB) as writer:
-        assert rates.seen == []
-        await writer.write_part(0, 0, part)
         assert len(rates.seen) == 2
+        await writer.write_part(0, 0, part)
         await writer.write_part(1, MIB, part)
     assert len(rates.seen) == 2
     assert threading.current_thread() not in rates.threads

@@ -48,7 +48,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert sorted(report.files) == sorted(str(path.relative_to(tmp_path)) for path in on_disk)
     assert report.nbytes == sum(path.stat().st_size for path in on_disk)
     assert report.state_nbytes > 4 << 20
-    assert list(report.stage_seconds) == ["d2h", "serialize", "checksum", "upload"]
+    assert list(report.stage_seconds) == ["d2h", "serialize", "upload", "checksum"]
     assert 0 < report.blocking_seconds <= report.seconds
     assert report.throughput == pytest.approx(report.nbytes / report.seconds)
     assert sum(event.nbytes for event in events if event.stage == "upload") == report.nbytes
