@@ -12,12 +12,12 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import InputError, StateError
-from bcp.planners.forms import PLAIN, look_at
+from bcp.planners.forms import PLAIN, Looks, look_at
 from bcp.planners.memory import readable, unsupported, writable
 from bcp.planners.placement import Leaf, Sharded
 from bcp.planners.stock import Stock, recall, remember
 from bcp.planners.tables import Rows
-from bcp.planners.ties import firsts_of, ties_of
+from bcp.planners.ties import Ties, firsts_of, ties_of
 from bcp.protocols import LocalShards, ObjectKey
 
 __all__ = ["Leaves", "probe", "state_dict_of"]
@@ -121,12 +121,7 @@ class Leaves:
         names, leaves = self._listed()
         looks = look_at(leaves, lambda number: self._label(names[number]))
         ties = ties_of(names, looks)
-        seen = (names, looks.forms, ties, *self._grouped())
-        stock = recall(seen)
-        if stock is None:
-            rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
-            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys)
-            remember(stock)
+        stock = self._stock(names, looks, ties)
         views: list[torch.Tensor] = []
         for number in stock.stored:
             if looks.forms[number].whole:
@@ -134,6 +129,16 @@ class Leaves:
             else:
                 views += map(readable, looks.views(number, self._label(names[number])))
         return LocalShards(stock.table, views, dict(zip(stock.keys, self._values(), strict=True)))
+
+    def _stock(self, names: Sequence[Name], looks: Looks, ties: Ties) -> Stock:
+        """Return what follows from names, forms and ties; a table that was made of the same before is used again."""
+        seen = (names, looks.forms, ties, *self._grouped())
+        stock = recall(seen)
+        if stock is None:
+            rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
+            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys)
+            remember(stock)
+        return stock
 
     def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
@@ -150,7 +155,12 @@ class Leaves:
         seconds = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         labels, leaves = [*names, *(name for name, _ in seconds)], [*leaves, *(copy for _, copy in seconds)]
         looks = look_at(leaves, lambda number: self._label(labels[number]))
-        firsts = firsts_of(ties_of(names, looks), names, saved)
+        ties = ties_of(names, looks)
+        if not (ties or seconds or self.aliases):  # as a rule: then a load wants what a save would hold
+            stock = self._stock(names, looks, ties)
+            views = self._writable(stock.stored, looks, names)
+            return LocalShards(stock.table, views, dict(zip(stock.keys, self._values(), strict=True)))
+        firsts = firsts_of(ties, names, saved)
         numbers = {name: number for number, name in enumerate(names)} if seconds or self.aliases else {}
         copies: dict[int, list[int]] = {}
         for number, (name, _) in enumerate(seconds, len(names)):
@@ -159,8 +169,13 @@ class Leaves:
         rows, keys = Rows.of(names, looks.forms, firsts, copies), self._keys([*names, *self.aliases])
         for (kind, alias), first in self.aliases.items():
             rows.add(kind, alias, looks.forms[numbers[kind, first]], tied_to=first)
+        views = self._writable(rows.stored, looks, labels)
+        return LocalShards(rows.table(sorted(keys)), views, dict(zip(keys, self._values(), strict=True)))
+
+    def _writable(self, stored: Sequence[int], looks: Looks, labels: Sequence[Name]) -> list[torch.Tensor]:
+        """Return the memory of these leaves, to be written to."""
         views: list[torch.Tensor] = []
-        for number in rows.stored:
+        for number in stored:
             whole = looks.memory[number].detach() if looks.forms[number].whole else None
             if whole is not None and whole.is_contiguous() and not whole.is_inference():
                 views.append(whole)  # as a rule; a whole one is never lazy
@@ -168,7 +183,7 @@ class Leaves:
             label = self._label(labels[number])
             found = looks.views(number, label) if whole is None else [whole]
             views += (writable(view, label) for view in found)
-        return LocalShards(rows.table(sorted(keys)), views, dict(zip(keys, self._values(), strict=True)))
+        return views
 
     def _listed(self) -> tuple[list[Name], list[Leaf]]:
         """Return the names of all tensors, and the tensors."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from bcp.errors import InputError
+from bcp.plan.columns import Ints
 from bcp.plan.save.header import ALIGNMENT, Entry, entry, header
 from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardTable
@@ -32,7 +34,7 @@ class Span:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: cached_property
 class Part:
     """A byte range of one data file: what one item of the save pipeline carries.
 
@@ -56,6 +58,12 @@ class Part:
     def nbytes(self) -> int:
         """Bytes of the part, header included."""
         return self.stop - self.start
+
+    @cached_property
+    def columns(self) -> Ints:
+        """int64[4, n]: row, start, stop and at of the spans."""
+        spans = [(span.row, span.start, span.stop, span.at) for span in self.spans]
+        return np.array(spans, np.int64).reshape(-1, 4).T.copy()
 
 
 @dataclass(frozen=True, slots=True)
