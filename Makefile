@@ -32,8 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks]'
 	touch $@
 
-test: venv  ## Run the tests.
-	$(BIN)/python -m pytest $(ARGS)
+test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one.
+	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .
