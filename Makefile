@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one.
-	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2 --dist loadgroup)
+	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .

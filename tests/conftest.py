@@ -2,34 +2,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import hypothesis
 import pytest
 from ranks import Ranks
+from xdist.scheduler import LoadScopeScheduling
 
 hypothesis.settings.register_profile("bcp", deadline=None)  # how long an example takes is the machine's business
 hypothesis.settings.load_profile("bcp")
 
 
-_RANKS = {"ranks4", "megatron4", "deepspeed4"}
+class _ByFile(LoadScopeScheduling):
+    """Shares the tests between the processes of ``make test``: by file, and all that needs many ranks in one.
 
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share the tests between the processes of ``make test`` by file; what needs ranks is together, and comes first.
-
-    Starting ranks takes seconds and gigabytes, so that one process does it for all.
+    Starting ranks takes seconds and gigabytes, so that one process does it for nearly all tests that use them.
     """
-    groups = {item: _group(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: groups[item] != "ranks")
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "ranks" if Path(path).parent.name in ("distributed", "frameworks") else path
 
 
-def _group(item: pytest.Item) -> str:
-    """Return which tests go to the same process."""
-    needs = _RANKS.intersection(getattr(item, "fixturenames", ()))
-    return "ranks" if needs or item.path.parent.name in ("distributed", "frameworks") else str(item.path)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+    """Let xdist use it."""
+    return _ByFile(config, log)
 
 
 @pytest.fixture
