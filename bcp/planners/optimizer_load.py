@@ -180,7 +180,8 @@ def _want_hypers(leaves: Leaves, slots: Iterable[Slot], there: _There, saved: Sa
             meta = saved.meta(name)
             tensors[name] = torch.zeros(meta.shape, dtype=_dtype(meta))
         known = there.hypers[slot.fqn] or there.tensors[slot.fqn]
-        keys = there.hypers[slot.fqn] if known else list(slot.hyper)
+        place = {key: number for number, key in enumerate(slot.hyper)}  # in the order in which a save has them
+        keys = sorted(there.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
         _, prefixes = alike.setdefault((id(slot.group), tuple(keys)), (slot, []))
         prefixes.append(f"param_groups.{slot.fqn}")
     leaves.add_all(OPTIMIZER, ((name, value) for (_, name), value in tensors.items()))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from planning import names
+from planning import names, saved_by
 from torch import nn, optim
 
 from bcp._save.held import take_stock
@@ -447,6 +447,23 @@ def test_the_columns_of_a_table_that_others_get_as_well_cannot_be_changed(states
     for column in (table.start, table.offset, table.tensors.kind, table.tensors.shape):
         with pytest.raises(ValueError, match="read-only"):
             column[...] = 1
+
+
+def test_a_load_wants_what_a_save_would_hold(states):
+    held = PLAIN.local_shards(states)
+    targets = PLAIN.load_targets(states, saved_by(held)).shards
+    assert targets.table is held.table
+    assert list(targets.objects) == list(held.objects)
+    assert [one.data_ptr() for one in targets.tensors] == [one.data_ptr() for one in held.tensors]
+
+
+def test_a_load_into_tied_tensors_has_a_table_of_its_own():
+    weight = torch.ones(3)
+    state = {"model": {"a": weight, "b": weight}}
+    held = PLAIN.local_shards(state)
+    targets = PLAIN.load_targets(state, saved_by(PLAIN.local_shards({"model": {"b": weight}}))).shards
+    assert targets.table is not held.table
+    assert list(targets.table.tensors.fqn) == ["b"]
 
 
 def test_threads_find_what_is_theirs():
