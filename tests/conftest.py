@@ -14,14 +14,15 @@ hypothesis.settings.load_profile("bcp")
 
 
 class _ByFile(LoadScopeScheduling):
-    """Shares the tests between the processes of ``make test``: by file, and all that needs many ranks in one.
+    """Shares the tests between the processes of ``make test``: by file, or by folder where all need many ranks.
 
-    Starting ranks takes seconds and gigabytes, so that one process does it for nearly all tests that use them.
+    Starting ranks takes seconds and gigabytes, so that each process does it once at most.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "ranks" if Path(path).parent.name in ("distributed", "frameworks") else path
+        folder = Path(path).parent.name
+        return folder if folder in ("distributed", "frameworks") else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
