@@ -37,6 +37,7 @@ def test_example(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # alone it takes 80 s, beside the tests of the other process much longer
 def test_demo(tmp_path: Path) -> None:
     """Five torchrun jobs, a few steps each; the demo itself asserts that losses are as they should be."""
     output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)
