@@ -110,10 +110,12 @@ def test_saving_and_loading_take_the_budget_and_a_part_and_no_more(
     ranks4: Ranks, tmp_path: Path, *, orig: bool
 ) -> None:
     budget, part, mine = 3 << 20, 1 << 20, 12 << 20
-    ranks4.run(fsdp1.square, tmp_path / "small", Layout(orig=orig), 64, budget, part)  # imports, threads
+    # imports, threads, and the aligned memory of direct I/O, which a process keeps
+    ranks4.run(fsdp1.square, tmp_path / "first", Layout(orig=orig), 2048, budget, part)
     for save, load in ranks4.run(fsdp1.square, tmp_path / "large", Layout(orig=orig), 2048, budget, part):
         assert max(save.largest, load.largest) <= part + (64 << 10)
-        assert max(save.resident, load.resident) <= budget + part + (2 << 20) < mine  # 2 MiB for all that is not data
+        # 3 MiB for all that is not data, and for huge pages that are not full
+        assert max(save.resident, load.resident) <= budget + part + (3 << 20) < mine
 
 
 REFUSED = {

@@ -27,6 +27,7 @@ from watch import Seen
 import bcp
 from bcp.planners import versions
 from bcp.planners.fsdp1 import Fsdp1Planner
+from bcp.stages.staging import shared_pool
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -209,6 +210,7 @@ def load_after_forward(path: Path, layout: Layout, how: str) -> torch.Tensor:
 def square(path: Path, layout: Layout, width: int, budget: int, part: int) -> tuple[Seen, Seen]:
     """Save and load one square matrix and its moments, which are there; return what was seen of both."""
     prepare()
+    shared_pool(pinned=False).clear()
     model, optimizer = built(layout, nn.Linear(width, width, bias=False))
     fresh, unused = built(layout, nn.Linear(width, width, bias=False))
     for each, its in ((model, optimizer), (fresh, unused)):
