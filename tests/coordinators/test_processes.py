@@ -3,101 +3,64 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import killed_agreement
 import pytest
+from ranks import HOST, forkserver
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.dist
 
-BEGINNING = """
-import json, os, signal, sys, time
+ENDED = """
+import json, os, sys
 import anyio
 import torch.distributed as dist
-from bcp.coordinators import GrpcCoordinator, StoreCoordinator
+from bcp.coordinators import GrpcCoordinator
 
-kind, rank, port, victim = sys.argv[1], *map(int, sys.argv[2:])
+rank, port, at_once = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
 dist.init_process_group("gloo", rank=rank, world_size=4, store=store)
-ranks = GrpcCoordinator.over(fanout=1) if kind == "grpc" else StoreCoordinator.over()
+ranks = GrpcCoordinator.over(fanout=1)
 
 async def join(gathered):
     return b"".join(gathered)
-"""
 
-KILLED = """
-async def main():
-    async with ranks.begin("first", 60.0) as agreement:
-        together = await agreement.decide("commit", b"%d" % rank, join)
-        received = await agreement.all_to_all([bytes([rank])] * 4, [1] * 4)
-    exchanged = b"".join(received).hex()
-    started = time.monotonic()
-    try:
-        async with ranks.begin("second", 1.0 if kind == "store" else 60.0) as agreement:
-            await agreement.decide("all are here", b"", join)
-            if rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            await agreement.decide("commit", b"", join)
-    except Exception as error:
-        result = [type(error).__name__, getattr(error, "rank", None), str(error)]
-    seconds = time.monotonic() - started
-    print(json.dumps([together.decode(), exchanged, result, seconds]), flush=True)
-
-anyio.run(main)
-os._exit(0)  # gloo waits for the dead rank otherwise
-"""
-
-BETWEEN = """
-async def main():
-    async with ranks.begin("first", 60.0) as agreement:
-        await agreement.decide("commit", b"", join)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = []
-    for what in ("second", "third"):
-        try:
-            async with ranks.begin(what, 3600.0) as agreement:
-                await agreement.decide("commit", b"", join)
-        except Exception as error:
-            result.append([type(error).__name__, getattr(error, "rank", None), str(error)])
-    print(json.dumps(result), flush=True)
-
-anyio.run(main)
-os._exit(0)
-"""
-
-ENDED = """
 async def main():
     async with ranks.begin("only", 60.0) as agreement:
         return await agreement.decide("commit", b"%d" % rank * 100_000, join)
 
 print(json.dumps(len(anyio.run(main))), flush=True)
-if victim == 1:
+if at_once:
     os._exit(0)
 """
 
 
-def run_four(tmp_path: Path, program: str, kind: str, victim: int = 0) -> list[tuple[int, str, str]]:
-    """Run four ranks; return the exit code, output and log of each."""
-    server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    path = tmp_path / "rank.py"
-    path.write_text(BEGINNING + program)
-    ranks = [
-        subprocess.Popen(  # noqa: S603 -- our own program
-            [sys.executable, path, kind, str(rank), str(server.port), str(victim)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
+def server_of() -> TCPStore:
+    """Return where the ranks of one job meet."""
+    return TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
+
+
+def run_killed(tmp_path: Path, job: Callable[..., None], kind: str, victim: int) -> dict[int, Any]:
+    """Run four ranks, of which one is killed; return what each of the others wrote down."""
+    server = server_of()
+    processes = [
+        forkserver().Process(target=job, args=(rank, server.port, kind, victim, tmp_path / str(rank)))
+        for rank in range(killed_agreement.SIZE)
     ]
-    ended = []
-    for process in ranks:
-        out, log = process.communicate(timeout=120)
-        ended.append((process.returncode, out, log))
-    return ended
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_agreement.SIZE)]
+    others = set(range(killed_agreement.SIZE)) - {victim}
+    return {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in others}
 
 
 @pytest.mark.parametrize(
@@ -109,12 +72,8 @@ def run_four(tmp_path: Path, program: str, kind: str, victim: int = 0) -> list[t
     ],
 )
 def test_a_killed_rank(tmp_path: Path, kind: str, victim: int, cause: str) -> None:
-    for rank, (code, out, log) in enumerate(run_four(tmp_path, KILLED, kind, victim)):
-        if rank == victim:
-            assert code == -9, log
-            continue
-        assert code == 0, log
-        together, exchanged, (error, blamed, message), seconds = json.loads(out)
+    for said in run_killed(tmp_path, killed_agreement.within, kind, victim).values():
+        together, exchanged, (error, blamed, message), seconds = said
         assert (together, exchanged) == ("0123", "00010203")
         assert (error, blamed) == ("PeerError", victim), message
         assert cause in message
@@ -123,12 +82,7 @@ def test_a_killed_rank(tmp_path: Path, kind: str, victim: int, cause: str) -> No
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_rank_that_died_between_operations_is_not_waited_for(tmp_path: Path, victim: int) -> None:
-    for rank, (code, out, log) in enumerate(run_four(tmp_path, BETWEEN, "grpc", victim)):
-        if rank == victim:
-            assert code == -9, log
-            continue
-        assert code == 0, log
-        second, third = json.loads(out)
+    for second, third in run_killed(tmp_path, killed_agreement.between, "grpc", victim).values():
         for error, blamed, message in (second, third):
             assert (error, blamed) == ("PeerError", victim), message
             assert f"the connection to rank {victim} (host " in message
@@ -136,8 +90,20 @@ def test_a_rank_that_died_between_operations_is_not_waited_for(tmp_path: Path, v
 
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_a_process_that_ends_after_the_last_answer_harms_nobody(tmp_path: Path, at_once: int) -> None:
-    for code, out, log in run_four(tmp_path, ENDED, "grpc", at_once):
-        assert (code, json.loads(out or "0"), log) == (0, 400_000, "")
+    server, path = server_of(), tmp_path / "rank.py"
+    path.write_text(ENDED)
+    ranks = [
+        subprocess.Popen(  # noqa: S603 -- our own program; the end of an interpreter is what is tested
+            [sys.executable, path, str(rank), str(server.port), str(at_once)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    for process in ranks:
+        out, log = process.communicate(timeout=120)
+        assert (process.returncode, json.loads(out or "0"), log) == (0, 400_000, "")
 
 
 FORKED = """

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -73,9 +72,7 @@ def test_two_hosts() -> None:
 
 
 def test_a_hundred_thousand_ranks() -> None:
-    started = time.monotonic()
     places = Tree.of([str(rank // 8) for rank in range(100_000)], 16).places()
-    assert time.monotonic() - started < 5  # takes 0.3 s
     assert places[0].size == 100_000
     assert max(len(place.children) for place in places) == 16 + 7
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import killed_rank
 import killed_save
 import pytest
 import torch
+from ranks import forkserver
 from torch.distributed import TCPStore
 
 import bcp
@@ -24,11 +24,9 @@ def server() -> TCPStore:
 
 
 def run_job(server: TCPStore, job: str, path: Path, victim: int | None = None, moment: str = "") -> list[int | None]:
-    """Run all ranks, forked from a process that has imported everything; return their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bcp", "bcp.coordinators.tree.coordinator"])
+    """Run all ranks; return their exit codes."""
     ranks = [
-        context.Process(target=killed_rank.main, args=(rank, server.port, job, path, victim, moment))
+        forkserver().Process(target=killed_rank.main, args=(rank, server.port, job, path, victim, moment))
         for rank in range(killed_rank.SIZE)
     ]
     for process in ranks:

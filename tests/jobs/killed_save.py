@@ -1,24 +1,23 @@
-"""A torchrun job of two ranks, one of which is killed in the middle of a save.
-
-Run as ``python -m torch.distributed.run --nproc-per-node 2 killed_save.py DIRECTORY POINT MODE``.
-"""
+"""A job of two ranks, one of which is killed in the middle of a save."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import HOST
 from torch import distributed as dist
 
 import bcp
 from bcp.backends import resolve
 from bcp.testing.storage_fakes import FaultyBackend
+
+SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,14 @@ async def akill(_: str) -> None:
     kill()
 
 
-def main() -> None:
-    directory, point, mode = Path(sys.argv[1]), POINTS[sys.argv[2]], sys.argv[3]
-    dist.init_process_group("gloo")
+def main(rank: int, port: int, directory: Path, name: str, mode: str) -> None:
+    """Save ``directory/older``, and ``directory/newer`` until one rank is killed at the point of that name."""
+    point, store = POINTS[name], dist.TCPStore(HOST, port, None, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     bcp.save(directory / "older", state(1))
     if mode == "overwrite":
         bcp.save(directory / "newer", state(2))
-    victim = dist.get_rank() == point.rank
+    victim = rank == point.rank
     edit = killer(point) if victim and point.stage else same
     options = bcp.SaveOptions(part_bytes=1 << 20, overwrite=True, edit=edit)
     fault = akill if victim and point.operation else anothing
@@ -98,7 +98,3 @@ def same(graph: Any) -> Any:
 
 async def anothing(_: str) -> None:
     pass
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,80 @@
+"""One of four ranks that agree with each other, without bcp's saves around it; one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+from ranks import HOST
+from torch import distributed as dist
+
+from bcp.coordinators import GrpcCoordinator, StoreCoordinator
+
+SIZE = 4
+
+Ranks = GrpcCoordinator | StoreCoordinator
+
+
+def joined(kind: str, rank: int, port: int) -> Ranks:
+    """Join the group; return this rank's coordinator."""
+    store = dist.TCPStore(HOST, port, None, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", rank=rank, world_size=SIZE, store=store)
+    return GrpcCoordinator.over(fanout=1) if kind == "grpc" else StoreCoordinator.over()
+
+
+async def join(gathered: Sequence[bytes]) -> bytes:
+    return b"".join(gathered)
+
+
+def outcome(error: Exception) -> list[object]:
+    return [type(error).__name__, getattr(error, "rank", None), str(error)]
+
+
+def within(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
+    """Kill the victim in the middle of the second operation; write down what came of it."""
+    ranks = joined(kind, rank, port)
+
+    async def main() -> list[object]:
+        async with ranks.begin("first", 60.0) as agreement:
+            together = await agreement.decide("commit", b"%d" % rank, join)
+            received = await agreement.all_to_all([bytes([rank])] * SIZE, [1] * SIZE)
+        started, result = time.monotonic(), list[object]()
+        try:
+            async with ranks.begin("second", 1.0 if kind == "store" else 60.0) as agreement:
+                await agreement.decide("all are here", b"", join)
+                if rank == victim:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                await agreement.decide("commit", b"", join)
+        except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
+            result = outcome(error)
+        return [together.decode(), b"".join(received).hex(), result, time.monotonic() - started]
+
+    said.write_text(json.dumps(anyio.run(main)))
+    os._exit(0)  # gloo waits for the dead rank otherwise
+
+
+def between(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
+    """Kill the victim between two operations; write down what came of the next two."""
+    ranks = joined(kind, rank, port)
+
+    async def main() -> list[object]:
+        async with ranks.begin("first", 60.0) as agreement:
+            await agreement.decide("commit", b"", join)
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result: list[object] = []
+        for what in ("second", "third"):
+            try:
+                async with ranks.begin(what, 3600.0) as agreement:
+                    await agreement.decide("commit", b"", join)
+            except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
+                result.append(outcome(error))
+        return result
+
+    said.write_text(json.dumps(anyio.run(main)))
+    os._exit(0)
