@@ -14,7 +14,7 @@ from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Pipeline, beside, giving_way, in_thread
+from bcp.pipeline import Pipeline, beside, giving_way, in_thread, planning
 from bcp.protocols import Agreement
 from bcp.stages.device import Lanes, cuda_devices
 from bcp.stages.items import PartReceipt, WriteItem
@@ -34,9 +34,9 @@ async def asave(job: SaveJob) -> SaveReport:
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
-            stock = await attempt(in_thread(snapshot.take_stock)) if refusal is None else refusal
+            stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
-            items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+            items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
             values = await in_thread(saving.owned_values, held, plan)
             undo.begin(opening.operation, items)
             stored = await _write(job, held, items, snapshot)
@@ -85,11 +85,11 @@ async def aprepare(job: SaveJob) -> None:
     """Do what the first save of a layout does once: agree on a plan (paper sec. 4.1), and get staging memory."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     async with job.opened, together(job.operation) as agreement:
-        stock = await attempt(in_thread(saving.take_stock, job))
+        stock = await attempt(planning(saving.take_stock, job))
         if isinstance(stock, saving.Held):
             job.on_snapshot()
         held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
-    items = await in_thread(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+    items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
     pool = shared_pool(pinned=bool(cuda_devices(held.shards.tensors)))
     await in_thread(pool.reserve, saving.first_sizes(items, job.options))
 
@@ -122,8 +122,8 @@ async def _read(
         lease = stack.enter_context(shared_pool(pinned=bool(devices)).lease(keep=False))
         lanes = stack.enter_context(Lanes(devices))
         await in_thread(lanes.settle)
-        targets = await in_thread(loading.lay_out, job, metadata, wanted, reading, lanes)
-        items = await in_thread(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
+        targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
+        items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         context = loading.load_context(job, agreement, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)

@@ -17,6 +17,7 @@ from bcp.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from bcp.plan.columns import Ints
     from bcp.plan.load.saved import Saved
     from bcp.plan.shards import ShardTable
 
@@ -70,14 +71,19 @@ class LocalShards:
     Attributes:
         table: one row a shard (box of the global tensor, flat interval inside the box).
         tensors: ``tensors[i]`` is the live memory of row ``i``: it has the shape of the row's box, or is
-            1-D with ``stop - start`` elements where the row is a flat interval of its box. Views, never
-            copies; need not be contiguous. For loading they are written in place.
+            1-D with ``stop - start`` elements where the row is a flat interval of its box. Never copies, and nothing
+            that autograd tracks; need not be contiguous. For loading they are written in place.
         objects: leaves of model and optimizer that are not tensors; by contract equal on all ranks that have them.
+        address: int64[n], for a planner that knows: where the first byte of each row is, which is one tensor of the
+            CPU, row-major and neither lazily conjugated nor negated. Otherwise the tensors are asked.
+        kept: what keeps the memory at these addresses alive, should a tensor be given other memory meanwhile.
     """
 
     table: ShardTable
     tensors: Sequence[torch.Tensor]
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
+    address: Ints | None = None
+    kept: Sequence[object] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer, Codec
 from bcp.receipt import Blocks, FileReceipt
 from bcp.stages.device import Lanes
+from bcp.stages.flat import torch_dtype
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.load_items import ReadItem
-from bcp.stages.memory import addresses
+from bcp.stages.memory import addresses, writable
 from bcp.stages.place import Targets
 from bcp.stages.staging import Lease, StagingPool
 
@@ -141,8 +142,9 @@ class Rank:
         found = copies(layout, table, self.memory.wants, assignment.chunks)
         check_complete(found, table, self.memory.wants)
         sizes = np.array([tensor.element_size() for tensor in self.tensors], dtype=np.int64)
-        address = addresses(self.tensors, self.dtypes, (table.stop - table.start) * sizes)
-        address *= self.plain
+        same = [tensor.dtype is torch_dtype(name) for tensor, name in zip(self.tensors, self.dtypes, strict=True)]
+        known = addresses(self.tensors, table) * self.plain
+        address = writable(known, (table.stop - table.start) * sizes, np.array(same, np.bool_))
         way = straight(found, able, address > 0)
         return Targets(self.tensors, sizes, self.dtypes, address, found, way, self.lanes)
 

@@ -12,12 +12,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -25,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
-__all__ = ["HOST", "RankFailedError", "Ranks", "forkserver"]
+__all__ = ["HOST", "RankFailedError", "Ranks", "forkserver", "kept"]
 
 HOST = "127.0.0.1"
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
@@ -39,6 +41,17 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+_kept: list[dist.ProcessGroup] = []
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Let groups that a function makes on its rank outlive the call."""
+    before = set(distributed_c10d._world.pg_map)
+    yield
+    _kept.extend(set(distributed_c10d._world.pg_map) - before)
 
 
 class RankFailedError(AssertionError):
@@ -56,6 +69,7 @@ class RankFailedError(AssertionError):
 class Ranks:
     """``size`` processes in one gloo group, started by the first ``run``.
 
+    Groups that a function makes are gone when the next one begins, but for those made in :func:`kept`.
     A function that raises leaves the pool alive. A pool whose rank died or hangs is ended, and the next ``run``
     starts a new one.
     """
@@ -145,9 +159,19 @@ def _serve(pipe: Connection, port: int, rank: int, size: int) -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             call = pipe.recv_bytes()
+            _forget()
             try:
                 function, args = pickle.loads(call)  # noqa: S301 -- from our own parent
                 reply = pickle.dumps((True, function(*args)))
             except BaseException:  # noqa: BLE001 -- pytest's own failures are no Exceptions; the parent tells them all
                 reply = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(reply)
+
+
+def _forget() -> None:
+    """End the groups of earlier calls. Each has three threads, one of which wakes up ten times a second."""
+    made = [group for group in distributed_c10d._world.pg_map if group not in (dist.group.WORLD, *_kept)]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        gc.collect()  # a model and its groups hold each other

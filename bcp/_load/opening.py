@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bcp._agree import agree
 from bcp.errors import CorruptError, NotACheckpointError, UncommittedError
 from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
-from bcp.pipeline import Budget, Pipeline, Stage, in_thread
+from bcp.pipeline import Budget, Pipeline, Stage, planning
 from bcp.protocols import Agreement, Backend
 from bcp.receipt import Receipt, decode_receipt, receipt_digest
 
@@ -23,12 +23,12 @@ async def open_checkpoint(agreement: Agreement, rank: int, backend: Backend, pat
 
     async def answer(_: Sequence[bytes]) -> bytes:
         data = await _read_metadata(backend, path)
-        await in_thread(decode_metadata, data, where)
+        await planning(decode_metadata, data, where)
         return data
 
     where = f"{path}/{METADATA_KEY}"
     data = await agree(agreement, "open", rank, b"", answer)
-    return await in_thread(decode_metadata, data, where)
+    return await planning(decode_metadata, data, where)
 
 
 async def _read_metadata(backend: Backend, path: str) -> bytes:

@@ -16,7 +16,7 @@ from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
-from bcp.pipeline import Budget, in_thread
+from bcp.pipeline import Budget, planning
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Assignment, Chunk, assign
@@ -63,13 +63,13 @@ async def plan_reads(
         raise mine
 
     async def answer(messages: Sequence[bytes]) -> bytes:
-        return await in_thread(_answer, mine.renamed, line, messages, options)
+        return await planning(_answer, mine.renamed, line, messages, options)
 
-    runs = await in_thread(line.runs, mine.wants.ranges())
+    runs = await planning(line.runs, mine.wants.ranges())
     kinds = sum(1 << code for code in mine.kinds)
     asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
     reply = await agree(agreement, "reads", rank, asked, answer)
-    return mine, await in_thread(_reading, mine.renamed, line, reply, rank, runs, options)
+    return mine, await planning(_reading, mine.renamed, line, reply, rank, runs, options)
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:

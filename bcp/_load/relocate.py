@@ -68,7 +68,8 @@ def relocated(shards: LocalShards, source: Ints, names: Renamed) -> tuple[LocalS
     )
     memories = [*(shards.tensors[row] for row in kept.tolist()), *views]
     origins_of = np.array([origin for _, origin in pairs], np.int64)
-    return replace(shards, table=moved_table, tensors=memories), concat([np.where(made, -1, source), origins_of])
+    cut_up = replace(shards, table=moved_table, tensors=memories, address=None)
+    return cut_up, concat([np.where(made, -1, source), origins_of])
 
 
 def _blocks(table: ShardTable, row: int, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

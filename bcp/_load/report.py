@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import eq
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from bcp.plan.load.straight import straight
 from bcp.protocols import Agreement, ScatterReader
 from bcp.stages.device import Lanes
 from bcp.stages.load import LoadContext
-from bcp.stages.memory import addresses
+from bcp.stages.memory import addresses, writable
 from bcp.stages.place import Targets
 from bcp.stages.staging import Lease
 
@@ -49,9 +50,11 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
     table, tensors, chunks = shards.table, shards.tensors, assignment.chunks
     found = copies(layout, table, wanted.wants, chunks)
     check_complete(found, table, wanted.wants)
-    saved = wanted.saved[table.tensor].tolist()
-    dtypes = ["" if row < 0 else layout.tensors.dtype[row] for row in saved]
-    address = addresses(tensors, dtypes, table.nbytes)
+    saved = ["" if row < 0 else layout.tensors.dtype[row] for row in wanted.saved.tolist()]
+    same = np.array(list(map(eq, saved, table.tensors.dtype)), np.bool_)[table.tensor]
+    dtypes = list(map(saved.__getitem__, table.tensor.tolist()))
+    known = wanted.targets.shards.address
+    address = writable(addresses(tensors, table) if known is None else known, table.nbytes, same)
     able = isinstance(job.backend, ScatterReader) and job.options.edit is unchanged and not metadata.commit.codecs
     private = np.arange(len(chunks)) < (len(assignment.private) if able else 0)
     way = straight(found, private, address > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import ne
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,7 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
         fqn = wanted.fqn[at]
         if KINDS[wanted.kind[at]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
             source[at] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
-    differ = [at for at, row in enumerate(rows) if row >= 0 and dtypes[row] != wanted.dtype[at]]
-    for at in (at for at in differ if KINDS[wanted.kind[at]] == "model"):
+    for at in (at for at in _differ(wanted, saved.tensors, found) if KINDS[wanted.kind[at]] == "model"):
         names = (wanted.fqn[at], saved.tensors.tied_to[rows[at]])
         masters = (saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in names)
         master = next((each for each in masters if each is not None), -1)
@@ -119,9 +119,15 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
 def _wanted_rows(names: Renamed, found: Ints, objects: Collection[ObjectKey]) -> Ints:
     """Return ``Wanted.rows``: what was found, and what nobody is expected to want."""
     count, behind = len(names.layout.tensors), len(names.layout.objects)
-    tensors = np.where(found < count, found, found + behind)[found >= 0]
     values = np.array([count + names.objects[key] for key in objects if key in names.objects], np.int64)
-    return np.unique(concat([tensors, values, np.array(names.left_out, np.int64)]))
+    wanted = np.zeros(len(names.saved.tensors) + behind, np.bool_)
+    for rows in (
+        np.where(found < count, found, found + behind)[found >= 0],
+        values,
+        np.array(names.left_out, np.int64),
+    ):
+        wanted[rows] = True
+    return np.flatnonzero(wanted)
 
 
 def _name(tensors: TensorTable, row: int) -> str:
@@ -159,13 +165,18 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
     dtypes = [
         f"{both_names(target, new, saved, old)} is {saved.dtype[old]} in the checkpoint, "
         f"{target.dtype[new]} in the target"
-        for new, old in enumerate(found.tolist())
-        if old >= 0 and saved.dtype[old] != target.dtype[new]
+        for new, old in ((at, int(found[at])) for at in _differ(target, saved, found))
     ]
     if dtypes:
         raise DtypeMismatchError(
             f"rank {rank}: {len(dtypes)} dtypes differ: {some(dtypes)}; pass LoadOptions(cast=True) to convert"
         )
+
+
+def _differ(target: TensorTable, saved: TensorTable, found: Ints) -> list[int]:
+    """Return the tensors of the target that both have, with different dtypes; ``found`` as in :func:`_check_dtypes`."""
+    there = [own if row < 0 else saved.dtype[row] for row, own in zip(found.tolist(), target.dtype, strict=True)]
+    return np.flatnonzero(np.array(list(map(ne, there, target.dtype)), np.bool_)).tolist()
 
 
 def _check_dataloader(states: States, layout: Layout, world_size: int) -> None:

@@ -15,7 +15,7 @@ from bcp._load.targets import Wanted, extra_ranks, find_targets
 from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
-from bcp.pipeline import Budget, Pipeline, in_thread
+from bcp.pipeline import Budget, Pipeline, in_thread, planning
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
@@ -57,11 +57,11 @@ def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout, extras: Ma
 async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     """Find what this rank wants, with the values of what is no tensor; raises what keeps it from being loaded."""
     layout = metadata.layout
-    wanted = await in_thread(find_targets, job, metadata)
+    wanted = await planning(find_targets, job, metadata)
     rows = {key: row for key, row in wanted.renamed.objects.items() if KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     receipts = await fetch_receipts(job.backend, metadata, owners)
-    objects = await in_thread(_read_objects, rows, layout, receipts, job.options)
+    objects = await planning(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
     return replace(wanted, receipts=receipts, objects=objects)
 

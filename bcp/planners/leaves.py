@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
@@ -122,13 +123,15 @@ class Leaves:
         looks = look_at(leaves, lambda number: self._label(names[number]))
         ties = ties_of(names, looks)
         stock = self._stock(names, looks, ties)
+        if stock.plain:
+            return self._plain(stock, looks)
         views: list[torch.Tensor] = []
         for number in stock.stored:
             if looks.forms[number].whole:
                 views.append(looks.memory[number].detach())
             else:
                 views += map(readable, looks.views(number, self._label(names[number])))
-        return LocalShards(stock.table, views, dict(zip(stock.keys, self._values(), strict=True)))
+        return LocalShards(stock.table, views, self._objects(stock.keys))
 
     def _stock(self, names: Sequence[Name], looks: Looks, ties: Ties) -> Stock:
         """Return what follows from names, forms and ties; a table that was made of the same before is used again."""
@@ -136,7 +139,8 @@ class Leaves:
         stock = recall(seen)
         if stock is None:
             rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
-            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys)
+            plain = all(form.plain for form in rows.held)
+            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys, plain)
             remember(stock)
         return stock
 
@@ -158,8 +162,9 @@ class Leaves:
         ties = ties_of(names, looks)
         if not (ties or seconds or self.aliases):  # as a rule: then a load wants what a save would hold
             stock = self._stock(names, looks, ties)
-            views = self._writable(stock.stored, looks, names)
-            return LocalShards(stock.table, views, dict(zip(stock.keys, self._values(), strict=True)))
+            if stock.plain and True not in map(torch.Tensor.is_inference, looks.memory):
+                return self._plain(stock, looks)
+            return LocalShards(stock.table, self._writable(stock.stored, looks, names), self._objects(stock.keys))
         firsts = firsts_of(ties, names, saved)
         numbers = {name: number for number, name in enumerate(names)} if seconds or self.aliases else {}
         copies: dict[int, list[int]] = {}
@@ -170,7 +175,18 @@ class Leaves:
         for (kind, alias), first in self.aliases.items():
             rows.add(kind, alias, looks.forms[numbers[kind, first]], tied_to=first)
         views = self._writable(rows.stored, looks, labels)
-        return LocalShards(rows.table(sorted(keys)), views, dict(zip(keys, self._values(), strict=True)))
+        return LocalShards(rows.table(sorted(keys)), views, self._objects(keys))
+
+    def _plain(self, stock: Stock, looks: Looks) -> LocalShards:
+        """Return what this rank holds where all of it is plain.
+
+        A storage keeps the memory of a tensor as well as a detached view of it, which takes four times as long to make.
+        """
+        stored = map(looks.memory.__getitem__, stock.stored)
+        memory = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored]
+        address = np.array(list(map(looks.addresses.__getitem__, stock.stored)), np.int64)
+        storages = list(map(torch.Tensor.untyped_storage, memory))
+        return LocalShards(stock.table, memory, self._objects(stock.keys), address, storages)
 
     def _writable(self, stored: Sequence[int], looks: Looks, labels: Sequence[Name]) -> list[torch.Tensor]:
         """Return the memory of these leaves, to be written to."""
@@ -211,12 +227,12 @@ class Leaves:
             raise self._named_twice(count.most_common(1)[0][0])
         return keys
 
-    def _values(self) -> list[Any]:
-        """Return the values of the objects, in the order of :meth:`_keys`, as they are now."""
+    def _objects(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, Any]:
+        """Return the values of the objects as they are now; ``keys`` are :meth:`_keys`."""
         values = [value for named in self.objects.values() for value in named.values()]
         for _, prefixes, group in self.groups:
             values += [*group.values()] * len(prefixes)
-        return values
+        return dict(zip(keys, values, strict=True))
 
     def _check_readable(self, name: Name, leaf: Leaf) -> None:
         """Refuse a tensor that has no plain memory here."""

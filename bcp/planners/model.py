@@ -11,6 +11,7 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
+from bcp.planners.forms import is_flat
 from bcp.planners.leaves import Leaves, state_dict_of
 from bcp.planners.memory import memory
 from bcp.planners.names import Path, cleaned, cleaner, dotted, walk
@@ -47,6 +48,9 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
         return in_turn([add_module(leaves, kind, part, "") for part in state])
     if not isinstance(state, (nn.Module, Mapping, list, tuple)):
         raise StateError(f"{where} is a {type(state).__name__}; pass a module, a list of modules or a nested mapping")
+    if is_flat(state):
+        leaves.add_all(kind, state.items())
+        return in_turn([])
     finishes: list[Finish] = []
     paths: dict[ObjectKey, Path] = {}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bcp.planners.forms import PLAIN
+from bcp.planners.forms import PLAIN, is_flat
 from bcp.planners.names import walk
 from bcp.protocols import States
 
@@ -39,9 +39,12 @@ class SeenStates(Mapping[str, Any]):
     @cached_property
     def leaves(self) -> dict[str, list[Any]]:
         """By kind, model and optimizer: every leaf that is not a plain tensor; a module is one leaf."""
+        parts = {kind: self.get(kind) for kind in ("model", "optimizer")}
         return {
-            kind: [leaf for _, leaf in walk(self.get(kind), f"states[{kind!r}]") if type(leaf) not in PLAIN]
-            for kind in ("model", "optimizer")
+            kind: []
+            if is_flat(part)
+            else [leaf for _, leaf in walk(part, f"states[{kind!r}]") if type(leaf) not in PLAIN]
+            for kind, part in parts.items()
         }
 
     @cached_property

@@ -34,12 +34,14 @@ class Stock:
         table: what the rank holds.
         stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
         keys: of the objects, in the order in which their values are found.
+        plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
     """
 
     seen: Seen
     table: ShardTable
     stored: Sequence[int]
     keys: Sequence[ObjectKey]
+    plain: bool
 
 
 _stocks: list[Stock] = []

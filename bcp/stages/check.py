@@ -13,7 +13,7 @@ from bcp.protocols import Buffer, Codec
 from bcp.receipt import FileReceipt
 from bcp.stages.load_items import Stored
 
-__all__ = ["check", "decoded"]
+__all__ = ["check", "decoded", "digests"]
 
 
 def check(stored: Stored, file: FileReceipt, rank: int) -> None:
@@ -25,7 +25,7 @@ def check(stored: Stored, file: FileReceipt, rank: int) -> None:
     """
     item, blocks, rows = stored.item, file.blocks, stored.item.rows
     lengths = blocks.stored_length[rows].tolist()
-    for row, found in enumerate(_digests(stored.outs, lengths), rows.start):
+    for row, found in enumerate(digests(stored.outs, lengths), rows.start):
         wanted = blocks.checksum[row]
         if found != wanted:
             start, length = int(blocks.stored_start[row]), int(blocks.stored_length[row])
@@ -35,7 +35,7 @@ def check(stored: Stored, file: FileReceipt, rank: int) -> None:
             )
 
 
-def _digests(outs: Sequence[memoryview], lengths: Sequence[int]) -> Iterator[bytes]:
+def digests(outs: Sequence[memoryview], lengths: Sequence[int]) -> Iterator[bytes]:
     """Yield the xxh3-128 of blocks of these lengths, which lie one behind the other in the buffers.
 
     ``update`` and not ``xxh3_128_digest``: before xxhash 4 the latter keeps the GIL.

@@ -13,7 +13,10 @@ from typing import Self
 
 import torch
 
-__all__ = ["Fence", "Lanes", "Mark", "cuda_devices", "on_side_stream", "record_fence"]
+__all__ = ["SMALL_BYTES", "Fence", "Lanes", "Mark", "cuda_devices", "on_side_stream", "record_fence"]
+
+SMALL_BYTES = 1 << 18
+"""Below this a tensor on a device is copied together with its neighbours: each call costs some us on its own."""
 
 Fence = Mapping[int, "torch.cuda.Event"]
 """For each CUDA device, the point in the caller's stream after which the tensors are what the caller sees."""

@@ -6,7 +6,10 @@ import torch
 
 from bcp.plan.box import Box, flat_boxes
 
-__all__ = ["block_of", "bytes_of", "flat_to_bytes", "torch_dtype", "typed"]
+__all__ = ["INTEGER", "block_of", "bytes_of", "flat_to_bytes", "torch_dtype", "typed"]
+
+INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, what to view elements as to copy them: not every call takes every dtype."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

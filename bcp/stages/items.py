@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from bcp.plan.columns import Ints
 from bcp.plan.save.parts import Part
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer
@@ -27,6 +28,7 @@ class WriteItem:
         header: the safetensors header where this is the file's first part, else empty.
         table: what the rows of the part's spans are.
         tensors: the live memory of those rows.
+        address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
     """
 
     part: Part
@@ -34,6 +36,7 @@ class WriteItem:
     header: bytes
     table: ShardTable
     tensors: Sequence[torch.Tensor]
+    address: Ints
 
     @property
     def name(self) -> str:

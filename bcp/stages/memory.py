@@ -6,18 +6,26 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
-from bcp.plan.columns import Ints
+from bcp.plan.columns import Bools, Ints
 from bcp.plan.load.straight import apart
+from bcp.plan.shards import ShardTable
 from bcp.stages.flat import torch_dtype
 
-__all__ = ["addresses", "bytes_at", "is_plain", "move", "written"]
+__all__ = ["addresses", "bytes_at", "move", "writable", "written"]
 
 HOLD_BYTES = 1 << 15
 """Up to here a copy keeps the GIL. Two threads with copies of 16 KiB: 3.0 GB/s, and 2.6 if each gives it up; of 64 KiB:
 3.7 and 4.3."""
+
+ALIKE = 64
+"""So many pieces of one size are copied together."""
+
+CACHED_BYTES = 1 << 18
+"""What fits into a core's own cache."""
 
 Memmove = Callable[[int, int, int], object]
 
@@ -33,31 +41,45 @@ def _memmove(library: ctypes.CDLL) -> Memmove:
 _move_holding, _move = _memmove(ctypes.PyDLL(None)), _memmove(ctypes.CDLL(None))
 
 
-def addresses(tensors: Sequence[torch.Tensor], dtypes: Sequence[str], nbytes: Ints) -> Ints:
-    """int64[n]: where each tensor's first byte is, or 0 where its bytes cannot simply be written.
-
-    They can where it lies on the CPU in row-major order, has the dtype that was saved, and shares no byte with another
-    of these tensors: then checksums may be computed over it while the others are being written.
+def addresses(tensors: Sequence[torch.Tensor], table: ShardTable) -> Ints:
+    """int64[n]: where each tensor's first byte is, or 0 where its shard is not the bytes from there on.
 
     Args:
         tensors: live memory.
-        dtypes: for each of them, the dtype that was saved, or "" where it was not saved.
-        nbytes: int64[n], for each of them, the bytes that its shard has.
+        table: what they are, row by row.
 
     """
-    kinds = {name: torch_dtype(name) for name in set(dtypes) if name}
-    plain = [
-        is_plain(tensor) and tensor.dtype is kinds.get(name) and tensor.nbytes == size
-        for tensor, name, size in zip(tensors, dtypes, nbytes.tolist(), strict=True)
-    ]
-    rows = np.flatnonzero(np.array(plain, np.bool_) & (nbytes > 0))
-    found = np.array([tensors[row].data_ptr() for row in rows.tolist()], dtype=np.int64)
-    address = np.zeros(len(tensors), dtype=np.int64)
-    address[rows] = np.where(apart(found, nbytes[rows]), found, 0)
-    return address
+    dtypes = list(map({name: torch_dtype(name) for name in set(table.tensors.dtype)}.get, table.tensors.dtype))
+    rows = zip(tensors, table.tensor.tolist(), table.nbytes.tolist(), strict=True)
+    return np.array(
+        [
+            tensor.data_ptr() if tensor.nbytes == size and tensor.dtype is dtypes[of] and _is_plain(tensor) else 0
+            for tensor, of, size in rows
+        ],
+        np.int64,
+    )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def writable(address: Ints, nbytes: Ints, same: Bools) -> Ints:
+    """int64[n]: where each tensor's first byte is, or 0 where its bytes cannot simply be written.
+
+    They can where they share no byte with another of these tensors: then checksums may be computed over them while the
+    others are being written.
+
+    Args:
+        address: int64[n], :func:`addresses`.
+        nbytes: int64[n], their bytes.
+        same: bool[n], which of them have the dtype that was saved.
+
+    """
+    rows = np.flatnonzero(same & (address > 0) & (nbytes > 0))
+    alone = rows[apart(address[rows], nbytes[rows])]
+    found = np.zeros_like(address)
+    found[alone] = address[alone]
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is nothing but memory of the CPU, in row-major order."""
     return (
         tensor.is_cpu
@@ -79,8 +101,40 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 
 def move(targets: Ints, sources: Ints, nbytes: Ints) -> None:
     """Copy bytes from addresses to addresses; they do not overlap. Memory has to stay as long as this runs."""
-    for target, source, count in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
-        (_move_holding if count <= HOLD_BYTES else _move)(target, source, count)
+    sizes, which, count = np.unique(nbytes, return_inverse=True, return_counts=True)
+    alike = (count >= ALIKE) & (sizes > 0) & (sizes <= HOLD_BYTES)
+    for number in np.flatnonzero(alike).tolist():
+        mine = which == number
+        _move_alike(targets[mine], sources[mine], int(sizes[number]))
+    rest = ~alike[which]
+    for target, source, length in zip(
+        targets[rest].tolist(), sources[rest].tolist(), nbytes[rest].tolist(), strict=True
+    ):
+        (_move_holding if length <= HOLD_BYTES else _move)(target, source, length)
+
+
+def _move_alike(targets: Ints, sources: Ints, size: int) -> None:
+    """Copy many pieces of one size. numpy takes half as long as one call for each of them, and gives up the GIL."""
+    (into, there), (out_of, here) = _rows(targets, size), _rows(sources, size)
+    step = max(1, CACHED_BYTES // size)  # numpy may need a copy in between
+    for first in range(0, len(targets), step):
+        part = slice(first, first + step)
+        into[part if there is None else there[part]] = out_of[part if here is None else here[part]]
+
+
+def _rows(address: Ints, size: int) -> tuple[npt.NDArray[np.void], Ints | None]:
+    """View memory as rows of that many bytes, which may overlap; return which of them the addresses are: None for all.
+
+    Whatever lies between the addresses is never touched.
+    """
+    base = int(address.min())
+    offset = address - base
+    step = int(np.gcd.reduce(offset)) or 1
+    number = int(offset.max()) // step + 1
+    memory = bytes_at(base, (number - 1) * step + size)
+    rows = np.ndarray((number,), np.dtype((np.void, size)), memory, strides=(step,))
+    in_order = number == len(address) and bool((offset[1:] > offset[:-1]).all())
+    return rows, None if in_order else offset // step
 
 
 def written(tensors: Sequence[torch.Tensor]) -> None:

@@ -13,17 +13,11 @@ from bcp.plan.columns import Ints
 from bcp.plan.load.assign import Chunk
 from bcp.plan.load.copies import Copies
 from bcp.plan.load.straight import Straight
-from bcp.stages.device import Lanes, Mark
-from bcp.stages.flat import block_of, torch_dtype, typed
+from bcp.stages.device import SMALL_BYTES, Lanes, Mark
+from bcp.stages.flat import INTEGER, block_of, torch_dtype, typed
 from bcp.stages.memory import bytes_at, move, written
 
 __all__ = ["Targets"]
-
-SMALL_BYTES = 1 << 18
-"""Below this a tensor on a device is copied together with its neighbours: each transfer costs some us on its own."""
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Small tensors are copied as these: not every call takes every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +112,7 @@ class Targets:
         runs = self.copies.runs(group)
         first, stop = int(runs.start.min()), int((runs.start + runs.nbytes).max())
         size = int(self.copies.itemsize[group[0]])
-        dtype, device = _INTEGER[size], self.tensors[int(runs.row[0])].device
+        dtype, device = INTEGER[size], self.tensors[int(runs.row[0])].device
         there = typed(data, first - start, ((stop - first) // size,), dtype).to(device, non_blocking=True)
         sources, targets = [], []
         columns = (runs.row, (runs.start - first) // size, runs.to // size, runs.nbytes // size)

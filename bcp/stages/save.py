@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 import numpy as np
-import xxhash
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
 from bcp.protocols import Buffer, Codec, LightWriter, PartWriter
+from bcp.stages.check import digests
 from bcp.stages.device import Fence
 from bcp.stages.flat import bytes_of
 from bcp.stages.gather import gather
@@ -185,13 +185,12 @@ def checksum(context: SaveContext) -> Stage[Blob, PartReceipt]:
 
     async def run(blob: Blob) -> PartReceipt:
         await context.let_copies_go_first()
-        digests = await in_thread(_digests, blob)
+        found = await in_thread(_digests, blob)
         context.lease.give(blob.part.buffer)
-        return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, digests)
+        return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, found)
 
     return Stage("checksum", run)
 
 
 def _digests(blob: Blob) -> tuple[bytes, ...]:
-    view = memoryview(blob.data)  # and not xxh3_128_digest: before xxhash 4 that keeps the GIL
-    return tuple(xxhash.xxh3_128(view[start : start + length]).digest() for start, length in blob.blocks.tolist())
+    return tuple(digests([memoryview(blob.data)], blob.blocks[:, 1].tolist()))

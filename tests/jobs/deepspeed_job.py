@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from exact import ADAMW, Exact, batch
+from ranks import kept
 from torch import distributed as dist
 from torch import nn, optim
 from watch import watched
@@ -76,6 +77,8 @@ def _deepspeed() -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls what torch 2.13 renames
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, and takes most of the time
+    with kept():
+        deepspeed.utils.groups._WORLD_GROUP = dist.new_group()  # else it makes one that is not kept
     gc.freeze()  # ZeRO-3 collects garbage in every engine: 0.3 s of a processor for all that was imported
     return deepspeed
 
@@ -91,8 +94,9 @@ class Pairs:
     """What DeepSpeed asks about groups of ranks: two neighbours share a model, all pairs train the same."""
 
     def __init__(self) -> None:
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        alone = [dist.new_group([rank]) for rank in range(4)]
+        with kept():
+            groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            alone = [dist.new_group([rank]) for rank in range(4)]
         self.group, self.alone = groups[dist.get_rank() // 2], alone[dist.get_rank()]
 
     def get_model_parallel_rank(self) -> int:
@@ -112,6 +116,9 @@ class Pairs:
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.group
+
+
+pairs = functools.cache(Pairs)
 
 
 def _initialize(**how: Any) -> Any:
@@ -138,7 +145,7 @@ def engine_of(model: nn.Module, kind: str, groups: list[dict[str, Any]] | None =
     optimizer = optim.AdamW(groups, **ADAMW)
     fused = optim.AdamW if "fused" in more else type(None)  # what takes the place of the one that needs a GPU
     with patch.object(_deepspeed().runtime.engine, "FusedAdam", fused):
-        return _initialize(model=model, optimizer=optimizer, config=config, mpu=Pairs() if "pairs" in more else None)
+        return _initialize(model=model, optimizer=optimizer, config=config, mpu=pairs() if "pairs" in more else None)
 
 
 def optimizers(kinds: list[str]) -> list[str]:

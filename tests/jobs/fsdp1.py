@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from exact import ADAMW, Block, Exact, batch, grouped
 from layouts import mesh_of
+from ranks import kept
 from silent import load, save
 from torch import distributed as dist
 from torch import nn, optim
@@ -67,7 +68,8 @@ class Layout:
 @functools.cache
 def group_of(size: int) -> dist.ProcessGroup:
     """Make a group of the first ranks; collective over the whole pool."""
-    return dist.new_group(list(range(size)))
+    with kept():
+        return dist.new_group(list(range(size)))
 
 
 def prepare() -> None:

@@ -8,7 +8,6 @@ attributes, not from its ``sharded_state_dict`` nor by ``bcp``.
 
 from __future__ import annotations
 
-import gc
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d
 
 BATCH, LENGTH = 4, 8
 
@@ -86,6 +84,9 @@ class Trainer:
         loss = self._forward_backward(mine)
         finalize_model_grads(self.chunks)
         self.optimizer.step()
+        for part in (part for module in self.modules for part in module.modules()):
+            if hasattr(part, "token_dispatcher"):
+                part.token_dispatcher.local_probs = None  # the graph in it would keep the groups, even from gc
         return loss
 
     def _forward_backward(self, ids: torch.Tensor) -> float | None:
@@ -262,12 +263,10 @@ def config_of(net: Net, layout: Layout) -> Any:
 def set_up_groups(layout: Layout, instances: int) -> None:
     """Make the process groups of a layout, in place of those of the last one."""
     from megatron.core import parallel_state as ps
+    from megatron.core.models.common.embeddings import RotaryEmbedding
 
     ps.destroy_model_parallel()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()  # the last job's model and groups hold each other; a group has threads
+    RotaryEmbedding.forward.cache_clear()  # it knows the last jobs' models
     ps.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

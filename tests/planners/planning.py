@@ -12,6 +12,7 @@ import torch
 from bcp.plan.layout import Layout
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import TensorMeta, TensorTable
+from bcp.planners.forms import PLAIN
 from bcp.protocols import LoadTargets, LocalShards
 
 Name = tuple[str, str]
@@ -24,7 +25,7 @@ def pieces(shards: LocalShards) -> list[Piece]:
     for row, tensor in enumerate(shards.tensors):
         box = shards.table.box(row)
         assert tuple(tensor.shape) == box.lengths
-        assert type(tensor) is torch.Tensor
+        assert type(tensor) in PLAIN
         assert not tensor.requires_grad
         out.append((shards.table.meta(row), box.offsets, box.lengths, tensor.clone()))
     return out

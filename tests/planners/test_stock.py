@@ -20,6 +20,7 @@ from bcp.errors import StateError
 from bcp.plan.save.wire import digest
 from bcp.planners import PlainPlanner, forms, stock
 from bcp.protocols import LocalShards, States
+from bcp.stages.memory import bytes_at
 
 PLAIN = PlainPlanner()
 
@@ -480,3 +481,36 @@ def test_threads_find_what_is_theirs():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(look, range(4)))
     assert len(stock._stocks) == stock.MOST
+
+
+def test_memory_that_a_parameter_leaves_stays_as_long_as_its_address_is_used():
+    weight = nn.Parameter(torch.full((1 << 18,), 3.0))
+    shards = PLAIN.local_shards({"model": {"w": weight}})
+    assert shards.address.tolist() == [weight.data_ptr()]
+    weight.data = torch.zeros(1)
+    others = [torch.zeros(1 << 18) for _ in range(8)]  # these would take it if it were free
+    assert shards.address[0] not in [other.data_ptr() for other in others]
+    assert set(bytes_at(int(shards.address[0]), 1 << 20).cast("f")) == {3.0}
+
+
+@pytest.mark.parametrize("state", [{}, {"w": torch.ones(2), "1": torch.ones(2)}, {"w": nn.Parameter(torch.ones(2))}])
+def test_flat_states_need_not_be_walked_through(state):
+    assert forms.is_flat(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        torch.ones(2),
+        [torch.ones(2)],
+        {1: torch.ones(2)},
+        {"w": 1},
+        {"w": {"x": torch.ones(2)}},
+        {"w": nn.Linear(1, 1)},
+        {"w": torch.ones(2).as_subclass(type("Marked", (torch.Tensor,), {}))},
+    ],
+    ids=lambda state: type(state).__name__,
+)
+def test_other_states_have_to_be(state):
+    assert not forms.is_flat(state)

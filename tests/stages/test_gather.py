@@ -11,6 +11,7 @@ from bcp.plan.save.writes import Writes
 from bcp.planners.plain import PlainPlanner
 from bcp.stages.gather import SMALL_BYTES, gather
 from bcp.stages.items import WriteItem
+from bcp.stages.memory import addresses
 
 DTYPES = [
     torch.float32,
@@ -29,7 +30,7 @@ DTYPES = [
 def gathered(tensors: dict[str, torch.Tensor], part_bytes: int = 1 << 20) -> tuple[bytes, bytes]:
     """Return the data section as the parts have it, and as it has to be."""
     shards = PlainPlanner().local_shards({"model": tensors})
-    table = shards.table
+    table, address = shards.table, addresses(shards.tensors, shards.table)
     zero = np.zeros(len(shards.tensors), np.int64)
     whole = table.stop - table.start
     offset = np.cumsum(table.nbytes) - table.nbytes
@@ -41,7 +42,7 @@ def gathered(tensors: dict[str, torch.Tensor], part_bytes: int = 1 << 20) -> tup
         for part in file.parts:
             header = file.header if part.index == 0 else b""
             buffer = torch.full((part.nbytes,), 0xAB, dtype=torch.uint8)
-            gather(WriteItem(part, "key", header, table, shards.tensors), buffer, {})
+            gather(WriteItem(part, "key", header, table, shards.tensors, address), buffer, {})
             found += bytes(buffer.numpy())[len(header) :]
     wanted = b"".join(
         bytes(shards.tensors[row].detach().contiguous().view(-1).resolve_neg().resolve_conj().view(torch.uint8).numpy())

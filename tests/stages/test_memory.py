@@ -11,14 +11,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bcp.plan.box import Box
+from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.stages import memory
-from bcp.stages.memory import HOLD_BYTES, addresses, bytes_at, move, written
+from bcp.stages.memory import ALIKE, CACHED_BYTES, HOLD_BYTES, addresses, bytes_at, move, writable, written
 
 
-def address(*tensors: torch.Tensor, dtypes: list[str] | None = None) -> list[bool]:
+def table_of(*tensors: torch.Tensor) -> ShardTable:
+    """Say that every tensor is whole, by itself."""
+    metas = [
+        TensorMeta("model", str(at), str(each.dtype).removeprefix("torch."), each.itemsize, tuple(each.shape))
+        for at, each in enumerate(tensors)
+    ]
+    return ShardTable.build([ShardRow(meta, Box.whole(meta.shape)) for meta in metas])
+
+
+def address(*tensors: torch.Tensor, same: bool = True) -> list[bool]:
     """Say which tensors can be written to as bytes; those that can are found where they are."""
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors] if dtypes is None else dtypes
-    found = addresses(tensors, names, np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)).tolist()
+    table = table_of(*tensors)
+    found = writable(addresses(tensors, table), table.nbytes, np.full(len(tensors), same)).tolist()
     assert all(at in (0, tensor.data_ptr()) for at, tensor in zip(found, tensors, strict=True))
     return [at > 0 for at in found]
 
@@ -73,12 +84,13 @@ def test_what_is_no_plain_memory(make: Callable[[], torch.Tensor]) -> None:
 
 
 def test_another_dtype_than_was_saved_is_not_plain() -> None:
-    three = torch.zeros(3)
-    assert address(three, three.clone(), three.clone(), dtypes=["float32", "int32", ""]) == [True, False, False]
+    assert address(torch.zeros(3), same=False) == [False]
 
 
-def test_another_size_than_the_shard_is_not_plain() -> None:
-    assert addresses([torch.zeros(3)], ["float32"], np.array([16])).tolist() == [0]
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.int32)])
+def test_another_size_or_dtype_than_the_shard_is_not_plain(other: torch.Tensor) -> None:
+    assert addresses([other], table_of(torch.zeros(3))).tolist() == [0]
+    assert addresses([other], table_of(other)).tolist() == [other.data_ptr()]
 
 
 def test_tensors_that_share_memory_are_not_plain_and_neighbours_are() -> None:
@@ -100,6 +112,40 @@ def test_moves_of_any_length(length: int) -> None:
     ends = np.array([0, length], dtype=np.int64)
     move(target.data_ptr() + ends, source.data_ptr() + ends[::-1], np.array([length, length]))
     assert torch.equal(target, torch.cat((source[length:], source[:length])))
+
+
+def pieces(sizes: list[int], gap: int) -> tuple[list[torch.Tensor], np.ndarray]:
+    """Return pieces of one tensor, in another order than they have in memory, and where they begin."""
+    whole = torch.randint(0, 256, (sum(sizes) + gap * len(sizes),), dtype=torch.uint8)
+    ends = np.cumsum([size + gap for size in sizes]).tolist()
+    found = [whole[end - size - gap : end - gap] for end, size in zip(ends, sizes, strict=True)]
+    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(len(sizes))).tolist()
+    found = [found[at] for at in order]
+    return found, np.array([piece.data_ptr() for piece in found], dtype=np.int64)
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [[5] * ALIKE, [4096] * (2 * CACHED_BYTES // 4096 + 1), [HOLD_BYTES] * ALIKE, [1] * 99 + [7] * 3, [0] * ALIKE],
+    ids=lambda sizes: f"{len(sizes)} of {sizes[0]}",
+)
+def test_many_pieces_of_one_size_go_where_they_are_sent(sizes: list[int], gap: int) -> None:
+    (sources, out_of), (targets, into) = pieces(sizes, gap), pieces(sizes, gap + 2)
+    by_size = {size: [at for at, each in enumerate(sources) if len(each) == size] for size in sizes}
+    pairs = [(at, to) for rows in by_size.values() for at, to in zip(rows, reversed(rows), strict=True)]
+    source, target = (np.array(column) for column in zip(*pairs, strict=True))
+    around = torch.tensor(targets[0].untyped_storage(), dtype=torch.uint8)
+    fits = np.array([len(targets[to]) == len(sources[at]) for at, to in pairs])
+    move(into[target[fits]], out_of[source[fits]], np.array([len(sources[at]) for at in source[fits].tolist()]))
+    for at, to in np.array(pairs)[fits].tolist():
+        assert torch.equal(targets[to], sources[at])
+    written_to = torch.zeros(len(around), dtype=torch.bool)
+    for to in target[fits].tolist():
+        first = targets[to].storage_offset()
+        written_to[first : first + len(targets[to])] = True
+    after = torch.tensor(targets[0].untyped_storage(), dtype=torch.uint8)
+    assert torch.equal(after[~written_to], around[~written_to]), "what lies between them was touched"
 
 
 ONE_CALL = pytest.mark.parametrize("many", sorted({False, memory._TAKES_MANY}))  # older versions of torch cannot

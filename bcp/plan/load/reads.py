@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bcp.errors import CorruptError
-from bcp.plan.columns import Ints, spread
+from bcp.plan.columns import Ints, order_of, spread
 from bcp.plan.flat import Boxes, decompose
 from bcp.plan.layout import Layout
 from bcp.plan.load.pieces import Pieces, fitted, pieces_of
@@ -95,7 +95,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants
     base = layout.file_planes[file, layout.plane[tensor]]
     _check_inside(layout, tensor, file, element + length, base)
     start = base + element * itemsize
-    order = np.lexsort((start, file))
+    order = order_of((start, file))
     first = line - segments.starts[piece]
     columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
     return Wants(*(column[order] for column in columns))
@@ -151,7 +151,7 @@ class _Asked:
         width = max(1, layout.offset.shape[1])
         offset, length = fitted(table.offset[row], width, 0), fitted(table.length[row], width, 1)
         keys = np.column_stack((layout.leader[tensor[row]], table.start[row], table.stop[row], offset, length))
-        order = np.lexsort(keys.T)
+        order = order_of(list(keys.T))
         keys, row = keys[order], row[order]
         new = np.ones(len(row), dtype=np.bool_)
         new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
@@ -224,7 +224,7 @@ def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
 
 def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
     """Make one hull of several in a segment: a flat shard may meet it with its head, its body and its tail."""
-    order = np.lexsort((segment, piece, ask))
+    order = order_of((segment, piece, ask))
     ask, piece, segment, line, stop = (column[order] for column in (ask, piece, segment, line, stop))
     changes = [np.diff(column, prepend=-1) != 0 for column in (ask, piece, segment)]
     heads = np.flatnonzero(np.logical_or.reduce(changes))

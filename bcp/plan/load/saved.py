@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
@@ -32,9 +33,8 @@ class Saved:
     def of(cls, layout: Layout) -> Saved:
         """Index a layout, under the names that it has itself."""
         table = layout.tensors
-        names = zip((KINDS[code] for code in table.kind.tolist()), table.fqn, strict=True)
-        objects = frozenset((kind, path) for kind, path in layout.objects)
-        return cls({name: row for row, name in enumerate(names)}, objects, table)
+        rows = dict(zip(_names(table), range(len(table)), strict=True))
+        return cls(rows, frozenset(layout.objects), table)
 
     def meta(self, name: tuple[str, str]) -> TensorMeta:
         """Return the record of a tensor."""
@@ -47,8 +47,12 @@ class Saved:
 
     def find(self, wanted: TensorTable) -> Ints:
         """int64[n]: the row of every wanted tensor in ``tensors``, by kind and name; -1 where there is none."""
-        kinds = map(KINDS.__getitem__, wanted.kind.tolist())
-        return np.array([self.rows.get(name, -1) for name in zip(kinds, wanted.fqn, strict=True)], np.int64)
+        return np.array(list(map(self.rows.get, _names(wanted), repeat(-1))), np.int64)
+
+
+def _names(table: TensorTable) -> Iterator[tuple[str, str]]:
+    """Yield (kind, FQN) of every tensor."""
+    return zip(map(KINDS.__getitem__, table.kind.tolist()), table.fqn, strict=True)
 
 
 def extended(table: TensorTable, metas: Sequence[TensorMeta]) -> TensorTable:
