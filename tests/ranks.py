@@ -69,7 +69,7 @@ class RankFailedError(AssertionError):
 class Ranks:
     """``size`` processes in one gloo group, started by the first ``run``.
 
-    Groups that a function makes are gone when the next one begins, but for those made in :func:`kept`.
+    Groups that a function makes are gone when the next one begins; not those of meshes, nor those made in :func:`kept`.
     A function that raises leaves the pool alive. A pool whose rank died or hangs is ended, and the next ``run``
     starts a new one.
     """
@@ -169,8 +169,12 @@ def _serve(pipe: Connection, port: int, rank: int, size: int) -> None:
 
 
 def _forget() -> None:
-    """End the groups of earlier calls. Each has three threads, one of which wakes up ten times a second."""
-    made = [group for group in distributed_c10d._world.pg_map if group not in (dist.group.WORLD, *_kept)]
+    """End the groups of earlier calls. Each has three threads, one of which wakes up ten times a second.
+
+    Those of meshes stay: DTensor remembers by what groups equal meshes communicate.
+    """
+    groups = [group for group in distributed_c10d._world.pg_map if group not in (dist.group.WORLD, *_kept)]
+    made = [group for group in groups if not group.group_desc.startswith("mesh_")]
     for group in made:
         dist.destroy_process_group(group)
     if made:

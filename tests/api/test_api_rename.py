@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import flip
+from layouts import mesh_of
 from ranks import Ranks
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bcp
@@ -311,7 +311,7 @@ class Flat:
 
 def load_on_ranks(path: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
     """Load into FSDP2 shards, then into flat intervals; return what differs, and this rank's intervals."""
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of((4,))
     target = heads_target()
     for layer in target.values():
         fully_shard(layer, mesh=mesh)

@@ -550,6 +550,8 @@ async def test_a_rank_of_another_authority_is_refused(authority: trustme.CA) -> 
     assert (first.rank, "has not begun" in first.cause) == (1, True)
     assert isinstance(second, PeerError)
     assert f"rank 1 cannot connect to it at {addresses[0]}" in second.cause
+    for each in coordinators:
+        await each.aclose()  # else the second goes on trying, as long as the tests run
 
 
 async def test_a_client_without_certificate_is_refused(authority: trustme.CA) -> None:

@@ -13,7 +13,7 @@ from silent import load, load_in_place
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -184,12 +184,12 @@ def experts(seed: int) -> list[nn.Linear]:
 
 def expert_parallel(seed: int, ep: int) -> tuple[nn.Module, dict[int, nn.Module]]:
     """Shard as MoE trainers do: dense parameters over all ranks, experts over ``ep`` and then over the rest."""
-    mesh = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=("rest", "ep"))
+    mesh = mesh_of((4 // ep, ep), ("rest", "ep"))
     model = Mixture(seed)
     weight = model.stacked.weight
     model.stacked.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh["ep"], [Shard(0)], src_data_rank=None))
     fully_shard(model.stacked, mesh=mesh["rest"])
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=mesh_of((4,)))
     per_rank, me = EXPERTS // ep, mesh["ep"].get_local_rank()
     own = {at: expert for at, expert in enumerate(experts(seed)) if at // per_rank == me}
     for expert in own.values():
@@ -233,7 +233,7 @@ ROWS = {"saved": (0, 5, 2, 4), "loaded": (3, 1, 7, 0)}
 
 def uneven(whole: torch.Tensor, counts: Sequence[int]) -> DTensor:
     """Return a DTensor whose local tensor says by closures which rows it has, as Megatron-FSDP's do."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+    rank, mesh = dist.get_rank(), mesh_of((4,))
     first = sum(counts[:rank])
     local = whole[first : first + counts[rank]].clone()
     made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
@@ -280,7 +280,7 @@ def wrapped(whole: torch.Tensor, halves: int) -> DTensor:
     first = rank * len(whole.chunk(4)[0])
     parts = [part.contiguous() for part in rows.chunk(halves, 1)]
     offsets = [(first, sum(part.shape[1] for part in parts[:at])) for at in range(len(parts))]
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of((4,))
     local = LocalShardsWrapper(parts, offsets)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 

@@ -18,7 +18,6 @@ from silent import load, save
 from torch import distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -236,7 +235,7 @@ def transposed() -> nn.Module:
 
 def over_tensor_parallelism() -> nn.Module:
     """Return FSDP1 over a layer that is cut in two."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     layer = parallelize_module(nn.Linear(8, 8), mesh["tp"], ColwiseParallel())
     return wrapped(Layout(), layer, device_mesh=mesh["dp"], process_group=None, auto_wrap_policy=None)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from ranks import kept
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,8 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Make a mesh over the first ranks; collective over the whole world, so called everywhere in the same order."""
-    with kept():
-        return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
 
 
 @functools.cache

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import mesh_of
 from planning import Name, assembled, fill, names, pieces, saved_by
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -115,7 +116,7 @@ LAYOUTS = [
 def boxes_are_right(mesh_shape, sizes, layout):
     """Count the boxes of this rank, after comparing every element with what it must be."""
     placements = LAYOUTS[layout][1]()
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = mesh_of(mesh_shape)
     counts = []
     for rows, columns in sizes:
         whole = torch.arange(float(rows * columns)).view(rows, columns)
@@ -139,7 +140,7 @@ def test_boxes_hold_what_they_say(ranks4, layout):
 
 
 def odd_dtensors():
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = mesh_of((4,))
     half = DeviceMesh("cpu", [0, 1])
     outside = dist.get_rank() > 1
     scalar = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
@@ -197,14 +198,14 @@ def net(seed=0):
 def sharded(how, model):
     """Shard a model in one of the ways."""
     if how == "tp_fsdp2":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of((2, 2), ("dp", "tp"))
         for block in (model[1], model[2]):
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh["dp"]
     elif how == "hsdp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of((2, 2), ("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        mesh = mesh_of((4,), ("dp",))
     place = {"shard_placement_fn": lambda p: Shard(p.ndim - 1 if p.shape[-1] % 4 == 0 else 0)} if how == "dim1" else {}
     for block in (model[1], model[2]):
         fully_shard(block, mesh=mesh, **place)
@@ -272,7 +273,7 @@ def test_fsdp2_saves_what_it_trained_and_loads_it_resharded(ranks4, how, other):
 
 def uneven_tp():
     """The sizes of which torch's own metadata is wrong need more ranks; these need several boxes or none."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     for size in (1, 2, 3, 5, 8, 9):
         model = nn.Linear(3, size, bias=False)
         whole = torch.arange(size * 3.0).view(size, 3)
@@ -309,7 +310,7 @@ def tied_with_empty_shards():
     model = nn.Module()
     model.tok, model.head = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
     model.head.weight = model.tok.weight
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=mesh_of((4,)))
     for states in ({"model": model}, {"model": model.state_dict()}):
         shards = FSDP2.local_shards(states)
         tied = names(shards)
@@ -395,7 +396,7 @@ def test_zero_redundancy_optimizer(ranks4):
 
 
 def communicates():
-    tensor = distribute_tensor(torch.arange(math.prod((4, 2))), init_device_mesh("cpu", (4,)), [Shard(0)])
+    tensor = distribute_tensor(torch.arange(math.prod((4, 2))), mesh_of((4,)), [Shard(0)])
     with pytest.raises(AssertionError):
         quietly(tensor.full_tensor)
 
