@@ -28,7 +28,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["HOST", "RankFailedError", "Ranks", "forkserver", "kept"]
+__all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place", "started"]
 
 HOST = "127.0.0.1"
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
@@ -41,6 +41,29 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def meeting_place() -> dist.TCPStore:
+    """Return a store in which ranks find each other; the system picks its port."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def started(size: int, function: Callable[..., None], *args: Any) -> list[Any]:
+    """Start ``function(rank, *args)`` in so many processes of their own, which may come to harm."""
+    processes = [forkserver().Process(target=function, args=(rank, *args)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def ended(processes: list[Any], timeout: float) -> list[int | None]:
+    """Wait for processes, and return their exit codes: None for those that have not ended in time, and are killed."""
+    for process in processes:
+        process.join(timeout)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 _kept: list[dist.ProcessGroup] = []
@@ -113,7 +136,7 @@ class Ranks:
         self._processes, self._pipes, self._store = [], [], None
 
     def _start(self) -> None:
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # port 0: the system picks one
+        self._store = meeting_place()
         context = forkserver()
         for rank in range(self.size):
             ours, theirs = context.Pipe()

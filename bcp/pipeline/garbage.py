@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -45,3 +46,14 @@ def uncollected() -> Iterator[None]:
             _inside -= 1
             if not _inside and _put_off:
                 gc.enable()
+
+
+def _begin_anew_in_child() -> None:
+    """Switch collection on again in a forked child, as a dataloader's worker is: no thread is in here there."""
+    global _lock, _inside
+    if _inside and _put_off:
+        gc.enable()
+    _lock, _inside = Lock(), 0
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)

@@ -12,8 +12,7 @@ from typing import Any
 
 import killed_agreement
 import pytest
-from ranks import HOST, forkserver
-from torch.distributed import TCPStore
+from ranks import ended, meeting_place, started
 
 pytestmark = pytest.mark.dist
 
@@ -41,23 +40,10 @@ if at_once:
 """
 
 
-def server_of() -> TCPStore:
-    """Return where the ranks of one job meet."""
-    return TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
-
-
 def run_killed(tmp_path: Path, job: Callable[..., None], kind: str, victim: int) -> dict[int, Any]:
     """Run four ranks, of which one is killed; return what each of the others wrote down."""
-    server = server_of()
-    processes = [
-        forkserver().Process(target=job, args=(rank, server.port, kind, victim, tmp_path / str(rank)))
-        for rank in range(killed_agreement.SIZE)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    codes = [process.exitcode for process in processes]
+    server = meeting_place()
+    codes = ended(started(killed_agreement.SIZE, job, server.port, kind, victim, tmp_path), 120)
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_agreement.SIZE)]
     others = set(range(killed_agreement.SIZE)) - {victim}
     return {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in others}
@@ -90,7 +76,7 @@ def test_a_rank_that_died_between_operations_is_not_waited_for(tmp_path: Path, v
 
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_a_process_that_ends_after_the_last_answer_harms_nobody(tmp_path: Path, at_once: int) -> None:
-    server, path = server_of(), tmp_path / "rank.py"
+    server, path = meeting_place(), tmp_path / "rank.py"
     path.write_text(ENDED)
     ranks = [
         subprocess.Popen(  # noqa: S603 -- our own program; the end of an interpreter is what is tested

@@ -8,7 +8,7 @@ import killed_rank
 import killed_save
 import pytest
 import torch
-from ranks import forkserver
+from ranks import ended, meeting_place, started
 from torch.distributed import TCPStore
 
 import bcp
@@ -20,23 +20,12 @@ ROOT, INNER, LEAF = 0, 1, 4
 
 @pytest.fixture(scope="module")
 def server() -> TCPStore:
-    return TCPStore(killed_rank.LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
+    return meeting_place()
 
 
 def run_job(server: TCPStore, job: str, path: Path, victim: int | None = None, moment: str = "") -> list[int | None]:
     """Run all ranks; return their exit codes."""
-    ranks = [
-        forkserver().Process(target=killed_rank.main, args=(rank, server.port, job, path, victim, moment))
-        for rank in range(killed_rank.SIZE)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    return codes
+    return ended(started(killed_rank.SIZE, killed_rank.main, server.port, job, path, victim, moment), 60)
 
 
 @pytest.mark.parametrize("moment", killed_rank.MOMENTS)
@@ -49,10 +38,10 @@ def test_everyone_names_the_killed_rank_and_a_restarted_job_saves(
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_rank.SIZE)]
     killed = float((tmp_path / f"{name}-killed").read_text())
     for rank in set(range(killed_rank.SIZE)) - {victim}:
-        kind, blamed, message, ended = json.loads((tmp_path / f"{name}-{rank}").read_text())
+        kind, blamed, message, when = json.loads((tmp_path / f"{name}-{rank}").read_text())
         assert (kind, blamed) == ("PeerError", victim), message
         assert f"the connection to rank {victim} (host " in message
-        assert ended - killed < PROMPTLY
+        assert when - killed < PROMPTLY
     with pytest.raises((bcp.UncommittedError, bcp.NotACheckpointError)):
         bcp.load(tmp_path / "ckpt", killed_save.state(0))
 

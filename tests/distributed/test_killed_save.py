@@ -6,8 +6,7 @@ from pathlib import Path
 import killed_save
 import pytest
 import torch
-from ranks import HOST, forkserver
-from torch.distributed import TCPStore
+from ranks import meeting_place, started
 
 import bcp
 
@@ -26,13 +25,8 @@ def load(path: Path) -> dict[str, object]:
 
 def killed(path: Path, point: str, mode: str) -> int | None:
     """Run the job; when its victim has died, end the others, as torchrun does. Returns the victim's exit code."""
-    server = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
-    ranks = [
-        forkserver().Process(target=killed_save.main, args=(rank, server.port, path, point, mode))
-        for rank in range(killed_save.SIZE)
-    ]
-    for process in ranks:
-        process.start()
+    server = meeting_place()
+    ranks = started(killed_save.SIZE, killed_save.main, server.port, path, point, mode)
     victim = ranks[killed_save.POINTS[point].rank]
     victim.join(120)
     for process in ranks:

@@ -35,7 +35,7 @@ def outcome(error: Exception) -> list[object]:
     return [type(error).__name__, getattr(error, "rank", None), str(error)]
 
 
-def within(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
+def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
     """Kill the victim in the middle of the second operation; write down what came of it."""
     ranks = joined(kind, rank, port)
 
@@ -54,11 +54,11 @@ def within(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
             result = outcome(error)
         return [together.decode(), b"".join(received).hex(), result, time.monotonic() - started]
 
-    said.write_text(json.dumps(anyio.run(main)))
+    (folder / str(rank)).write_text(json.dumps(anyio.run(main)))
     os._exit(0)  # gloo waits for the dead rank otherwise
 
 
-def between(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
+def between(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
     """Kill the victim between two operations; write down what came of the next two."""
     ranks = joined(kind, rank, port)
 
@@ -76,5 +76,5 @@ def between(rank: int, port: int, kind: str, victim: int, said: Path) -> None:
                 result.append(outcome(error))
         return result
 
-    said.write_text(json.dumps(anyio.run(main)))
+    (folder / str(rank)).write_text(json.dumps(anyio.run(main)))
     os._exit(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import anyio
@@ -45,3 +47,24 @@ async def test_calls_at_once(enabled: bool) -> None:  # noqa: FBT001 -- a fixtur
             group.start_soon(look)
     assert seen == [False] * 20
     assert gc.isenabled() is enabled
+
+
+FORKED = """
+import gc, os
+from bcp.pipeline import uncollected
+
+with uncollected():
+    child = os.fork()
+    if child == 0:
+        enabled = gc.isenabled()
+        with uncollected():
+            assert not gc.isenabled()
+        os._exit(7 if enabled and gc.isenabled() else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not gc.isenabled()
+assert gc.isenabled()
+"""
+
+
+def test_a_fork_meanwhile_collects() -> None:
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True)  # noqa: S603 -- ours
