@@ -120,11 +120,12 @@ class TempFile:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Allocate a file's blocks where the file system can."""
+    """Allocate a file's blocks where the file system can, and no signal interrupts it."""
     try:
         fallocate(fd, nbytes)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        # EINTR is not tried again: tmpfs began anew each time in older kernels, with the next tick of a timer to come
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EINTR):
             raise
 
 

@@ -138,8 +138,8 @@ async def test_full_disk_is_noticed_when_space_is_reserved(root: Path, monkeypat
     assert everything_below(root) == []
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-async def test_file_systems_without_fallocate(root: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.EINTR])
+async def test_space_that_cannot_be_reserved(root: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def unsupported(_fd: int, _nbytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
