@@ -1,36 +1,30 @@
-"""One event loop on one thread, for those who call bcp without a loop of their own.
+"""Calls bcp's coroutines for those who have no event loop, or do not want to wait: on a loop of bcp's own.
 
-The hard moments are all here: Ctrl-C while waiting, a fork while something is under way (dataloader workers), and the
-end of the process. bcp's loop knows nothing of the caller's loop, so a synchronous call works inside a running one too.
+That loop knows nothing of the caller's loop, so a synchronous call works inside a running one too. The hard moment is
+here, Ctrl-C while waiting; forks and the end of the process are in :mod:`bcp._loop`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
 import logging
-import math
 import os
-import threading
-import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
 
 import anyio
-import anyio._backends._asyncio  # anyio imports it at first use; a fork just then leaves the child with half a module
+
+from bcp import _loop
+from bcp._loop import Loop, refuse_on_own_thread, wait_for
 
 __all__ = ["Background", "run", "start"]
 
 T = TypeVar("T")
 Operation = Callable[[Callable[[], None]], Awaitable[T]]
 Outcome = tuple[T, None] | tuple[None, BaseException]
-
-NAP_SECONDS = 0.2
 
 log = logging.getLogger("bcp")
 
@@ -45,7 +39,7 @@ def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call
 
     Raises RuntimeError on bcp's own loop, which would wait for itself.
     """
-    _refuse_on_own_thread(f"wait for {what}")
+    refuse_on_own_thread(f"wait for {what}")
     return Background[T](what)._join(lambda _: function())  # noqa: SLF001 -- the two are one
 
 
@@ -73,7 +67,7 @@ class Background(Generic[T]):
         """Prepare the operation called ``what``; :func:`start` makes and launches one."""
         self.what = what
         self._pid = os.getpid()
-        self._loop: _Loop | None = None
+        self._loop: Loop | None = None
         self._task: asyncio.Task[Outcome[T]] | None = None
         self._started: Future[bool] = Future()  # False: ended before it got so far
         self._finished: Future[None] = Future()
@@ -92,7 +86,7 @@ class Background(Generic[T]):
         """
         self._check()
         try:
-            _wait_for(self._started)
+            wait_for(self._started)
         except BaseException:
             self._abort()
             raise
@@ -122,7 +116,7 @@ class Background(Generic[T]):
         Raises ``concurrent.futures.CancelledError`` if it was cancelled.
         """
         self._check()
-        if not _wait_for(self._finished, timeout):
+        if not wait_for(self._finished, timeout):
             raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on")
         return self._take()
 
@@ -156,6 +150,17 @@ class Background(Generic[T]):
             self._cancelled = True
             self._loop.asyncio_loop.call_soon_threadsafe(self._cancel_task)
 
+    def wait_ended(self) -> None:
+        """Block until it has ended, well or not; never raises what it ended with."""
+        wait_for(self._finished)
+
+    def tell_unseen(self) -> None:
+        """Log an error that nobody has asked for. A cancellation that was asked for is none."""
+        asked = self._cancelled and isinstance(self._error, CancelledError)
+        if self._error is not None and not self._seen and not asked:
+            self._seen = True
+            log.error("%s failed, and nobody waited for it", self.what, exc_info=self._error)
+
     def __repr__(self) -> str:
         """Show what it is and how it stands."""
         if self._pid != os.getpid():
@@ -169,7 +174,7 @@ class Background(Generic[T]):
     def __del__(self) -> None:
         """Do not let an error go unnoticed."""
         if self._pid == os.getpid():
-            self._tell_unseen()
+            self.tell_unseen()
 
     # -- the caller's side ---------------------------------------------------------------------
 
@@ -184,12 +189,12 @@ class Background(Generic[T]):
     def _check(self) -> None:
         """Refuse to wait where that would last for ever."""
         self._check_process()
-        _refuse_on_own_thread(f"wait for {self.what}")
+        refuse_on_own_thread(f"wait for {self.what}")
 
     def _launch(self, function: Operation[T]) -> None:
         try:
-            with _lock:
-                self._loop = _current_loop()
+            with _loop.lock:
+                self._loop = _loop.current_loop()
                 self._loop.running.add(self)
                 # This copies the caller's context variables, and the task copies them from there.
                 self._loop.asyncio_loop.call_soon_threadsafe(self._begin, function)
@@ -201,7 +206,7 @@ class Background(Generic[T]):
         """Launch, wait and return or raise the outcome."""
         try:
             self._launch(function)
-            _wait_for(self._finished)
+            wait_for(self._finished)
         except BaseException:
             self._abort()
             raise
@@ -214,7 +219,7 @@ class Background(Generic[T]):
         """Cancel, and wait until the operation has cleaned up."""
         if self._loop is not None:
             self.cancel()
-            _wait_for(self._finished)
+            wait_for(self._finished)
 
     def _take(self) -> T:
         """Return or raise the outcome of the ended operation."""
@@ -222,13 +227,6 @@ class Background(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, where there is no error
-
-    def _tell_unseen(self) -> None:
-        """Log an error that nobody has asked for. A cancellation that was asked for is none."""
-        asked = self._cancelled and isinstance(self._error, CancelledError)
-        if self._error is not None and not self._seen and not asked:
-            self._seen = True
-            log.error("%s failed, and nobody waited for it", self.what, exc_info=self._error)
 
     # -- the loop's side -----------------------------------------------------------------------
 
@@ -276,116 +274,3 @@ async def _settled(function: Operation[T], started: Callable[[], None]) -> Outco
 def _set_once(future: Future[bool], *, reached: bool = True) -> None:
     with suppress(InvalidStateError):
         future.set_result(reached)
-
-
-def _wait_for(future: Future[Any], timeout: float | None = None) -> bool:
-    """Block until the future is done, at most ``timeout`` seconds; say whether it is.
-
-    Sleeps in short naps: of a signal that arrives just before it falls asleep it would learn only when it wakes up.
-    """
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while not future.done() and (left := deadline - time.monotonic()) > 0:
-        with suppress(TimeoutError):
-            future.result(min(left, NAP_SECONDS))
-    return future.done()
-
-
-# -- the loop and its thread -------------------------------------------------------------------
-
-
-class _Loop:
-    """An event loop on a daemon thread, which does not keep the process alive while it is idle.
-
-    Attributes:
-        running: operations that have not ended. Sets change atomically under the interpreter, so any thread may.
-        failed: those that have failed and still have somebody who may ask for the error.
-    """
-
-    def __init__(self) -> None:
-        self.asyncio_loop = asyncio.new_event_loop()
-        self.running: set[Background[Any]] = set()
-        self.failed: WeakSet[Background[Any]] = WeakSet()
-        self.thread = threading.Thread(target=self._serve, name="bcp-loop", daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.asyncio_loop):  # leaving it closes all that the loop has open
-            self.asyncio_loop.run_forever()
-
-    def wait_until_idle(self) -> None:
-        """Block until no operation is running."""
-        while self.running:
-            for background in list(self.running):
-                _wait_for(background._finished)  # noqa: SLF001 -- the two are one
-
-    def close(self) -> None:
-        """Log what nobody asked for, stop the loop and wait for its thread."""
-        for background in list(self.failed):
-            background._tell_unseen()  # noqa: SLF001 -- the two are one
-        if self.thread.is_alive():
-            self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
-            self.thread.join()
-
-
-_lock = threading.RLock()  # re-entrant: a signal handler may save, and interrupt one who holds it
-_current: _Loop | None = None
-_inherited: list[_Loop] = []
-
-
-def _current_loop() -> _Loop:
-    """Return the loop of this process; start one where there is none. The caller holds the lock."""
-    global _current  # noqa: PLW0603 -- one a process
-    if _current is None or not _current.thread.is_alive():  # a SystemExit in somebody's task ends a loop
-        _current = _Loop()
-    return _current
-
-
-def _refuse_on_own_thread(what: str) -> None:
-    """Raise where waiting would block the very thread that is waited for."""
-    if _current is not None and threading.current_thread() is _current.thread:
-        raise RuntimeError(f"cannot {what} on bcp's own event loop: it would wait for itself; await the async twin")
-
-
-def _forget_in_child() -> None:
-    """Give a forked child a fresh start: it has the objects of the parent's loop, but not its thread.
-
-    They are kept: were they collected, the parent's coroutines would run their ``finally`` blocks here, too.
-    """
-    global _lock, _current  # noqa: PLW0603 -- one a process
-    if _current is not None:
-        _inherited.append(_current)
-    _lock = threading.RLock()
-    _current = None
-
-
-def _finish_at_exit(*, late: bool) -> None:
-    """Wait for what is running before the process ends; the first Ctrl-C cancels it, the second gives it up.
-
-    ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
-    """
-    global _current  # noqa: PLW0603 -- one a process
-    while (loop := _current) is not None:
-        if loop.running:
-            names = ", ".join(background.what for background in list(loop.running))
-            log.warning("waiting for %d operations before the process ends: %s", len(loop.running), names)
-            if late:
-                log.error("what they still need worker threads for is lost; wait() for them before the program ends")
-        try:
-            loop.wait_until_idle()
-        except KeyboardInterrupt:
-            log.error("interrupted; cancelling %d operations", len(loop.running))  # noqa: TRY400 -- no traceback needed
-            for background in list(loop.running):
-                background.cancel()
-            loop.wait_until_idle()
-        with _lock:
-            if loop.running:
-                continue  # another thread has started something meanwhile
-            _current = None
-        loop.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-# atexit alone is too late for worker threads. The better hook is private; where it is missing, the late one tells.
-atexit.register(_finish_at_exit, late=True)
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_finish_at_exit, late=False)  # noqa: SLF001 -- the only hook that comes in time

@@ -15,7 +15,7 @@ from typing import NoReturn
 import anyio
 import pytest
 
-from bcp import _bridge
+from bcp import _bridge, _loop
 from bcp.pipeline import in_thread
 
 Started = Callable[[], None]
@@ -91,7 +91,7 @@ def test_from_several_threads_at_once() -> None:
 
 
 def test_a_signal_handler_may_interrupt_one_who_holds_the_lock() -> None:
-    with _bridge._lock:
+    with _loop.lock:
         assert _bridge.run(lambda: twice(1)) == 2
 
 

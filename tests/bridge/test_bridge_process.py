@@ -187,7 +187,7 @@ def test_a_fork_while_the_lock_is_held(tmp_path: Path) -> None:
         + """
     held, done = threading.Event(), threading.Event()
     def hold():
-        with _bridge._lock, background._finished._condition:
+        with _loop.lock, background._finished._condition:
             held.set()
             done.wait(60)
     threading.Thread(target=hold).start()
@@ -279,7 +279,7 @@ def test_the_end_waits_for_what_another_thread_starts_meanwhile(tmp_path: Path) 
     def main_asks_for_the_lock():
         return sys._current_frames()[threading.main_thread().ident].f_code.co_name == "_finish_at_exit"
     def other():
-        with _bridge._lock:
+        with _loop.lock:
             while not threading._SHUTTING_DOWN:
                 time.sleep(0.001)
             over.set()

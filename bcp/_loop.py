@@ -1,0 +1,152 @@
+"""One event loop on one thread, for the whole process.
+
+Two hard moments are here: a fork while something is under way (dataloader workers), and the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
+import logging
+import math
+import os
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import anyio._backends._asyncio  # noqa: F401 -- imported at first use: a fork just then leaves the child half a module
+
+__all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for"]
+
+NAP_SECONDS = 0.2
+
+log = logging.getLogger("bcp")
+
+
+class Running(Protocol):
+    """An operation on the loop, and what the end of the process has to do with it."""
+
+    what: str
+
+    def wait_ended(self) -> None:
+        """Block until it has ended."""
+
+    def cancel(self) -> None:
+        """Ask it to stop."""
+
+    def tell_unseen(self) -> None:
+        """Log its error, if nobody has asked for it."""
+
+
+def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
+    """Block until the future is done, at most ``timeout`` seconds; say whether it is.
+
+    Sleeps in short naps: of a signal that arrives just before it falls asleep it would learn only when it wakes up.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while not future.done() and (left := deadline - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            future.result(min(left, NAP_SECONDS))
+    return future.done()
+
+
+class Loop:
+    """An event loop on a daemon thread, which does not keep the process alive while it is idle.
+
+    Attributes:
+        running: operations that have not ended. Sets change atomically under the interpreter, so any thread may.
+        failed: those that have failed and still have somebody who may ask for the error.
+    """
+
+    def __init__(self) -> None:
+        self.asyncio_loop = asyncio.new_event_loop()
+        self.running: set[Running] = set()
+        self.failed: WeakSet[Running] = WeakSet()
+        self.thread = threading.Thread(target=self._serve, name="bcp-loop", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.asyncio_loop):  # leaving it closes all that the loop has open
+            self.asyncio_loop.run_forever()
+
+    def wait_until_idle(self) -> None:
+        """Block until no operation is running."""
+        while self.running:
+            for background in list(self.running):
+                background.wait_ended()
+
+    def close(self) -> None:
+        """Log what nobody asked for, stop the loop and wait for its thread."""
+        for background in list(self.failed):
+            background.tell_unseen()
+        if self.thread.is_alive():
+            self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
+            self.thread.join()
+
+
+lock = threading.RLock()  # re-entrant: a signal handler may save, and interrupt one who holds it
+_current: Loop | None = None
+_inherited: list[Loop] = []
+
+
+def current_loop() -> Loop:
+    """Return the loop of this process; start one where there is none. It does not end while the caller has the lock."""
+    global _current  # noqa: PLW0603 -- one a process
+    if _current is None or not _current.thread.is_alive():  # a SystemExit in somebody's task ends a loop
+        _current = Loop()
+    return _current
+
+
+def refuse_on_own_thread(what: str) -> None:
+    """Raise where waiting would block the very thread that is waited for."""
+    if _current is not None and threading.current_thread() is _current.thread:
+        raise RuntimeError(f"cannot {what} on bcp's own event loop: it would wait for itself; await the async twin")
+
+
+def _forget_in_child() -> None:
+    """Give a forked child a fresh start: it has the objects of the parent's loop, but not its thread.
+
+    They are kept: were they collected, the parent's coroutines would run their ``finally`` blocks here, too.
+    """
+    global lock, _current  # noqa: PLW0603 -- one a process
+    if _current is not None:
+        _inherited.append(_current)
+    lock = threading.RLock()
+    _current = None
+
+
+def _finish_at_exit(*, late: bool) -> None:
+    """Wait for what is running before the process ends; the first Ctrl-C cancels it, the second gives it up.
+
+    ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
+    """
+    global _current  # noqa: PLW0603 -- one a process
+    while (loop := _current) is not None:
+        if loop.running:
+            names = ", ".join(background.what for background in list(loop.running))
+            log.warning("waiting for %d operations before the process ends: %s", len(loop.running), names)
+            if late:
+                log.error("what they still need worker threads for is lost; wait() for them before the program ends")
+        try:
+            loop.wait_until_idle()
+        except KeyboardInterrupt:
+            log.error("interrupted; cancelling %d operations", len(loop.running))  # noqa: TRY400 -- no traceback needed
+            for background in list(loop.running):
+                background.cancel()
+            loop.wait_until_idle()
+        with lock:
+            if loop.running:
+                continue  # another thread has started something meanwhile
+            _current = None
+        loop.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+# atexit alone is too late for worker threads. The better hook is private; where it is missing, the late one tells.
+atexit.register(_finish_at_exit, late=True)
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_finish_at_exit, late=False)  # noqa: SLF001 -- the only hook that comes in time
