@@ -83,7 +83,7 @@ class LocalBackend:
 
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object durably: all of it or none."""
-        path = self._path(key)
+        path = await in_thread(self._path, key)
         with self._errors("put", key), anyio.CancelScope(shield=True):
             # shielded: aiofiles leaves its thread behind when cancelled, and the thread reads ``data``
             temp = files.temp_path(path)
@@ -102,7 +102,7 @@ class LocalBackend:
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
         """Write a large object in parts, each by one call in a thread."""
-        path = self._path(key)
+        path = await in_thread(self._path, key)
         file = TempFile(path, self._choose)
         parts = _Parts(self, key, file, nbytes)
         try:
@@ -124,9 +124,8 @@ class LocalBackend:
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers by one call in a thread."""
-        path = self._path(key)
         with self._errors("read", key):
-            found = await in_thread(fill, path, start, outs, self._reads)
+            found = await in_thread(self._fill, key, start, outs)
         wanted = sum(map(len, outs))
         if found < wanted:
             raise CorruptError(
@@ -136,7 +135,7 @@ class LocalBackend:
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
-        path = self._path(key)
+        path = await in_thread(self._path, key)
         with self._errors("get", key):
             async with aiofiles.open(path, "rb") as file:
                 return await file.read()
@@ -144,16 +143,15 @@ class LocalBackend:
     async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List objects in key order; symbolic links to files are left out."""
         if prefix:
-            self._path(prefix.rstrip("/"))
+            await in_thread(self._path, prefix.rstrip("/"))
         with self._errors("list", prefix):
             found = await in_thread(files.list_files, self._root, prefix)
         return [ObjectInfo(key, nbytes) for key, nbytes in found]
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects and the directories that became empty, but not the root."""
-        paths = [self._path(key) for key in keys]
         with self._errors("delete", ", ".join(keys[:3])):
-            await in_thread(files.unlink_all, self._root, paths)
+            await in_thread(self._delete, keys)
 
     async def sweep(self, stale: Callable[[str], bool]) -> None:
         """Remove temporary files of processes that were killed."""
@@ -163,8 +161,19 @@ class LocalBackend:
     async def aclose(self) -> None:
         """Do nothing: no file stays open."""
 
+    def _fill(self, key: str, start: int, outs: Sequence[memoryview]) -> int:
+        """Fill the buffers; return how many bytes there were. Blocks."""
+        return fill(self._path(key), start, outs, self._reads)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, if all of the keys are allowed. Blocks."""
+        files.unlink_all(self._root, [self._path(key) for key in keys])
+
     def _path(self, key: str) -> Path:
-        """Return the file of a key, or raise :class:`~bcp.errors.InputError` where it lies outside of the root."""
+        """Return the file of a key, or raise :class:`~bcp.errors.InputError` where it lies outside of the root.
+
+        Blocks: it looks at every directory on the way, which may be far away.
+        """
         if check_key(key).endswith(files.TEMP_SUFFIX):
             raise InputError(f"key {key!r} ends in {files.TEMP_SUFFIX!r}, as unfinished files do; use another one")
         path = self._root / key

@@ -126,7 +126,7 @@ def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileR
     if context.verify:
         check(stored, file, context.rank)
     if stored.buffer is None:
-        return Loaded(stored.item)
+        return Loaded(stored.item, filled=context.targets.filled(chunk))
     image = stored.buffer[: stored.nbytes]
     if file.codecs:
         image = decoded(stored, file, context.codecs, context.rank)
@@ -154,7 +154,7 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
         if item.chunk is None:
             return loaded
         if item.straight:
-            context.placed_nbytes += context.targets.filled(item.chunk)
+            context.placed_nbytes += loaded.filled
             return loaded
         if loaded.data.dtype != torch.uint8 or len(loaded.data) != item.chunk.nbytes:
             raise BcpError(
