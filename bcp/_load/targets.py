@@ -8,10 +8,11 @@ from operator import ne
 from typing import Any
 
 import numpy as np
+import torch
 
 from bcp._job import LoadJob
 from bcp._load.relocate import relocated
-from bcp.errors import DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
+from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
@@ -62,6 +63,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     """Ask the planner where this rank wants what, and compare it with what there is; nothing is touched yet."""
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
+    _check_elements(layout.tensors)
     names = renamed(layout, options.rename, states)
     targets = job.planner().load_targets(states, names.saved)
     tensors, objects = targets.shards.table.tensors, targets.shards.objects
@@ -171,6 +173,18 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
         raise DtypeMismatchError(
             f"rank {rank}: {len(dtypes)} dtypes differ: {some(dtypes)}; pass LoadOptions(cast=True) to convert"
         )
+
+
+def _check_elements(saved: TensorTable) -> None:
+    """Check that elements have as many bytes as those of their dtype: more would be written behind their tensors."""
+    rows = {pair: row for row, pair in enumerate(zip(saved.dtype, saved.itemsize.tolist(), strict=True))}
+    for (name, nbytes), row in rows.items():
+        dtype = getattr(torch, name, None)  # one that this torch does not know is an error where it is wanted
+        if isinstance(dtype, torch.dtype) and dtype.itemsize != nbytes:
+            raise CorruptError(
+                f"the metadata is corrupt: {_name(saved, row)} is {name}, of {dtype.itemsize} bytes an element, and is "
+                f"said to have {nbytes}; restore metadata.arrow, or load another checkpoint"
+            )
 
 
 def _differ(target: TensorTable, saved: TensorTable, found: Ints) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import bcp
 from bcp.backends import LocalBackend
+from bcp.metadata import decode_metadata, encode_layout, encode_metadata
 from bcp.testing.storage_fakes import FaultyBackend
 
 
@@ -252,3 +254,15 @@ def test_targets_that_cannot_be_written_to_are_named(tmp_path: Path) -> None:
         bcp.load(tmp_path, {"model": target})
     assert not target["a"].any()
     assert metadata(tmp_path).layout.world_size == 1
+
+
+def test_elements_that_do_not_fit_their_dtype_write_nothing(tmp_path: Path) -> None:
+    path, file = tmp_path / "c", tmp_path / "c" / "metadata.arrow"
+    bcp.save(path, {"model": {"w": torch.ones(4096, dtype=torch.complex128)}})
+    found = decode_metadata(file.read_bytes(), "here")
+    layout = replace(found.layout, tensors=replace(found.layout.tensors, dtype=["uint8"]))
+    file.write_bytes(encode_metadata(encode_layout(layout), found.commit))
+    memory = torch.zeros(64 << 10, dtype=torch.uint8)
+    with pytest.raises(bcp.CorruptError, match=r"model: w is uint8, of 1 bytes an element, and is said to have 16"):
+        bcp.load(path, {"model": {"w": memory[:4096]}})
+    assert not memory.any()
