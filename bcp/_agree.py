@@ -8,6 +8,7 @@ is either bytes or an error, and an error in the reply is raised on all ranks on
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TypeVar
@@ -28,7 +29,7 @@ class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
 
     def __init__(self, error: BcpError) -> None:
         super().__init__(str(error))
-        self.error = error
+        self.error: BcpError | None = error
 
 
 @asynccontextmanager
@@ -40,8 +41,13 @@ async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIt
             yield agreement
         except _Agreed as error:
             agreed = error.error
+            error.error = None
+            _let_go(error)
     if agreed is not None:
-        raise agreed
+        try:
+            raise agreed
+        finally:
+            del agreed
 
 
 async def attempt(work: Awaitable[T]) -> T | BcpError:
@@ -64,7 +70,22 @@ def own_errors() -> Iterator[None]:
             raise
         for note in (f"In stage {error.stage!r}, on {error.item}.", *getattr(error, "__notes__", ())):
             cause.add_note(note)
-        raise cause from cause.__cause__
+        error.__cause__ = error.__context__ = None
+        _let_go(error)
+        try:
+            raise cause from cause.__cause__
+        finally:
+            del cause
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget the way of an error that goes no further: another one is raised instead, and is known along that way.
+
+    An error that leads back to itself, by its traceback and a frame's variables, keeps the target's tensors alive until
+    Python collects garbage: too late for a job that now loads an older checkpoint into new ones.
+    """
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
 
 
 async def agree(

@@ -15,6 +15,7 @@ from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
 from bcp.options import Graph
 from bcp.pipeline import Pipeline, beside, giving_way, in_thread, planning
+from bcp.planners.guard import being_loaded
 from bcp.protocols import Agreement
 from bcp.stages.device import Lanes, cuda_devices
 from bcp.stages.items import PartReceipt, WriteItem
@@ -54,13 +55,12 @@ async def _write(
     options = job.options
     nbytes = sum(item.nbytes for item in items)
     budget = snapshot.lend(items)
-    with ExitStack() as stack:
+    with own_errors(), ExitStack() as stack:
         stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
         pinned = bool(cuda_devices(held.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
-        stack.enter_context(own_errors())
         writers = Writers()
         context = SaveContext(
             lease,
@@ -101,10 +101,11 @@ async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, together(job.operation) as agreement:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
-        asked = await attempt(loading.ask(job, metadata))
-        wanted, reading = await loading.plan_reads(agreement, job.rank, asked, metadata, job.options)
+        asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
+        wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
         read = await _read(job, agreement, metadata, wanted, reading)
-    await in_thread(loading.put_values, wanted, job.states, read)
+    with loading.say_if_half_loaded(read.context):
+        await in_thread(loading.put_values, wanted, job.states, read)
     return loading.report(job, metadata, wanted, reading, read.context)
 
 
@@ -113,8 +114,7 @@ async def _read(
 ) -> loading.Read:
     """Fill the tensors, fetch the values, and wait until every rank has done so."""
     options = job.options
-    with ExitStack() as stack:
-        stack.enter_context(own_errors())
+    with own_errors(), ExitStack() as stack:
         sources = loading.extra_sources(metadata.layout, job.states, job.rank)
         ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
@@ -123,6 +123,7 @@ async def _read(
         lanes = stack.enter_context(Lanes(devices))
         await in_thread(lanes.settle)
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
+        stack.enter_context(being_loaded(targets.tensors))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         context = loading.load_context(job, agreement, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))

@@ -119,11 +119,11 @@ class Planner(Protocol):
         """Say what this rank holds. Raises :class:`~bcp.errors.StateError` where a leaf cannot be saved."""
 
     def load_targets(self, states: States, saved: Saved) -> LoadTargets:
-        """Say where this rank wants what to be put; may create optimizer states that do not exist yet.
+        """Say where this rank wants what to be put; optimizer states that do not exist yet may be made for that.
 
         ``saved`` has the names of the checkpoint, as ``LoadOptions(rename=...)`` makes them the target's.
 
-        Creating them changes no parameter and no hyper-parameter.
+        Nothing of the states changes here: what was made becomes the optimizer's own in ``LoadTargets.finish``.
         """
 
 

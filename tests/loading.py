@@ -144,7 +144,7 @@ class Rank:
         sizes = np.array([tensor.element_size() for tensor in self.tensors], dtype=np.int64)
         same = [tensor.dtype is torch_dtype(name) for tensor, name in zip(self.tensors, self.dtypes, strict=True)]
         known = addresses(self.tensors, table) * self.plain
-        address = writable(known, (table.stop - table.start) * sizes, np.array(same, np.bool_))
+        address = writable(self.tensors, known, (table.stop - table.start) * sizes, np.array(same, np.bool_))
         way = straight(found, able, address > 0)
         return Targets(self.tensors, sizes, self.dtypes, address, found, way, self.lanes)
 

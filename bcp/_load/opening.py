@@ -82,4 +82,7 @@ async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Rec
         ) from error
     if receipt_digest(data) != commit.receipt(rank):
         raise CorruptError(f"{key} is not the receipt that operation {commit.operation} was committed with; restore it")
-    return decode_receipt(data, key)
+    receipt = decode_receipt(data, key)
+    if receipt.rank != rank:
+        raise CorruptError(f"{key} is the receipt of rank {receipt.rank}, not of rank {rank}; restore it")
+    return receipt

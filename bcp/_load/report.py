@@ -54,7 +54,7 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
     same = np.array(list(map(eq, saved, table.tensors.dtype)), np.bool_)[table.tensor]
     dtypes = list(map(saved.__getitem__, table.tensor.tolist()))
     known = wanted.targets.shards.address
-    address = writable(addresses(tensors, table) if known is None else known, table.nbytes, same)
+    address = writable(tensors, addresses(tensors, table) if known is None else known, table.nbytes, same)
     able = isinstance(job.backend, ScatterReader) and job.options.edit is unchanged and not metadata.commit.codecs
     private = np.arange(len(chunks)) < (len(assignment.private) if able else 0)
     way = straight(found, private, address > 0)

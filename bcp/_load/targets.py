@@ -21,6 +21,7 @@ from bcp.plan.load.reads import Wants, wants
 from bcp.plan.load.renamed import MASTER, Renamed, renamed
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
+from bcp.planners.extras import check_changeable
 from bcp.protocols import LoadTargets, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
@@ -69,7 +70,8 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     tensors, objects = targets.shards.table.tensors, targets.shards.objects
     found = names.saved.find(tensors)
     source = _from_masters(names.saved, tensors, found)
-    missing = [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
+    missing = _whole_optimizer(names, objects)
+    missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
     # hyper-parameters of an optimizer come and go with torch's versions
     missing += [": ".join(key) for key in objects if key[0] == "model" and key not in names.objects]
     missing += [f"{kind} of any rank" for kind in OPAQUE_KINDS if kind in states and not extra_ranks(layout, kind)]
@@ -82,6 +84,8 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     shards, saved = relocated(targets.shards, source, names)
     _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
     _check_dataloader(states, layout, job.world_size)
+    for kind in set(OPAQUE_KINDS) & set(states):
+        check_changeable(states[kind], kind)
     return Wanted(
         replace(targets, shards=shards),
         saved,
@@ -116,6 +120,13 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
         if master >= 0 and dtypes[master] == wanted.dtype[at]:
             source[at] = master
     return source
+
+
+def _whole_optimizer(names: Renamed, wanted: Collection[ObjectKey]) -> list[str]:
+    """Say that the checkpoint has nothing of any optimizer, where one is wanted: a new one wants no tensors by name."""
+    code = KINDS.index("optimizer")
+    there = code in names.saved.tensors.kind or any(kind == "optimizer" for kind, _ in names.objects)
+    return [] if there or all(kind != "optimizer" for kind, _ in wanted) else ["the optimizer, all of it"]
 
 
 def _wanted_rows(names: Renamed, found: Ints, objects: Collection[ObjectKey]) -> Ints:

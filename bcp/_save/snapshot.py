@@ -18,7 +18,7 @@ from bcp._save.steady import Steady
 from bcp.errors import InputError
 from bcp.pipeline import Budget
 from bcp.plan.shards import KINDS, TensorTable
-from bcp.planners.guard import check_unchanged, versions
+from bcp.planners.guard import check_not_loading, check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
 from bcp.protocols import ObjectKey
 from bcp.stages.device import cuda_devices, on_side_stream
@@ -76,6 +76,7 @@ class Snapshot:
         if self._job.options.snapshot == "lazy":
             held = self._hold_back(held)
         if self._job.options.guard:
+            check_not_loading(held.shards, self._job.rank)
             self._check = partial(check_unchanged, held.shards, versions(held.shards), self._job.rank)
         if self._hold is not None:
             self._go_on()

@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Steady"]
+from bcp.stages.memory import stretch
 
-_Stretch = tuple[int, int]
-"""(address, one past the last)."""
+__all__ = ["Steady"]
 
 
 class Steady:
@@ -28,10 +27,10 @@ class Steady:
 
     def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:
         """Take note of where they are. ``wrapped``: whether any of the optimizers was found in a wrapper."""
-        own = [_stretch(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+        own = [stretch(p) for one in optimizers for group in one.param_groups for p in group["params"]]
         parameters = list(_parameters(model)) if wrapped else []
-        if wrapped and (not own or set(own) - {_stretch(parameter) for parameter in parameters}):
-            own += [_stretch(part) for p in parameters if p.requires_grad for part in (p, getattr(p, "ds_tensor", p))]
+        if wrapped and (not own or set(own) - {stretch(parameter) for parameter in parameters}):
+            own += [stretch(part) for p in parameters if p.requires_grad for part in (p, getattr(p, "ds_tensor", p))]
         self._exactly = set(own)
 
     def __repr__(self) -> str:
@@ -41,8 +40,8 @@ class Steady:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Whether all of a tensor is in it; never where its memory is not known."""
-        stretch = start, stop = _stretch(tensor)
-        if stretch in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
+        found = start, stop = stretch(tensor)
+        if found in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
             return start < stop
         starts, stops = self._joined
         at = bisect_right(starts, start) - 1
@@ -69,15 +68,3 @@ def _parameters(model: object) -> Iterator[torch.nn.Parameter]:
     elif isinstance(model, (Mapping, list, tuple)):
         for part in model.values() if isinstance(model, Mapping) else model:
             yield from _parameters(part)
-
-
-def _stretch(tensor: torch.Tensor) -> _Stretch:
-    """Return where a tensor's memory is, a DTensor's local one; (0, 0) where there is none, or none of its own."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    start = local.data_ptr()
-    if not start:
-        return 0, 0
-    if local.is_contiguous():
-        return start, start + local.nbytes
-    last = sum((count - 1) * stride for count, stride in zip(local.shape, local.stride(), strict=True))
-    return start, start + (last + 1) * local.itemsize

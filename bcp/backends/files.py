@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 __all__ = [
@@ -47,7 +48,7 @@ def final_name(temp: str) -> str:
 
 def sweep(root: Path, stale: Callable[[str], bool]) -> None:
     """Remove the temporary files whose final key is stale, and the directories that became empty."""
-    for folder, _, names in os.walk(root, topdown=False, onerror=_unless_absent):
+    for folder, _, names in os.walk(root, topdown=False, onerror=partial(_unless_not_ours, root)):
         base = Path(folder).relative_to(root).as_posix()
         for name in names:
             final = final_name(name)
@@ -88,7 +89,7 @@ def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:
     """Return (key, size in bytes) of every regular, finished file whose key starts with ``prefix``, sorted."""
     found: list[tuple[str, int]] = []
     above, _, _ = prefix.rpartition("/")
-    for folder, _, names in os.walk(root / above, onerror=_unless_absent):
+    for folder, _, names in os.walk(root / above, onerror=partial(_unless_not_ours, root / above)):
         base = Path(folder).relative_to(root).as_posix()
         for name in names:
             key = name if base == "." else f"{base}/{name}"
@@ -101,9 +102,13 @@ def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def _unless_absent(error: OSError) -> None:
-    """Raise what keeps a directory from being listed, unless it is not there."""
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+def _unless_not_ours(top: Path, error: OSError) -> None:
+    """Raise what keeps a directory from being listed, unless it is not there, or is somebody else's below ``top``.
+
+    As ``lost+found`` is at the top of a file system: what may not be listed was not written by this user.
+    """
+    absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+    if not (absent or (isinstance(error, PermissionError) and Path(error.filename) != top)):
         raise error
 
 

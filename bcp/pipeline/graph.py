@@ -171,6 +171,7 @@ class _Run:
             self._streams.close()
             self._budget.release(self._borrowed_bytes)
             if self._inside:  # the error may live long, and its traceback leads here: keep no buffers alive
+                self._stages = ()
                 for parcel in self._parcels:
                     parcel.value = None
         self._failure.reraise()
@@ -205,13 +206,16 @@ class _Run:
 
     async def _work(self, stage: Stage[Any, Any], arrivals: AsyncIterator[_Parcel], sink: _Sink | None) -> None:
         """Be one worker of a stage."""
-        async for parcel in arrivals:
-            if not await self._process(stage, parcel):
-                return
-            if sink is None:
-                self._leave(parcel)
-            else:
-                sink.send_nowait(parcel)
+        try:
+            async for parcel in arrivals:
+                if not await self._process(stage, parcel):
+                    return
+                if sink is None:
+                    self._leave(parcel)
+                else:
+                    sink.send_nowait(parcel)
+        finally:
+            del stage  # anyio's cancellations lead back to themselves, by way of this frame
         if sink is not None:
             sink.close()  # only here, where all went well: for the next stage an end must not look like a failure
 

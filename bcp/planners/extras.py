@@ -20,7 +20,7 @@ from bcp.errors import CheckpointError, StateError
 from bcp.planners.leaves import state_dict_of
 from bcp.protocols import Stateful
 
-__all__ = ["collect", "pack", "restore", "unpack"]
+__all__ = ["check_changeable", "collect", "pack", "restore", "unpack"]
 
 _NUMPY_DTYPES = frozenset(
     {
@@ -112,12 +112,27 @@ def restore(target: Any, loaded: Any, where: str = "extra_states") -> None:
         StateError: ``target`` itself cannot be changed, or not into what was loaded.
 
     """
-    changeable = isinstance(target, (Stateful, MutableMapping, list, torch.Tensor))
-    if not changeable or _restored(target, loaded, where) is not target:
-        raise StateError(
-            f"{where} is a {type(target).__name__} and cannot take a loaded {type(loaded).__name__} in place; "
-            "pass a dict, a list, or an object with load_state_dict"
-        )
+    check_changeable(target, where)
+    if _restored(target, loaded, where) is not target:
+        raise _unchangeable(target, where, f"a loaded {type(loaded).__name__}")
+
+
+def check_changeable(target: object, where: str) -> None:
+    """Look whether :func:`restore` may put anything back into ``target``, before it is known what.
+
+    Raises:
+        StateError: nothing can be.
+
+    """
+    if not isinstance(target, (Stateful, MutableMapping, list, torch.Tensor)):
+        raise _unchangeable(target, where, "what is loaded")
+
+
+def _unchangeable(target: object, where: str, loaded: str) -> StateError:
+    return StateError(
+        f"{where} is a {type(target).__name__} and cannot take {loaded} in place; pass a dict, a list, or an object "
+        "with load_state_dict"
+    )
 
 
 def _restored(target: Any, loaded: Any, where: str) -> Any:

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 
 from bcp.errors import StateChangedError
 from bcp.protocols import LocalShards
 
-__all__ = ["check_unchanged", "versions"]
+__all__ = ["being_loaded", "check_not_loading", "check_unchanged", "versions"]
 
 _UNTRACKED = -1
 """Version of a tensor that torch does not count writes of: one made under ``torch.inference_mode()``."""
+
+
+_loads: list[Sequence[torch.Tensor]] = []
+"""What the loads of this process are filling."""
+
+os.register_at_fork(after_in_child=_loads.clear)
+
+
+@contextmanager
+def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let no snapshot of these tensors begin: a load counts its writes before they begin, not when they have ended."""
+    mine = list(tensors)
+    _loads.append(mine)
+    try:
+        yield
+    finally:
+        _loads[:] = [each for each in _loads if each is not mine]
+
+
+def check_not_loading(shards: LocalShards, rank: int) -> None:
+    """Look whether a load of this process is filling the memory of one of the shards.
+
+    Raises:
+        StateChangedError: one does; names the first shard.
+
+    """
+    filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads) for tensor in tensors} - {0}
+    for row, tensor in enumerate(shards.tensors if filled else ()):
+        if tensor.untyped_storage().data_ptr() in filled:
+            meta = shards.table.meta(row)
+            raise StateChangedError(
+                f"{meta.kind} tensor {meta.fqn!r} is being loaded on rank {rank} while it is to be saved; save when "
+                "the load has returned"
+            )
 
 
 def versions(shards: LocalShards) -> list[int]:

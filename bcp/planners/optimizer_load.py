@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,16 @@ Change = tuple[dict[str, Any], str, Any]
 def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[Check, Finish]:
     """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
 
+    What is made becomes the optimizer's own when everything is in place: a load that fails leaves it without.
+
     Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
     versions of torch) are no mismatch. Of a parameter with several names, the states that were saved by the others
     are known to be wanted, but not read.
 
     Returns:
         The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
-        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors.
+        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors, and
+        hands over what was made.
         Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
         raises the error, before it sets anything.
 
@@ -44,7 +47,8 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
 
     """
     slots: dict[str, Slot] = {}
-    for slot in found:
+    aside = _Aside()
+    for slot in map(aside.instead, found):
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     there = _There.of(saved, slots)
@@ -73,11 +77,33 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[C
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
         changes = [*_agreed({**objects, **tensors}, slots, there), *_counted(counts)]
         _set_states(objects, slots, there, paths)
+        aside.hand_over()
         for group, key, value in changes:
             _set_hyper(group, key, value)
         _settle_steps(slots.values())
 
     return check, finish
+
+
+class _Aside:
+    """States of parameters that have none, until they are the optimizer's own."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._made: dict[tuple[int, int], tuple[Slot, dict[torch.Tensor, dict[str, Any]]]] = {}
+
+    def instead(self, slot: Slot) -> Slot:
+        """Return the slot, with a place of its own for the states if it has none."""
+        if slot.state is None or any(value is not None for value in slot.values.values()):
+            return slot
+        _, states = self._made.setdefault(_owner(slot), (slot, {slot.parameter: dict(slot.values)}))
+        return replace(slot, state=states)
+
+    def hand_over(self) -> None:
+        """Give the optimizers what was made."""
+        for slot, states in self._made.values():
+            if slot.state is not None and states[slot.parameter]:
+                slot.state.setdefault(slot.parameter, {}).update(states[slot.parameter])
 
 
 def scalar_device(slot: Slot, key: str) -> torch.device:

@@ -156,11 +156,13 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
         if item.straight:
             context.placed_nbytes += loaded.filled
             return loaded
-        if loaded.data.dtype != torch.uint8 or len(loaded.data) != item.chunk.nbytes:
+        data = loaded.data
+        if data.dtype != torch.uint8 or data.shape != (item.chunk.nbytes,) or not data.is_cpu:
             raise BcpError(
-                f"{item.name} has {loaded.data.nbytes} bytes where {item.chunk.nbytes} were read: a custom stage "
-                "changed them; use LoadOptions(codecs=[bcp.Codec(...)]) for stages that do"
+                f"{item.name} is {data.dtype}{list(data.shape)} on {data.device} where {item.chunk.nbytes} bytes were "
+                "read: a custom stage changed them; use LoadOptions(codecs=[bcp.Codec(...)]) for stages that do"
             )
+        loaded = replace(loaded, data=data.contiguous())
         return replace(loaded, mark=await _place(context, item.chunk, loaded.data))
 
     return Stage("h2d", run, workers=workers)

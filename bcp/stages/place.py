@@ -45,9 +45,12 @@ class Targets:
     def views(self, chunk: Chunk, start: int, stop: int) -> list[memoryview]:
         """View the memory where bytes [start, stop) of a data section go: a straight chunk, and what is read around it.
 
+        They are about to be written, which the guard of a save that is under way learns now: it looks when it is done.
+
         What nobody wants of them goes to memory of its own, which lives as long as the views.
         """
         runs, outs, at = self.straight.of_chunk(chunk.number), [], start
+        self._written(runs.row)
         columns = (runs.start, runs.nbytes, self.address[runs.row] + runs.to)
         for begin, nbytes, address in zip(*(column.tolist() for column in columns), strict=True):
             if at < begin:
@@ -59,10 +62,8 @@ class Targets:
         return outs
 
     def filled(self, chunk: Chunk) -> int:
-        """Take note that a straight chunk has been read; return how many bytes of tensors it filled."""
-        runs = self.straight.of_chunk(chunk.number)
-        self._written(runs.row)
-        return int(runs.nbytes.sum())
+        """Return how many bytes of tensors a straight chunk fills."""
+        return int(self.straight.of_chunk(chunk.number).nbytes.sum())
 
     def place(self, chunk: Chunk, data: torch.Tensor) -> tuple[int, Mark]:
         """Copy what is wanted of a chunk out of its bytes: uint8 in host memory.
@@ -72,11 +73,11 @@ class Targets:
 
         """
         copies, mine = self.copies, self.copies.of_chunk(chunk.number)
+        self._written(copies.row[mine])  # first, as above
         # Row by row as bytes, blocks of many rows would take longer: 2 GB/s for rows of 4 KiB, where torch does 4.
         raw = (copies.run[mine] == copies.numel[mine]) & (self.address[copies.row[mine]] > 0)
         runs = copies.runs(mine[raw])
         move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - chunk.start, runs.nbytes)
-        self._written(runs.row)
         with self.lanes.opened():
             for group in self._groups(mine[~raw]):
                 if len(group) > 1:

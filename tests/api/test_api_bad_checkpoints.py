@@ -17,6 +17,7 @@ from torch import nn
 import bcp
 from bcp.backends import LocalBackend
 from bcp.metadata import decode_metadata, encode_layout, encode_metadata
+from bcp.receipt import decode_receipt, encode_receipt, receipt_digest
 from bcp.testing.storage_fakes import FaultyBackend
 
 
@@ -266,3 +267,15 @@ def test_elements_that_do_not_fit_their_dtype_write_nothing(tmp_path: Path) -> N
     with pytest.raises(bcp.CorruptError, match=r"model: w is uint8, of 1 bytes an element, and is said to have 16"):
         bcp.load(path, {"model": {"w": memory[:4096]}})
     assert not memory.any()
+
+
+def test_a_receipt_of_another_rank(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", model())
+    file = tmp_path / "c" / "metadata.arrow"
+    (receipt,) = (tmp_path / "c" / "receipts").iterdir()
+    receipt.write_bytes(encode_receipt(replace(decode_receipt(receipt.read_bytes(), "here"), rank=7)))
+    found = decode_metadata(file.read_bytes(), "here")
+    commit = replace(found.commit, receipts=receipt_digest(receipt.read_bytes()))
+    file.write_bytes(encode_metadata(encode_layout(found.layout), commit))
+    with pytest.raises(bcp.CorruptError, match="is the receipt of rank 7, not of rank 0"):
+        bcp.load(tmp_path / "c", model(0.0))

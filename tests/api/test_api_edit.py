@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,23 @@ def test_a_codec_that_fails_is_named(tmp_path: Path) -> None:
 def test_a_codec_has_a_sound_name(name: str) -> None:
     with pytest.raises(bcp.InputError, match="lower-case letters, digits"):
         bcp.Codec(name, encode=bytes, decode=bytes)
+
+
+@pytest.mark.parametrize("where", ["every other byte", "on another device", "of two dimensions"])
+def test_a_stage_may_hand_on_bytes_in_any_order_of_memory_but_not_elsewhere(tmp_path: Path, where: str) -> None:
+    bcp.save(tmp_path, {"model": weights()})
+
+    async def change(chunk: Any) -> Any:
+        ways = {
+            "every other byte": lambda data: torch.stack([data, data], 1).reshape(-1)[::2],
+            "on another device": lambda data: data.to("meta"),
+            "of two dimensions": lambda data: data.view(-1, 1),
+        }
+        return replace(chunk, data=ways[where](chunk.data))
+
+    options = bcp.LoadOptions(edit=lambda graph: graph.after("deserialize", bcp.Stage("change", change)))
+    if where == "every other byte":
+        assert equal(loaded(tmp_path, options), weights())
+        return
+    with pytest.raises(bcp.BcpError, match="a custom stage changed them"):
+        loaded(tmp_path, options)

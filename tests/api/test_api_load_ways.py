@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zstandard
+from anyio import to_thread
 from checkpoints import MIB, equal, flip, tensors, training
 
 import bcp
@@ -274,3 +275,47 @@ def test_storage_that_fails_is_not_called_corruption(tmp_path: Path) -> None:
     error = refused(backend, bcp.StageError, rf"stage 'read' failed on model/{file.name}.*Input/output error")
     assert isinstance(error.__cause__, OSError)
     assert any(NOTE in note for note in error.__notes__)
+
+
+# -- beside a save ---------------------------------------------------------------------------------
+
+
+class Interrupted(Scattering):
+    """Calls back before every read."""
+
+    def __init__(self, root: Path, call: Callable[[], None]) -> None:
+        super().__init__(root)
+        self.call = call
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        await to_thread.run_sync(self.call)
+        await super().read_scattered(key, start, outs)
+
+
+def test_what_is_being_loaded_is_not_saved(tmp_path: Path) -> None:
+    states = {"large": zoo()["large"]}
+    target, other = blank(states), {"w": torch.ones(3)}
+    refused: list[str] = []
+
+    def save() -> None:
+        with pytest.raises(bcp.StateChangedError) as caught:
+            bcp.save(tmp_path / "torn", {"model": {"part": target["large"][10:]}})
+        refused.append(str(caught.value))
+        bcp.save(tmp_path / f"other{len(refused)}", {"model": other})
+
+    bcp.save(tmp_path / "c", {"model": states})
+    bcp.load(Interrupted(tmp_path / "c", save), {"model": target})
+    assert "model tensor 'part' is being loaded on rank 0 while it is to be saved" in refused[0]
+    assert not (tmp_path / "torn").exists()
+    bcp.save(tmp_path / "whole", {"model": target})  # the load has returned
+    assert same(target, states)
+
+
+def test_a_save_that_is_under_way_notices_a_load_before_its_first_byte(tmp_path: Path) -> None:
+    states = {"large": zoo()["large"]}
+    target, seen = torch.zeros_like(states["large"]), list[bool]()
+    before = target._version
+    bcp.save(tmp_path, {"model": states})
+    look = Interrupted(tmp_path, lambda: seen.append(target._version > before and not target.any()))
+    bcp.load(look, {"model": {"large": target}})
+    assert seen == [True]

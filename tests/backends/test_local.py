@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -215,3 +216,26 @@ async def test_a_killed_writer_leaves_no_object(root: Path, writes: str) -> None
     assert [(info.key, info.nbytes) for info in await backend.list()] == [("object", 3)]
     assert bytes(await backend.get("object")) == b"old"
     assert len(everything_below(root)) == 2  # the unfinished file is there, and is not shown
+
+
+@pytest.mark.parametrize("whose", ["of the top", "of lost+found"])
+async def test_directories_that_may_not_be_listed(root: Path, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    backend, scandir = LocalBackend(root), os.scandir
+    await backend.put("model/object", b"abc")
+    (root / "model" / ".stale.0123.bcp-tmp").touch()
+    (root / "lost+found").mkdir()
+    refused = root if whose == "of the top" else root / "lost+found"
+
+    def guarded(path: Any) -> Any:
+        if Path(path) == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    if refused == root:
+        with pytest.raises(StorageError, match="check the permissions"):
+            await backend.list()
+        return
+    assert [info.key for info in await backend.list()] == ["model/object"]
+    await backend.sweep(lambda _: True)
+    assert sorted(path.name for path in (root / "model").iterdir()) == ["object"]

@@ -72,6 +72,7 @@ def test_states_lie_where_the_parameter_says_that_it_does():
     fresh = torch.optim.AdamW(net.parameters())
     targets = FSDP2.load_targets({"model": net, "optimizer": fresh}, saved_by(shards))
     assert len(targets.shards.tensors) == len(shards.tensors)
+    targets.finish(shards.objects)
     assert isinstance(fresh.state[net.w]["exp_avg"], RaggedDTensor)
 
 

@@ -331,9 +331,9 @@ def materialised_dtype():
     source = net()
     optimizer = torch.optim.Adafactor(source.parameters())
     train(source, optimizer, steps=1)
-    layout = saved_by(FSDP2.local_shards({"model": source, "optimizer": optimizer}))
+    shards = FSDP2.local_shards({"model": source, "optimizer": optimizer})
     fresh = torch.optim.Adafactor(model.parameters())
-    quietly(FSDP2.load_targets, {"model": model, "optimizer": fresh}, layout)
+    quietly(FSDP2.load_targets, {"model": model, "optimizer": fresh}, saved_by(shards)).finish(shards.objects)
     bias = fresh.state[model[1].up.bias]["variance"]
     assert (bias.dtype, bias.placements) == (torch.float32, model[1].up.bias.placements)
     assert fresh.state[model[1].up.weight]["row_var"].shape == (14, 1)

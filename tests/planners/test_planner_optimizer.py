@@ -105,8 +105,10 @@ def test_materialised_states_have_the_saved_dtype():
     source, target = net(), net().bfloat16()
     optimizer, fresh = optim.AdamW(source.parameters()), optim.AdamW(target.parameters())
     step(source, optimizer)
-    layout = saved_by(PLAIN.local_shards({"model": source, "optimizer": optimizer}))
-    PLAIN.load_targets({"model": target, "optimizer": fresh}, layout)
+    shards = PLAIN.local_shards({"model": source, "optimizer": optimizer})
+    targets = PLAIN.load_targets({"model": target, "optimizer": fresh}, saved_by(shards))
+    assert not fresh.state  # not before all is in place: a load that is refused leaves the optimizer as it was
+    targets.finish(shards.objects)
     assert {value.dtype for state in fresh.state.values() for value in state.values()} == {torch.float32}
 
 

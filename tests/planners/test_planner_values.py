@@ -193,7 +193,7 @@ def test_restore_in_place():
 
 @pytest.mark.parametrize(("target", "loaded"), [(5, 5), ((1,), (1,)), ({}, [1]), ([], {"a": 1}), (None, {})])
 def test_restore_refuses_what_cannot_change(target, loaded):
-    with pytest.raises(StateError, match="cannot take a loaded"):
+    with pytest.raises(StateError, match=r"cannot take (a loaded|what is loaded)"):
         restore(target, loaded)
 
 

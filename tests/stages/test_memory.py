@@ -29,7 +29,7 @@ def table_of(*tensors: torch.Tensor) -> ShardTable:
 def address(*tensors: torch.Tensor, same: bool = True) -> list[bool]:
     """Say which tensors can be written to as bytes; those that can are found where they are."""
     table = table_of(*tensors)
-    found = writable(addresses(tensors, table), table.nbytes, np.full(len(tensors), same)).tolist()
+    found = writable(tensors, addresses(tensors, table), table.nbytes, np.full(len(tensors), same)).tolist()
     assert all(at in (0, tensor.data_ptr()) for at, tensor in zip(found, tensors, strict=True))
     return [at > 0 for at in found]
 
@@ -91,6 +91,16 @@ def test_another_dtype_than_was_saved_is_not_plain() -> None:
 def test_another_size_or_dtype_than_the_shard_is_not_plain(other: torch.Tensor) -> None:
     assert addresses([other], table_of(torch.zeros(3))).tolist() == [0]
     assert addresses([other], table_of(other)).tolist() == [other.data_ptr()]
+
+
+def test_memory_that_another_one_fills_in_its_own_way_is_not_plain() -> None:
+    base = torch.zeros(4, 4)
+    assert address(base, base.t()) == [False, False]
+    assert address(base.t()[1:], base[:1], base[3]) == [False, False, False]
+    assert address(base[:2], base[2:].t()) == [True, False]
+    table = table_of(base, base)
+    found = writable([base, base], addresses([base, base], table), table.nbytes, np.array([True, False]))
+    assert not found.any()  # the other one is converted
 
 
 def test_tensors_that_share_memory_are_not_plain_and_neighbours_are() -> None:
