@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 from bcp.errors import InputError
@@ -24,7 +25,10 @@ O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, a
 
 def _workers() -> int:
     """Return ``$BCP_IO_WORKERS``, or 4."""
-    return int(_number("BCP_IO_WORKERS", 4))
+    number = float(_number("BCP_IO_WORKERS", 4))
+    if not number.is_integer():
+        raise InputError(f"$BCP_IO_WORKERS is {number}, which is no number of threads; unset it, or set a whole one")
+    return int(number)
 
 
 def _timeout() -> float:
@@ -102,8 +106,8 @@ class SaveOptions:
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
         _codecs(self.codecs)
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise InputError(f"budget_bytes={self.budget_bytes} must be positive, or None for the rank's own state")
+        if self.budget_bytes is not None:  # else the rank's own state
+            _positive(self, "budget_bytes")
         _one_of(self, "balance", ("split", "worst-fit"))
         _one_of(self, "snapshot", ("eager", "lazy"))
         _one_of(self, "ionice", ("best-effort", "idle", None))
@@ -193,7 +197,14 @@ def with_overrides(options: O, **overrides: object) -> O:
 
 
 def _positive(options: object, *names: str) -> None:
-    """Raise :class:`~bcp.errors.InputError` for the first of these fields that is not above zero."""
+    """Raise :class:`~bcp.errors.InputError` for the first of these fields that is no whole number above zero.
+
+    ``timeout`` may have fractions.
+    """
     for name in names:
-        if getattr(options, name) <= 0:
-            raise InputError(f"{name}={getattr(options, name)} must be positive")
+        value = getattr(options, name)
+        what, kind = ("number", Real) if name == "timeout" else ("whole number", Integral)
+        if not isinstance(value, kind):
+            raise InputError(f"{name}={value!r} must be a {what}")
+        if not float(value) > 0:
+            raise InputError(f"{name}={value} must be positive")

@@ -71,7 +71,7 @@ class LocalBackend:
                 ``"auto"``: what is in the page cache comes from there, the rest past it.
 
         """
-        self._root = Path(os.fsdecode(root)).expanduser().absolute()
+        self._root = _absolute(os.fsdecode(root))
         if writes not in _WRITES or reads not in _READS:
             raise InputError(f"writes={writes!r} has to be one of {_WRITES}, and reads={reads!r} one of {_READS}")
         self._choose = quickest if writes == "auto" else lambda _final, _nbytes: writes
@@ -195,6 +195,16 @@ class LocalBackend:
             translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}; {hint}")
             translated.errno = error.errno
             raise translated from error
+
+
+def _absolute(root: str) -> Path:
+    """Return the directory of that name, ``~`` and all; InputError where there cannot be one."""
+    if "\0" in root:
+        raise InputError(f"the path {root!r} has a NUL in it, which no file's name may have")
+    try:
+        return Path(root).expanduser().absolute()
+    except RuntimeError as error:  # nobody of that name
+        raise InputError(f"the path {root!r}: {error} Give it in full") from error
 
 
 class _Parts:

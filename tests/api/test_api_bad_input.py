@@ -162,6 +162,13 @@ def test_an_unknown_scheme_is_refused(path: str) -> None:
             call(path, model())
 
 
+@pytest.mark.parametrize("path", ["~nobody-of-that-name/run", "a\0b"])
+def test_a_path_that_cannot_be_is_refused(path: str) -> None:
+    for call in (bcp.save, bcp.load):
+        with pytest.raises(bcp.InputError, match="the path '"):
+            call(path, model())
+
+
 @pytest.mark.parametrize(
     "role", ["", "..", ".", "a/b", "/abs", "a b", "model", "optimizer", "receipts", "metadata.arrow"]
 )
@@ -181,11 +188,16 @@ BAD_SAVES: list[dict[str, Any]] = [
     *({name: value} for name in ("part_bytes", "io_workers", "copy_workers", "timeout") for value in (0, -1)),
     *({"budget_bytes": value} for value in (0, -1)),
     {"part_bytes": MIB + 1},
+    {"part_bytes": float(MIB)},
+    {"budget_bytes": 1.5},
+    {"timeout": float("nan")},
+    {"timeout": "soon"},
     {"balance": "best"},
 ]
 BAD_LOADS: list[dict[str, Any]] = [
     *({name: 0} for name in ("budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")),
     {"read_bytes": MIB + 1},
+    {"read_bytes": float(MIB)},
 ]
 
 

@@ -61,6 +61,11 @@ def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("BCP_TIMEOUT", "soon")
     with pytest.raises(bcp.InputError, match=r"\$BCP_TIMEOUT is 'soon'"):
         SaveOptions()
+    monkeypatch.delenv("BCP_TIMEOUT")
+    for number in ("nan", "inf", "2.5"):
+        monkeypatch.setenv("BCP_IO_WORKERS", number)
+        with pytest.raises(bcp.InputError, match=r"\$BCP_IO_WORKERS is"):
+            LoadOptions()
 
 
 def test_two_saves_to_one_path_at_once_are_refused(tmp_path: Path) -> None:
