@@ -56,6 +56,7 @@ async def _write(
     nbytes = sum(item.nbytes for item in items)
     budget = snapshot.lend(items)
     with own_errors(), ExitStack() as stack:
+        stack.callback(snapshot.release)  # where copies fail: cleaning up may take long
         stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
         pinned = bool(cuda_devices(held.shards.tensors))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())

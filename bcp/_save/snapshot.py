@@ -58,8 +58,7 @@ class Snapshot:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Hold nothing back any more, however the save went."""
-        if self._hold is not None:
-            self._hold.release()
+        self.release()
 
     def __repr__(self) -> str:
         """Show when the caller could go on."""
@@ -69,6 +68,11 @@ class Snapshot:
     def step_wait_seconds(self) -> float:
         """How long optimizer steps have waited for a lazy snapshot."""
         return self._hold.waited_seconds if self._hold else 0.0
+
+    def release(self) -> None:
+        """Let optimizers step: everything is copied, or nothing more will be."""
+        if self._hold is not None:
+            self._hold.release()
 
     def take_stock(self) -> Held:
         """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on."""

@@ -17,9 +17,10 @@ __all__ = ["Steady"]
 class Steady:
     """The memory of the parameters that change in a step of some optimizers only.
 
-    These are their own. Wrappers (Megatron-LM's, DeepSpeed's) may let them step copies, from which they write all
-    parameters of the model that need gradients. That is assumed of those whose optimizers step anything but whole
-    parameters of the model, or nothing (ZeRO-3 fills its groups in a step, and keeps in ``ds_tensor`` what is here).
+    These are their own, but for frozen ones, which no step changes and a forward pass may. Wrappers (Megatron-LM's,
+    DeepSpeed's) may let them step copies, from which they write all parameters of the model that need gradients. That
+    is assumed of those whose optimizers step anything but whole parameters of the model, or nothing (ZeRO-3 fills its
+    groups in a step, and keeps in ``ds_tensor`` what is here).
 
     Stretches of addresses are compared, not storages: a storage may hold more, as those of FSDP1 do, of which another
     optimizer may step a part.
@@ -27,7 +28,8 @@ class Steady:
 
     def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:
         """Take note of where they are. ``wrapped``: whether any of the optimizers was found in a wrapper."""
-        own = [stretch(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+        stepped = (p for one in optimizers for group in one.param_groups for p in group["params"])
+        own = [stretch(p) for p in stepped if p.requires_grad or wrapped]  # masters of wrappers need no gradients
         parameters = list(_parameters(model)) if wrapped else []
         if wrapped and (not own or set(own) - {stretch(parameter) for parameter in parameters}):
             own += [stretch(part) for p in parameters if p.requires_grad for part in (p, getattr(p, "ds_tensor", p))]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TypeVar
 
 import anyio
+from anyio.abc import TaskGroup
 
 from bcp.pipeline.failure import is_cancellation
 
@@ -21,9 +23,9 @@ async def beside(
 ) -> T:
     """Do the work while the context is being entered; leave the context when the work has ended.
 
-    ``opened`` is called with what the context gives. The context is entered and left by the calling task, with the
-    work's error where it failed. Whichever of the two fails first is raised, as it is, and a second error becomes a
-    note; never an exception group.
+    ``opened`` is called with what the context gives, which nothing uses any more when it is left, cancelled or not. The
+    context is entered and left by the calling task, with the work's error where it failed. Whichever of the two fails
+    first is raised, as it is, and a second error becomes a note; never an exception group.
     """
     done = anyio.Event()
     results: list[T] = []
@@ -44,7 +46,10 @@ async def beside(
         try:
             async with context as value:
                 opened(value)
-                await done.wait()
+                try:
+                    await done.wait()
+                finally:
+                    await _over(done, group)
                 if errors:
                     raise errors[0]  # noqa: TRY301 -- it has to pass through the context
         except BaseException as error:
@@ -61,3 +66,17 @@ async def beside(
         finally:
             errors.clear()  # its traceback leads here: a cycle, which would keep the state's tensors alive
     return results[0]
+
+
+async def _over(done: anyio.Event, group: TaskGroup) -> None:
+    """Where the work is not done because this is being cancelled, cancel it as well, and wait until it has ended.
+
+    Before the context is left: that closes files, and a thread that still writes would write to whatever file the
+    process opens next, under the same number.
+    """
+    if not done.is_set():
+        group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            while not done.is_set():
+                with suppress(asyncio.CancelledError):  # a second cancellation must not cut the waiting short
+                    await done.wait()

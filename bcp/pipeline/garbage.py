@@ -16,9 +16,11 @@ __all__ = ["planning", "uncollected"]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_OFF = 0  # as the first threshold: no collection begins by itself
+
 _lock = Lock()
 _inside = 0
-_put_off = False
+_usual = gc.get_threshold()
 
 
 async def planning(function: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -32,27 +34,33 @@ async def planning(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Put off garbage collection as long as any thread is in here; leave it off where it was."""
-    global _inside, _put_off  # noqa: PLW0603 -- as the switch itself, for the whole process
+    """Put off garbage collection as long as any thread is in here; leave it off where it was, or is switched off."""
+    global _inside, _usual  # noqa: PLW0603 -- as the switch itself, for the whole process
     with _lock:
         if not _inside:
-            _put_off = gc.isenabled()
-            gc.disable()
+            _usual = gc.get_threshold()
+            gc.set_threshold(_OFF, *_usual[1:])
         _inside += 1
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
-            if not _inside and _put_off:
-                gc.enable()
+            if not _inside:
+                _as_usual()
+
+
+def _as_usual() -> None:
+    """Set the thresholds as they were, unless somebody else has set others meanwhile."""
+    if gc.get_threshold()[0] == _OFF:
+        gc.set_threshold(*_usual)
 
 
 def _begin_anew_in_child() -> None:
-    """Switch collection on again in a forked child, as a dataloader's worker is: no thread is in here there."""
+    """Let a forked child collect again, as a dataloader's worker is: no thread is in here there."""
     global _lock, _inside
-    if _inside and _put_off:
-        gc.enable()
+    if _inside:
+        _as_usual()
     _lock, _inside = Lock(), 0
 
 

@@ -35,7 +35,8 @@ def memory(tensor: Leaf) -> object:
     if _is_wrapper(type(tensor)):
         return id(tensor)
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    lazily = tensor.is_conj(), tensor.is_neg()  # other values of the same memory
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazily
 
 
 @cache

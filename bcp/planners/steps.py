@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from threading import Condition, Lock
@@ -103,6 +104,17 @@ class _Gate:
 
 _gates: WeakKeyDictionary[Optimizer, _Gate] = WeakKeyDictionary()
 _gates_lock = Lock()
+
+
+def _open_in_child() -> None:
+    """Hold nothing back in a forked child: the save goes on in the parent only."""
+    global _gates_lock  # noqa: PLW0603 -- one a process
+    _gates_lock = Lock()
+    for gate in _gates.values():
+        gate.changed, gate.holds, gate.waiting = Condition(), set(), []
+
+
+os.register_at_fork(after_in_child=_open_in_child)
 
 
 def _gate(optimizer: Optimizer) -> _Gate:

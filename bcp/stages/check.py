@@ -11,6 +11,7 @@ import xxhash
 from bcp.errors import CorruptError
 from bcp.protocols import Buffer, Codec
 from bcp.receipt import FileReceipt
+from bcp.stages.flat import flat_view
 from bcp.stages.load_items import Stored
 
 __all__ = ["check", "decoded", "digests"]
@@ -65,7 +66,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
         data: Buffer = view[at : at + length]
         for name in reversed(file.codecs):
-            data = codecs[name].decode(data)
+            data = flat_view(codecs[name].decode(data))
         if len(data) != wanted:
             raise CorruptError(
                 f"{stored.item.key}: codecs {list(file.codecs)} decoded part {row} to {len(data)} bytes, {wanted} were "

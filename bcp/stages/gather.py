@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
 from bcp.plan.save.parts import Span
 from bcp.stages.device import SMALL_BYTES, Fence, cuda_devices, on_side_stream
@@ -28,6 +29,7 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
     Memory of a CUDA device is copied by its copy engine, on bcp's own stream, after the fence.
     """
     plain = item.address[item.part.columns[0]] > 0
+    _check_in_place(item, item.part.columns[0][plain])
     if plain.all():
         _move(item, item.part.columns, buffer)
         return
@@ -40,6 +42,17 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
             else:
                 _alone(*run[0], item, buffer)
         _move(item, item.part.columns[:, plain], buffer)  # while the device copies
+
+
+def _check_in_place(item: WriteItem, rows: Ints) -> None:
+    """Look whether memory is still where it was: ``share_memory_()`` frees it, whoever still looks there."""
+    for row, address in zip(rows.tolist(), item.address[rows].tolist(), strict=True):
+        if item.tensors[row].data_ptr() != address:
+            meta = item.table.meta(row)
+            raise StateChangedError(
+                f"the memory of {meta.kind} tensor {meta.fqn!r} was replaced while its snapshot was being taken (moved "
+                "to shared memory, or resized); do that before the save, or after the snapshot"
+            )
 
 
 def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:

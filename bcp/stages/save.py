@@ -16,10 +16,10 @@ import numpy as np
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
-from bcp.protocols import Buffer, Codec, LightWriter, PartWriter
+from bcp.protocols import Codec, LightWriter, PartWriter
 from bcp.stages.check import digests
 from bcp.stages.device import Fence
-from bcp.stages.flat import bytes_of
+from bcp.stages.flat import bytes_of, flat_view
 from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.staging import Lease
@@ -137,7 +137,7 @@ def encode(codec: Codec, context: SaveContext) -> Stage[Blob, Blob]:
 
     async def run(blob: Blob) -> Blob:
         await context.let_copies_go_first()
-        data: Buffer = await in_thread(codec.encode, blob.data)
+        data = flat_view(await in_thread(codec.encode, blob.data))
         return replace(blob, data=data, start=-1, blocks=np.array([[0, len(data)]], np.int64))
 
     return Stage(codec.name, run, workers=codec.workers)

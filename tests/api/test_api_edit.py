@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -220,3 +222,19 @@ def test_a_stage_may_hand_on_bytes_in_any_order_of_memory_but_not_elsewhere(tmp_
         return
     with pytest.raises(bcp.BcpError, match="a custom stage changed them"):
         loaded(tmp_path, options)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda data: memoryview(data).cast("B", (1, len(data))),
+        lambda data: np.frombuffer(data, np.uint8).view(np.int8),
+        lambda data: array.array("H", bytes(data) + bytes(len(data) % 2)),
+        bytearray,
+    ],
+    ids=["two dimensions", "int8", "items of two bytes", "bytearray"],
+)
+def test_a_codec_may_return_any_contiguous_buffer(tmp_path: Path, shape: Callable[[Any], Any]) -> None:
+    bcp.save(tmp_path, {"model": weights()}, options=bcp.SaveOptions(codecs=[bcp.Codec("odd", shape, bytes)]))
+    decode = bcp.Codec("odd", shape, lambda data: memoryview(bytes(data)).cast("B", (1, len(data))))
+    assert equal(loaded(tmp_path, bcp.LoadOptions(codecs=[decode])), weights())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -246,3 +248,43 @@ def test_a_wrapper_that_steps_copies_steps_the_model() -> None:
         assert [p in steady for p in (*model.parameters(), *other.parameters())] == [True, False, True, True]
     own = Steady([model, {"b": other}], [optim.SGD(model.parameters())], wrapped=True)
     assert [p in own for p in (*model.parameters(), *other.parameters())] == [True, True, False, False]
+
+
+def test_frozen_parameters_are_copied_at_once_though_an_optimizer_lists_them(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    model.weight.requires_grad_(requires_grad=False)
+    wanted = model.weight.clone()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with saving(tmp_path, model, optimizer):
+        model.weight.data.fill_(7.0)  # as a forward pass may
+    assert_saved(tmp_path, ("model", "weight"), wanted)
+
+
+def test_memory_that_is_replaced_in_place_fails_the_save(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    match = "memory of model tensor '(weight|bias)' was replaced while its snapshot was being taken"
+    with pytest.raises(bcp.StateChangedError, match=match), saving(tmp_path, model, optimizer):
+        model.share_memory()
+    assert not (tmp_path / "metadata.arrow").exists()
+
+
+FORKED = """
+import os
+import torch
+from bcp.planners.steps import StepHold
+
+parameter = torch.nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+hold = StepHold([optimizer])
+child = os.fork()
+if child == 0:
+    optimizer.step()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert "1 held" in repr(hold)
+"""
+
+
+def test_a_forked_child_is_not_held_back() -> None:
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True, timeout=60)  # noqa: S603 -- ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,16 @@ def test_a_stranger_reads_what_four_ranks_wrote(ranks4: Ranks, tmp_path: Path, p
     assert tensor.data.tobytes() == bits(peer_defects.whole())
     assert read_others(tmp_path)[0] == {("model", "epoch"): 7}
     assert len([name for name in files(tmp_path) if name.startswith("model/")]) == 4
+
+
+@pytest.mark.parametrize("lazily", [torch.Tensor.conj, lambda z: z.conj().imag])
+def test_other_values_of_the_same_memory_are_not_tied(
+    tmp_path: Path, lazily: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    z = torch.randn(4, dtype=torch.complex64)
+    first, second = (z.imag, lazily(z)) if not lazily(z).is_complex() else (z, lazily(z))
+    for states in ({"a": first, "b": second}, {"b": first, "a": second}):
+        bcp.save(tmp_path, {"model": states}, overwrite=True)
+        target = {name: torch.zeros(4, dtype=tensor.dtype) for name, tensor in states.items()}
+        bcp.load(tmp_path, {"model": target})
+        assert all(torch.equal(target[name], tensor) for name, tensor in states.items())

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
-from bcp.pipeline import beside
+from bcp.pipeline import beside, in_thread
 
 pytestmark = pytest.mark.anyio
 
@@ -127,3 +129,43 @@ async def test_cancellation_ends_both() -> None:
         group.cancel_scope.cancel()
     assert cleaned == ["work"]
     assert isinstance(opening.left_with, anyio.get_cancelled_exc_class())
+
+
+@pytest.mark.parametrize("how", ["scope", "task", "task twice"])
+async def test_nothing_uses_what_was_opened_when_it_is_left_by_a_cancellation(how: str) -> None:
+    opening, said = Opening(), list[str]()
+    began, at_it, may_end = anyio.Event(), threading.Event(), threading.Event()
+    opening.may_open.set()
+
+    def write() -> None:
+        at_it.set()
+        may_end.wait(30)
+        said.append(f"written, left: {opening.left_with != 'never left'}")
+
+    async def work() -> None:
+        began.set()
+        await in_thread(write)
+
+    scope = anyio.CancelScope()
+
+    async def main() -> None:
+        with scope:
+            await beside(opening.context(), lambda _: None, work)
+
+    task = asyncio.create_task(main())
+    await began.wait()
+    await in_thread(at_it.wait, 30)
+    if how == "scope":
+        scope.cancel()
+    else:
+        task.cancel()
+    await anyio.sleep(0.05)
+    if how == "task twice":
+        task.cancel()
+        await anyio.sleep(0.05)
+    assert opening.left_with == "never left"
+    may_end.set()
+    await asyncio.wait([task])
+    assert said == ["written, left: False"]
+    assert isinstance(opening.left_with, asyncio.CancelledError)
+    assert task.cancelled() or scope.cancelled_caught

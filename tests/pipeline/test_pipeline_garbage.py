@@ -19,50 +19,71 @@ pytestmark = pytest.mark.anyio
 def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Switch it on or off before, and on after."""
     (gc.enable if request.param else gc.disable)()
+    before = gc.get_threshold()
     yield request.param
+    assert gc.get_threshold() == before
     gc.enable()
+
+
+def put_off() -> bool:
+    return gc.get_threshold()[0] == 0
 
 
 async def test_it_is_put_off_until_the_last_one_is_done(enabled: bool) -> None:  # noqa: FBT001 -- a fixture
     with uncollected():
-        assert not await planning(gc.isenabled)
-        assert not gc.isenabled()
+        assert await planning(put_off)
+        assert put_off()
+    assert not put_off()
     assert gc.isenabled() is enabled
 
 
-async def test_it_comes_back_after_an_error(enabled: bool) -> None:  # noqa: FBT001 -- a fixture
+async def test_it_comes_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         await planning(lambda: 1 // 0)
-    assert gc.isenabled() is enabled
+    assert not put_off()
 
 
-async def test_calls_at_once(enabled: bool) -> None:  # noqa: FBT001 -- a fixture
+async def test_calls_at_once() -> None:
     seen: list[bool] = []
 
     async def look() -> None:
-        seen.append(await planning(gc.isenabled))
+        seen.append(await planning(put_off))
 
     async with anyio.create_task_group() as group:
         for _ in range(20):
             group.start_soon(look)
-    assert seen == [False] * 20
-    assert gc.isenabled() is enabled
+    assert seen == [True] * 20
+    assert not put_off()
+
+
+def test_what_others_switch_meanwhile_stays_so() -> None:
+    before = gc.get_threshold()
+    with uncollected():
+        gc.disable()
+    assert not gc.isenabled()
+    with uncollected():
+        gc.set_threshold(50_000, 20, 20)
+    assert gc.get_threshold() == (50_000, 20, 20)
+    gc.set_threshold(*before)
 
 
 FORKED = """
 import gc, os
 from bcp.pipeline import uncollected
 
+def put_off():
+    return gc.get_threshold()[0] == 0
+
 with uncollected():
     child = os.fork()
     if child == 0:
-        enabled = gc.isenabled()
+        collects = not put_off()
         with uncollected():
-            assert not gc.isenabled()
-        os._exit(7 if enabled and gc.isenabled() else 8)
+            assert put_off()
+        os._exit(7 if collects and not put_off() else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert not gc.isenabled()
-assert gc.isenabled()
+    assert put_off()
+assert not put_off()
 """
 
 
