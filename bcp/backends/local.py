@@ -199,6 +199,8 @@ class LocalBackend:
 
 def _absolute(root: str) -> Path:
     """Return the directory of that name, ``~`` and all; InputError where there cannot be one."""
+    if not root:
+        raise InputError("the path is empty; '.' is the current directory")
     if "\0" in root:
         raise InputError(f"the path {root!r} has a NUL in it, which no file's name may have")
     try:

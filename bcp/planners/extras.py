@@ -41,20 +41,34 @@ def collect(value: Any, where: str = "extra_states") -> Any:
 
     Raises:
         StateError: a tensor in it is a DTensor or on the meta device: extra states are this rank's own, whole values;
-            or a ``state_dict()`` raised, or a value cannot be copied.
+            or a ``state_dict()`` raised, or a value cannot be copied, or contains itself.
 
     """
+    try:
+        return _collected(value, where)
+    except RecursionError as error:
+        raise StateError(f"{where} is nested too deep; does it contain itself?") from error
+
+
+def _collected(value: Any, where: str) -> Any:
+    """Do it, level by level."""
     if isinstance(value, Stateful):
-        return collect(state_dict_of(value, where), where)
+        return _collected(state_dict_of(value, where), where)
     if isinstance(value, torch.Tensor):
         return _plain(value, where).to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: collect(child, f"{where}.{key}") for key, child in value.items()}
+        return {key: _collected(child, f"{where}.{key}") for key, child in value.items()}
     if isinstance(value, list) or type(value) is tuple:
-        items = [collect(child, f"{where}.{index}") for index, child in enumerate(value)]
+        items = [_collected(child, f"{where}.{index}") for index, child in enumerate(value)]
         return tuple(items) if type(value) is tuple else items
+    if isinstance(value, np.ma.MaskedArray):
+        raise StateError(
+            f"{where} is a masked array, of which only the values would be kept; pass its data and its mask"
+        )
     try:
         return copy.deepcopy(value)
+    except RecursionError:
+        raise
     except Exception as error:
         raise StateError(
             f"{where} is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}; "
@@ -70,10 +84,12 @@ def pack(obj: Any, where: str = "extra_states") -> bytes:
 
     """
     arrays: dict[_Path, bool] = {}
-    value = _without_arrays(obj, (), arrays, where)
     out = io.BytesIO()
     try:
+        value = _without_arrays(obj, (), arrays, where)
         torch.save({"value": value, "arrays": list(arrays.items())}, out)
+    except StateError:
+        raise
     except Exception as error:
         raise StateError(f"{where} cannot be serialized: {type(error).__name__}: {error}; pass plain values") from error
     return out.getvalue()

@@ -263,3 +263,27 @@ def test_equal_texts_give_one_object_if_nobody_can_change_it():
     assert [encode_value(one) for one, _ in pairs] == texts
     assert [one is other for one, other in pairs] == [True] * 6 + [False] * 3
     assert [one == other for one, other in pairs] == [True] * 9
+
+
+def endless():
+    value = {"a": []}
+    value["a"].append(value)
+    return value
+
+
+def deep():
+    value = 1
+    for _ in range(3000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("make", [endless, deep])
+def test_values_without_an_end_are_refused(make):
+    with pytest.raises(StateError, match="extra_states is nested too deep; does it contain itself"):
+        collect(make())
+
+
+def test_masked_arrays_are_refused():
+    with pytest.raises(StateError, match=r"extra_states\.a is a masked array"):
+        collect({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])})
