@@ -78,7 +78,8 @@ def writable(tensors: Sequence[torch.Tensor], address: Ints, nbytes: Ints, same:
     """
     start, stop = address.copy(), address + nbytes
     for row in np.flatnonzero(address == 0).tolist():
-        start[row], stop[row] = stretch(tensors[row])
+        if tensors[row].is_cpu:
+            start[row], stop[row] = stretch(tensors[row])
     rows = np.flatnonzero(stop > start)
     alone = rows[apart(start[rows], (stop - start)[rows])]
     alone = alone[same[alone] & (address[alone] > 0)]
