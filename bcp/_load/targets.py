@@ -188,13 +188,14 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
 
 def _check_elements(saved: TensorTable) -> None:
     """Check that elements have as many bytes as those of their dtype: more would be written behind their tensors."""
-    rows = {pair: row for row, pair in enumerate(zip(saved.dtype, saved.itemsize.tolist(), strict=True))}
-    for (name, nbytes), row in rows.items():
+    pairs = list(zip(saved.dtype, saved.itemsize.tolist(), strict=True))
+    for name, nbytes in set(pairs):
         dtype = getattr(torch, name, None)  # one that this torch does not know is an error where it is wanted
         if isinstance(dtype, torch.dtype) and dtype.itemsize != nbytes:
+            tensor = _name(saved, pairs.index((name, nbytes)))
             raise CorruptError(
-                f"the metadata is corrupt: {_name(saved, row)} is {name}, of {dtype.itemsize} bytes an element, and is "
-                f"said to have {nbytes}; restore metadata.arrow, or load another checkpoint"
+                f"the metadata is corrupt: {tensor} is {name}, of {dtype.itemsize} bytes an element, and is said to "
+                f"have {nbytes}; restore metadata.arrow, or load another checkpoint"
             )
 
 

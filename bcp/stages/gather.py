@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import ne
 
 import numpy as np
 import torch
@@ -46,13 +47,13 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
 
 def _check_in_place(item: WriteItem, rows: Ints) -> None:
     """Look whether memory is still where it was: ``share_memory_()`` frees it, whoever still looks there."""
-    for row, address in zip(rows.tolist(), item.address[rows].tolist(), strict=True):
-        if item.tensors[row].data_ptr() != address:
-            meta = item.table.meta(row)
-            raise StateChangedError(
-                f"the memory of {meta.kind} tensor {meta.fqn!r} was replaced while its snapshot was being taken (moved "
-                "to shared memory, or resized); do that before the save, or after the snapshot"
-            )
+    where = [*map(torch.Tensor.data_ptr, map(item.tensors.__getitem__, rows.tolist()))]
+    if (known := item.address[rows].tolist()) != where:
+        meta = item.table.meta(int(rows[list(map(ne, known, where)).index(True)]))
+        raise StateChangedError(
+            f"the memory of {meta.kind} tensor {meta.fqn!r} was replaced while its snapshot was being taken (moved "
+            "to shared memory, or resized); do that before the save, or after the snapshot"
+        )
 
 
 def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
