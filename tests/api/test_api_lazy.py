@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import bcp
+from bcp.backends import LocalBackend
 from bcp.pipeline import in_thread
 from bcp.planners.steps import StepHold, torch_optimizers
+from bcp.testing.storage_fakes import CountingBackend
 
 
 class Brake:
@@ -187,6 +189,38 @@ def test_steps_go_on_when_the_save(tmp_path: Path, how: str) -> None:
     with stepping(optimizer):
         pass
     with pytest.raises((bcp.StageError, BaseException), match=r"no space|cancelled"):
+        pending.wait()
+
+
+class Stuck(CountingBackend):
+    """Cannot open files, and takes its time to clean up."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(LocalBackend(root))
+        self.failed, self.cleaning, self.go = False, threading.Event(), threading.Event()
+
+    async def before(self, operation: str, key: str) -> None:
+        await super().before(operation, key)
+        if operation == "open_write":
+            self.failed = True
+            raise bcp.StorageError("the disk is gone")
+        if self.failed:
+            self.cleaning.set()
+            await in_thread(self.go.wait, 30)
+
+
+def test_no_step_waits_for_a_failed_save_to_clean_up(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    backend = Stuck(tmp_path)
+    states = {"model": model, "optimizer": optimizer}
+    pending = bcp.save(backend, states, async_checkpoint=True, snapshot="lazy")
+    assert backend.cleaning.wait(30)
+    with stepping(optimizer) as step:
+        step.join(20)
+        assert not step.is_alive()
+    assert not pending.done()
+    backend.go.set()
+    with pytest.raises(bcp.StorageError, match="the disk is gone"):
         pending.wait()
 
 
