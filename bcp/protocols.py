@@ -38,10 +38,23 @@ __all__ = [
     "Stateful",
     "States",
     "Sweeper",
+    "flat_view",
 ]
 
 Buffer = bytes | bytearray | memoryview
-"""Contiguous bytes."""
+"""Contiguous bytes; :func:`flat_view` looks at any as bytes."""
+
+
+def flat_view(data: Buffer) -> memoryview:
+    """Return a flat view of single bytes of any contiguous buffer, of whatever items and dimensions, without a copy.
+
+    Raises:
+        TypeError: it is no buffer, or not contiguous.
+
+    """
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
 
 States = Mapping[str, Any]
 """``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``; any subset."""

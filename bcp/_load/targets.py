@@ -84,7 +84,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     shards, saved = relocated(targets.shards, source, names)
     _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
     _check_dataloader(states, layout, job.world_size)
-    for kind in set(OPAQUE_KINDS) & set(states):
+    for kind in (kind for kind in OPAQUE_KINDS if kind in states):
         check_changeable(states[kind], kind)
     return Wanted(
         replace(targets, shards=shards),

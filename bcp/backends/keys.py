@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bcp.errors import InputError
-from bcp.protocols import Buffer
 
-__all__ = ["check_key", "flat_view", "scatter"]
+__all__ = ["check_key", "scatter"]
 
 _LARGE_BYTES = 64 << 10
 # From here on numpy copies, which lets other threads run, in the same time; 4 KiB take a memoryview 0.4 us, numpy 2.4.
@@ -27,12 +26,6 @@ def check_key(key: str) -> str:
             "without empty, '.' or '..' segments, backslash or NUL"
         )
     return key
-
-
-def flat_view(data: Buffer) -> memoryview:
-    """Return a flat view of single bytes of any contiguous buffer, without a copy."""
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
 def scatter(source: memoryview, outs: Sequence[memoryview]) -> None:

@@ -14,14 +14,14 @@ import aiofiles.os
 import anyio
 
 from bcp.backends import files
-from bcp.backends.keys import check_key, flat_view
+from bcp.backends.keys import check_key
 from bcp.backends.probe import quickest
 from bcp.backends.reading import ReadWay, fill
 from bcp.backends.tiling import Tiling
 from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.pipeline import in_thread
-from bcp.protocols import Buffer, ObjectInfo
+from bcp.protocols import Buffer, ObjectInfo, flat_view
 
 __all__ = ["LocalBackend"]
 

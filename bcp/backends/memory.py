@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from bcp.backends.keys import check_key, flat_view, scatter
+from bcp.backends.keys import check_key, scatter
 from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
-from bcp.protocols import Buffer, ObjectInfo
+from bcp.protocols import Buffer, ObjectInfo, flat_view
 
 __all__ = ["MemoryBackend"]
 

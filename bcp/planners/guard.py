@@ -17,8 +17,8 @@ _UNTRACKED = -1
 """Version of a tensor that torch does not count writes of: one made under ``torch.inference_mode()``."""
 
 
-_loads: list[Sequence[torch.Tensor]] = []
-"""What the loads of this process are filling."""
+_loads: dict[int, Sequence[torch.Tensor]] = {}
+"""What the loads of this process are filling, by ``id``; changes atomically under the interpreter."""
 
 os.register_at_fork(after_in_child=_loads.clear)
 
@@ -27,11 +27,11 @@ os.register_at_fork(after_in_child=_loads.clear)
 def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let no snapshot of these tensors begin: a load counts its writes before they begin, not when they have ended."""
     mine = list(tensors)
-    _loads.append(mine)
+    _loads[id(mine)] = mine
     try:
         yield
     finally:
-        _loads[:] = [each for each in _loads if each is not mine]
+        _loads.pop(id(mine), None)  # a forked child has forgotten it
 
 
 def check_not_loading(shards: LocalShards, rank: int) -> None:
@@ -41,7 +41,7 @@ def check_not_loading(shards: LocalShards, rank: int) -> None:
         StateChangedError: one does; names the first shard.
 
     """
-    filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads) for tensor in tensors} - {0}
+    filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads.values()) for tensor in tensors} - {0}
     for row, tensor in enumerate(shards.tensors if filled else ()):
         if tensor.untyped_storage().data_ptr() in filled:
             meta = shards.table.meta(row)

@@ -214,10 +214,10 @@ def is_fsdp1_type(kind: type) -> bool:
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:
     """Make one function of several."""
-    todo = list(finishes)
+    functions = list(finishes)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        for each in todo:
+        for each in functions:
             each(objects)
 
     return finish

@@ -9,9 +9,8 @@ import torch
 import xxhash
 
 from bcp.errors import CorruptError
-from bcp.protocols import Buffer, Codec
+from bcp.protocols import Buffer, Codec, flat_view
 from bcp.receipt import FileReceipt
-from bcp.stages.flat import flat_view
 from bcp.stages.load_items import Stored
 
 __all__ = ["check", "decoded", "digests"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from bcp.plan.box import Box, flat_boxes
-from bcp.protocols import Buffer
 
-__all__ = ["INTEGER", "block_of", "bytes_of", "flat_to_bytes", "flat_view", "torch_dtype", "typed"]
+__all__ = ["INTEGER", "block_of", "bytes_of", "flat_to_bytes", "torch_dtype", "typed"]
 
 INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, what to view elements as to copy them: not every call takes every dtype."""
@@ -24,12 +23,6 @@ def torch_dtype(name: str) -> torch.dtype:
 def bytes_of(data: torch.Tensor) -> memoryview:
     """View a uint8 tensor in host memory as bytes; writable."""
     return memoryview(data.numpy().data)
-
-
-def flat_view(data: Buffer) -> memoryview:
-    """View any contiguous buffer as bytes, also one of larger items or of several dimensions."""
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def typed(data: torch.Tensor, at: int, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

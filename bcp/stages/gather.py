@@ -52,7 +52,7 @@ def _check_in_place(item: WriteItem, rows: Ints) -> None:
         meta = item.table.meta(int(rows[list(map(ne, known, where)).index(True)]))
         raise StateChangedError(
             f"the memory of {meta.kind} tensor {meta.fqn!r} was replaced while its snapshot was being taken (moved "
-            "to shared memory, or resized); do that before the save, or after the snapshot"
+            f"to shared memory, or resized; for {item.key}); do that before the save, or after the snapshot"
         )
 
 

@@ -126,7 +126,7 @@ def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileR
     if context.verify:
         check(stored, file, context.rank)
     if stored.buffer is None:
-        return Loaded(stored.item, filled=context.targets.filled(chunk))
+        return Loaded(stored.item)
     image = stored.buffer[: stored.nbytes]
     if file.codecs:
         image = decoded(stored, file, context.codecs, context.rank)
@@ -154,13 +154,14 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
         if item.chunk is None:
             return loaded
         if item.straight:
-            context.placed_nbytes += loaded.filled
+            context.placed_nbytes += context.targets.filled(item.chunk)
             return loaded
         data = loaded.data
         if data.dtype != torch.uint8 or data.shape != (item.chunk.nbytes,) or not data.is_cpu:
             raise BcpError(
                 f"{item.name} is {data.dtype}{list(data.shape)} on {data.device} where {item.chunk.nbytes} bytes were "
-                "read: a custom stage changed them; use LoadOptions(codecs=[bcp.Codec(...)]) for stages that do"
+                f"read (rank {context.rank}): a custom stage changed them; use LoadOptions(codecs=[bcp.Codec(...)]) "
+                "for stages that do"
             )
         loaded = replace(loaded, data=data.contiguous())
         return replace(loaded, mark=await _place(context, item.chunk, loaded.data))

@@ -81,14 +81,12 @@ class Loaded:
             bytes are in the tensors already.
         buffer: the staging memory behind it; None where there is none.
         mark: when the copies out of it are done.
-        filled: bytes of tensors that are in place already.
     """
 
     item: ReadItem
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     buffer: torch.Tensor | None = None
     mark: Mark = field(default_factory=Mark)
-    filled: int = 0
 
     @property
     def name(self) -> str:

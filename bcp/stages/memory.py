@@ -15,7 +15,7 @@ from bcp.plan.load.straight import apart
 from bcp.plan.shards import ShardTable
 from bcp.stages.flat import torch_dtype
 
-__all__ = ["Stretch", "addresses", "bytes_at", "move", "stretch", "writable", "written"]
+__all__ = ["addresses", "bytes_at", "move", "stretch", "writable", "written"]
 
 HOLD_BYTES = 1 << 15
 """Up to here a copy keeps the GIL. Two threads with copies of 16 KiB: 3.0 GB/s, and 2.6 if each gives it up; of 64 KiB:
@@ -26,9 +26,6 @@ ALIKE = 64
 
 CACHED_BYTES = 1 << 18
 """What fits into a core's own cache."""
-
-Stretch = tuple[int, int]
-"""(address, one past the last)."""
 
 Memmove = Callable[[int, int, int], object]
 
@@ -88,8 +85,11 @@ def writable(tensors: Sequence[torch.Tensor], address: Ints, nbytes: Ints, same:
     return found
 
 
-def stretch(tensor: torch.Tensor) -> Stretch:
-    """Return where a tensor's memory is, a DTensor's local one; (0, 0) where there is none, or none of its own."""
+def stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (address, one past the last) of a tensor's memory, a DTensor's local one.
+
+    (0, 0) where there is none, or none of its own.
+    """
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     start = local.data_ptr() if local.layout is torch.strided else 0
     if not start:

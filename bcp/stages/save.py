@@ -16,10 +16,10 @@ import numpy as np
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage, in_thread
-from bcp.protocols import Codec, LightWriter, PartWriter
+from bcp.protocols import Codec, LightWriter, PartWriter, flat_view
 from bcp.stages.check import digests
 from bcp.stages.device import Fence
-from bcp.stages.flat import bytes_of, flat_view
+from bcp.stages.flat import bytes_of
 from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.staging import Lease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import time
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,8 +104,8 @@ def test_values_that_do_not_fit_are_said_to_leave_it_half_loaded(checkpoint: Pat
 # -- memory ------------------------------------------------------------------------------------------
 
 
-def tried(checkpoint: Path, what: str) -> list[weakref.ref[torch.Tensor]]:
-    """Load into a network that nobody holds when this returns."""
+def tried(checkpoint: Path, what: str, gone: threading.Semaphore) -> list[weakref.ref[torch.Tensor]]:
+    """Load into a network that nobody holds when this returns; every parameter that is no more releases ``gone``."""
     model = training(seed=1)["model"]
     if what == "too wide":
         model.register_parameter("more", nn.Parameter(torch.zeros(3)))
@@ -116,14 +116,12 @@ def tried(checkpoint: Path, what: str) -> list[weakref.ref[torch.Tensor]]:
         bcp.load(checkpoint / "absent" if what == "absent" else checkpoint, {"model": model})
     except bcp.BcpError:
         assert what != "fine"
-    return [weakref.ref(parameter) for parameter in model.parameters()]
+    return [weakref.ref(parameter, lambda _: gone.release()) for parameter in model.parameters()]
 
 
 @pytest.mark.usefixtures("collected_by_hand")
 @pytest.mark.parametrize("what", ["absent", "too wide", "corrupt", "fine"])
 def test_the_target_lives_no_longer_than_its_owner_wants(checkpoint: Path, what: str) -> None:
-    refs = tried(checkpoint, what)
-    until = time.monotonic() + SECONDS
-    while any(ref() is not None for ref in refs) and time.monotonic() < until:
-        time.sleep(0.01)  # bcp's own thread is about to let go of it
-    assert [ref() for ref in refs] == [None] * len(refs)
+    gone = threading.Semaphore(0)
+    refs = tried(checkpoint, what, gone)
+    assert all(gone.acquire(timeout=SECONDS) for _ in refs)  # bcp's own thread may let go of it a little later

@@ -1,0 +1,259 @@
+"""How ranks of one process take part in operations, and what every coordinator has to do when one of them fails."""
+# ruff: noqa: S101, PLR2004 -- a suite is made of assertions about small worlds
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from bcp.errors import InputError, PeerError
+from bcp.protocols import Agreement, Coordinator
+
+__all__ = ["QUIET_SECONDS", "CoordinatorFailures", "concatenated", "run_ranks"]
+
+Body = Callable[[int, Agreement], Awaitable[object]]
+QUIET_SECONDS = 60.0  # a timeout that no test reaches
+
+
+async def run_ranks(
+    coordinators: Sequence[Coordinator],
+    body: Body,
+    what: str | Sequence[str] = "test",
+    timeout: float = QUIET_SECONDS,  # noqa: ASYNC109 -- of silence, not of this call
+) -> list[object]:
+    """Run ``body(rank, agreement)`` for all ranks at once, in one operation; return what each returned or raised.
+
+    Args:
+        coordinators: one of each rank that takes part.
+        body: what each of them does in the operation.
+        what: what is being done; one for all, or one for each.
+        timeout: as for ``begin``, in seconds.
+
+    """
+    outcomes: dict[int, object] = {}
+
+    async def one(coordinator: Coordinator, what: str) -> None:
+        try:
+            async with coordinator.begin(what, timeout) as agreement:
+                outcome = await body(coordinator.rank, agreement)
+            outcomes[coordinator.rank] = outcome
+        except Exception as error:  # noqa: BLE001 -- errors are outcomes
+            outcomes[coordinator.rank] = error
+
+    whats = [what] * len(coordinators) if isinstance(what, str) else what
+    async with anyio.create_task_group() as group:
+        for coordinator, its in zip(coordinators, whats, strict=True):
+            group.start_soon(one, coordinator, its)
+    return [outcomes[coordinator.rank] for coordinator in coordinators]
+
+
+async def concatenated(gathered: Sequence[bytes]) -> bytes:
+    """Decide on what was gathered."""
+    return b"|".join(gathered)
+
+
+class CoordinatorFailures:
+    """What fails; a part of :class:`~bcp.testing.coordinator_suite.CoordinatorSuite`, which says more."""
+
+    def coordinators(self, world_size: int) -> Sequence[Coordinator]:
+        """Return new coordinators, one for each rank of a world; they are used as tasks and threads of one process."""
+        raise NotImplementedError("override `coordinators`")
+
+    @pytest.mark.parametrize("failing", [0, 2])
+    async def test_a_rank_fails(self, failing: int) -> None:
+        """The rank raises its own error; the others PeerError, in a verb or between verbs; the next operation works."""
+
+        async def body(rank: int, agreement: Agreement) -> object:
+            if rank == failing:
+                raise KeyError("the reason")
+            if rank == 1:
+                return await agreement.divide("plan", b"", list)
+            await anyio.sleep_forever()
+            return None
+
+        coordinators = self.coordinators(4)
+        outcomes = await run_ranks(coordinators, body)
+        for rank, outcome in enumerate(outcomes):
+            if rank == failing:
+                assert type(outcome) is KeyError
+            else:
+                _check_peer_error(outcome, failing, "KeyError: 'the reason'")
+        await self._still_usable(coordinators)
+
+    async def test_a_rank_is_cancelled(self) -> None:
+        """Cancellation from outside stays cancellation, and the others are told."""
+        coordinators = self.coordinators(3)
+        scope = anyio.CancelScope()
+
+        async def body(rank: int, agreement: Agreement) -> object:
+            await agreement.decide("all are here", b"", concatenated)
+            if rank == 1:
+                scope.cancel()
+            await anyio.sleep_forever()
+            return None
+
+        outcomes: list[object] = []
+
+        async def cancelled_rank() -> None:
+            with scope:
+                await run_ranks([coordinators[1]], body)
+            outcomes.append(scope.cancelled_caught)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancelled_rank)
+            outcomes.extend(await run_ranks([coordinators[0], coordinators[2]], body))
+        cancelled, *others = sorted(outcomes, key=lambda outcome: isinstance(outcome, PeerError))
+        assert cancelled is True
+        for outcome in others:
+            _check_peer_error(outcome, 1, "cancelled")
+        await self._still_usable(coordinators)
+
+    @pytest.mark.parametrize("verb", ["divide", "decide"])
+    async def test_rank_0_cannot_answer(self, verb: str) -> None:
+        """What the callback of rank 0 raises is rank 0's error."""
+
+        def divide(_gathered: Sequence[bytes]) -> list[bytes]:
+            raise ZeroDivisionError("the plan")
+
+        async def decide(_gathered: Sequence[bytes]) -> bytes:
+            raise ZeroDivisionError("the plan")
+
+        async def body(_rank: int, agreement: Agreement) -> bytes:
+            if verb == "divide":
+                return await agreement.divide("plan", b"", divide)
+            return await agreement.decide("plan", b"", decide)
+
+        coordinators = self.coordinators(3)
+        first, *others = await run_ranks(coordinators, body)
+        assert type(first) is ZeroDivisionError
+        for outcome in others:
+            _check_peer_error(outcome, 0, "ZeroDivisionError: the plan")
+        await self._still_usable(coordinators)
+
+    async def test_wrong_number_of_answers(self) -> None:
+        """A ``divide`` that leaves a rank out is an error on all ranks."""
+        first, second = await run_ranks(self.coordinators(2), lambda _, each: each.divide("plan", b"", lambda _: [b""]))
+        assert type(first) is InputError
+        _check_peer_error(second, 0, "1 answers for 2 ranks")
+
+    async def test_a_rank_fails_while_data_is_exchanged(self) -> None:
+        """Nobody waits for bytes of a rank that has failed."""
+
+        async def body(rank: int, agreement: Agreement) -> object:
+            await agreement.all_to_all([b"x"] * 3, [1] * 3)
+            if rank == 2:
+                raise KeyError("the reason")
+            return await agreement.all_to_all([b"x"] * 3, [1] * 3)
+
+        coordinators = self.coordinators(3)
+        *others, failed = await run_ranks(coordinators, body)
+        assert type(failed) is KeyError
+        for outcome in others:
+            _check_peer_error(outcome, 2, "the reason")
+        await self._still_usable(coordinators)
+
+    async def test_different_operations(self) -> None:
+        """Ranks that do different things all learn what the others do."""
+
+        async def body(_rank: int, agreement: Agreement) -> bytes:
+            return await agreement.decide("x", b"", concatenated)
+
+        coordinators = self.coordinators(3)
+        for outcome in await run_ranks(coordinators, body, ["save /a", "save /a", "load /b"]):
+            assert type(outcome) is InputError
+            assert "save /a" in str(outcome)
+            assert "rank 2: load /b" in str(outcome)
+        await self._still_usable(coordinators)
+
+    async def test_different_steps(self) -> None:
+        """The same for ranks that are in different steps."""
+        coordinators = self.coordinators(3)
+        steps = ["plan", "commit", "plan"]
+        for outcome in await run_ranks(coordinators, lambda rank, each: each.decide(steps[rank], b"", concatenated)):
+            assert type(outcome) is InputError
+            assert "decide 'plan'" in str(outcome)
+            assert "rank 1: decide 'commit'" in str(outcome)
+        await self._still_usable(coordinators)
+
+    @pytest.mark.parametrize("early", [0, 1])
+    async def test_a_rank_leaves_early(self, early: int) -> None:
+        """A rank that takes no part in a step is not waited for."""
+
+        async def body(rank: int, agreement: Agreement) -> bytes:
+            if rank == early:
+                return b"done"
+            return await agreement.decide("commit", b"", concatenated)
+
+        coordinators = self.coordinators(3)
+        outcomes = await run_ranks(coordinators, body)
+        for rank, outcome in enumerate(outcomes):
+            if rank == early:
+                assert outcome == b"done"
+            else:
+                _check_peer_error(outcome, early, "left early")
+        await self._still_usable(coordinators)
+
+    @pytest.mark.parametrize("late", [0, 2])
+    async def test_a_rank_is_late(self, late: int) -> None:
+        """Ranks do not wait longer than the timeout; the late one learns of it, and the next operation works."""
+
+        async def body(_rank: int, agreement: Agreement) -> bytes:
+            return await agreement.decide("commit", b"", concatenated)
+
+        coordinators = self.coordinators(3)
+        others = [each for each in coordinators if each.rank != late]
+        for outcome in await run_ranks(others, body, timeout=0.3):
+            _check_peer_error(outcome, late, "has not begun")
+        [outcome] = await run_ranks([coordinators[late]], body, timeout=QUIET_SECONDS)
+        _check_peer_error(outcome, late, "has not begun")
+        await self._still_usable(coordinators)
+
+    @pytest.mark.parametrize("stuck", [0, 1])
+    async def test_a_rank_falls_silent(self, stuck: int) -> None:
+        """A rank that has joined and then gives no sign of life is given up after the timeout."""
+        coordinators = self.coordinators(3)
+        joined, released = threading.Event(), threading.Event()
+
+        async def stuck_body(_rank: int, agreement: Agreement) -> None:
+            await agreement.decide("all are here", b"", concatenated)
+            joined.set()
+            released.wait()  # the event loop of this rank stands still
+
+        async def body(_rank: int, agreement: Agreement) -> bytes:
+            await agreement.decide("all are here", b"", concatenated)
+            return await agreement.decide("commit", b"", concatenated)
+
+        outcomes: list[object] = []
+
+        async def others() -> None:
+            live = [each for each in coordinators if each.rank != stuck]
+            try:
+                outcomes.extend(await run_ranks(live, body, timeout=1.0))
+            finally:
+                released.set()
+
+        def in_a_thread() -> None:
+            anyio.run(run_ranks, [coordinators[stuck]], stuck_body)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(to_thread.run_sync, in_a_thread)
+            await others()
+        assert joined.is_set()
+        for outcome in outcomes:
+            _check_peer_error(outcome, stuck, "no sign of life")
+        await self._still_usable(coordinators)
+
+    async def _still_usable(self, coordinators: Sequence[Coordinator]) -> None:
+        """Check that the next operation works."""
+        outcomes = await run_ranks(coordinators, lambda rank, each: each.decide("again", b"%d" % rank, concatenated))
+        assert outcomes == [b"|".join(b"%d" % each.rank for each in coordinators)] * len(coordinators)
+
+
+def _check_peer_error(outcome: object, rank: int, cause: str) -> None:
+    """Check that a rank was told who is to blame, and why."""
+    assert type(outcome) is PeerError, outcome
+    assert (outcome.rank, cause in outcome.cause) == (rank, True), outcome
