@@ -58,7 +58,7 @@ async def _write(
     with own_errors(), ExitStack() as stack:
         stack.callback(snapshot.release)  # where copies fail: cleaning up may take long
         stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
-        pinned = bool(cuda_devices(held.shards.tensors))
+        pinned = bool(cuda_devices(held.shards.tensors, held.address))
         lease = stack.enter_context(shared_pool(pinned=pinned).lease())
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
@@ -91,7 +91,7 @@ async def aprepare(job: SaveJob) -> None:
             job.on_snapshot()
         held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
     items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
-    pool = shared_pool(pinned=bool(cuda_devices(held.shards.tensors)))
+    pool = shared_pool(pinned=bool(cuda_devices(held.shards.tensors, held.address)))
     await in_thread(pool.reserve, saving.first_sizes(items, job.options))
 
 
@@ -119,7 +119,7 @@ async def _read(
         sources = loading.extra_sources(metadata.layout, job.states, job.rank)
         ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
-        devices = cuda_devices(wanted.targets.shards.tensors)
+        devices = cuda_devices(wanted.targets.shards.tensors, wanted.targets.shards.address)
         lease = stack.enter_context(shared_pool(pinned=bool(devices)).lease(keep=False))
         lanes = stack.enter_context(Lanes(devices))
         await in_thread(lanes.settle)

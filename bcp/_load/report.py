@@ -50,8 +50,8 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
     table, tensors, chunks = shards.table, shards.tensors, assignment.chunks
     found = copies(layout, table, wanted.wants, chunks)
     check_complete(found, table, wanted.wants)
-    saved = ["" if row < 0 else layout.tensors.dtype[row] for row in wanted.saved.tolist()]
-    same = np.array(list(map(eq, saved, table.tensors.dtype)), np.bool_)[table.tensor]
+    saved = layout.tensors.dtypes_of(wanted.saved)
+    same = np.fromiter(map(eq, saved, table.tensors.dtype), np.bool_, len(saved))[table.tensor]
     dtypes = list(map(saved.__getitem__, table.tensor.tolist()))
     known = wanted.targets.shards.address
     address = writable(tensors, addresses(tensors, table) if known is None else known, table.nbytes, same)

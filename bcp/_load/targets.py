@@ -188,11 +188,11 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
 
 def _check_elements(saved: TensorTable) -> None:
     """Check that elements have as many bytes as those of their dtype: more would be written behind their tensors."""
-    pairs = list(zip(saved.dtype, saved.itemsize.tolist(), strict=True))
-    for name, nbytes in set(pairs):
+    sizes = saved.itemsize.tolist()
+    for name, nbytes in set(zip(saved.dtype, sizes, strict=True)):
         dtype = getattr(torch, name, None)  # one that this torch does not know is an error where it is wanted
         if isinstance(dtype, torch.dtype) and dtype.itemsize != nbytes:
-            tensor = _name(saved, pairs.index((name, nbytes)))
+            tensor = _name(saved, list(zip(saved.dtype, sizes, strict=True)).index((name, nbytes)))
             raise CorruptError(
                 f"the metadata is corrupt: {tensor} is {name}, of {dtype.itemsize} bytes an element, and is said to "
                 f"have {nbytes}; restore metadata.arrow, or load another checkpoint"
@@ -201,8 +201,8 @@ def _check_elements(saved: TensorTable) -> None:
 
 def _differ(target: TensorTable, saved: TensorTable, found: Ints) -> list[int]:
     """Return the tensors of the target that both have, with different dtypes; ``found`` as in :func:`_check_dtypes`."""
-    there = [own if row < 0 else saved.dtype[row] for row, own in zip(found.tolist(), target.dtype, strict=True)]
-    return np.flatnonzero(np.array(list(map(ne, there, target.dtype)), np.bool_)).tolist()
+    other = np.fromiter(map(ne, saved.dtypes_of(found), target.dtype), np.bool_, len(found))
+    return np.flatnonzero(other & (found >= 0)).tolist()
 
 
 def _check_dataloader(states: States, layout: Layout, world_size: int) -> None:

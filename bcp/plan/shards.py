@@ -124,6 +124,10 @@ class TensorTable:
             tied_to=[m.tied_to for m in metas],
         )
 
+    def dtypes_of(self, rows: Ints) -> list[str]:
+        """Return the dtype of each of these rows; "" for row -1, which is none."""
+        return list(map([*self.dtype, ""].__getitem__, rows.tolist()))
+
     def __getitem__(self, row: int) -> TensorMeta:
         """Return one row as a record."""
         ndim = int(self.ndim[row])

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import StateError
+from bcp.plan.columns import Ints
 from bcp.planners.dtensor import Meshes, layout_of, local_tensor
 from bcp.planners.hooks import HOOKS, is_hooked
 from bcp.planners.memory import FLATTENED, parts_of, unsupported
@@ -42,6 +44,7 @@ class Form:
         stride: of the logical tensor in elements; () where its parts do not tell.
         device: device type.
         requires_grad: whether autograd tracks it.
+        tracked: whether autograd tracks its memory here, which is another tensor in a DTensor.
         spans: the shards that are here; ``at`` means nothing.
         whole: whether there is one shard only, and its elements are those of the local tensor as it is.
         plain: whether they are also bytes of the CPU's memory in row-major order.
@@ -52,6 +55,7 @@ class Form:
     stride: tuple[int, ...]
     device: str
     requires_grad: bool
+    tracked: bool
     spans: tuple[Span, ...]
     whole: bool
     plain: bool
@@ -69,14 +73,14 @@ class Looks:
         leaves: what was looked at.
         memory: the tensor whose elements are those of the leaf that are here.
         forms: the form of each leaf.
-        addresses: where its memory is: the same number for leaves that are the same memory.
+        addresses: int64[n], where its memory is: the same number for leaves that are the same memory.
         parts: by number of a leaf, its parts, where these had to be found anyway.
     """
 
     leaves: Sequence[Leaf]
     memory: Sequence[torch.Tensor]
     forms: Sequence[Form]
-    addresses: Sequence[int]
+    addresses: Ints
     parts: Mapping[int, Sequence[Part]]
 
     def views(self, number: int, label: str) -> list[torch.Tensor]:
@@ -112,9 +116,10 @@ def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
         memory.append(held)
         forms.append(form)
     try:
-        addresses = [held.data_ptr() for held in memory]
+        addresses = np.fromiter((held.data_ptr() for held in memory), np.int64, len(memory))
     except RuntimeError:  # a tensor that is not strided may look like one that is, but for its address
-        addresses = [_address(leaf, memory[number], label, number) for number, leaf in enumerate(leaves)]
+        asked = (_address(leaf, memory[number], label, number) for number, leaf in enumerate(leaves))
+        addresses = np.fromiter(asked, np.int64, len(memory))
     return Looks(leaves, memory, forms, addresses, parts)
 
 
@@ -168,6 +173,7 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
         stride=_stride(leaf),
         device=tensor.device.type,
         requires_grad=tensor.requires_grad,
+        tracked=memory.requires_grad,
         spans=tuple(Span(part.box, part.start, part.stop) for part in parts),
         whole=whole,
         plain=whole and memory.is_cpu and memory.is_contiguous(),

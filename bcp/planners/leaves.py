@@ -139,8 +139,8 @@ class Leaves:
         stock = recall(seen)
         if stock is None:
             rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
-            plain = all(form.plain for form in rows.held)
-            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys, plain)
+            plain, tracked = all(form.plain for form in rows.held), any(form.tracked for form in rows.held)
+            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys, plain, tracked)
             remember(stock)
         return stock
 
@@ -182,9 +182,10 @@ class Leaves:
 
         A storage keeps the memory of a tensor as well as a detached view of it, which takes four times as long to make.
         """
-        stored = map(looks.memory.__getitem__, stock.stored)
-        memory = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored]
-        address = np.array(list(map(looks.addresses.__getitem__, stock.stored)), np.int64)
+        memory = list(map(looks.memory.__getitem__, stock.stored))
+        if stock.tracked:
+            memory = [tensor.detach() if tensor.requires_grad else tensor for tensor in memory]
+        address = looks.addresses[np.array(stock.stored, np.int64)]
         storages = list(map(torch.Tensor.untyped_storage, memory))
         return LocalShards(stock.table, memory, self._objects(stock.keys), address, storages)
 

@@ -35,6 +35,7 @@ class Stock:
         stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
         keys: of the objects, in the order in which their values are found.
         plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
+        tracked: whether autograd tracks the memory of any of them.
     """
 
     seen: Seen
@@ -42,6 +43,7 @@ class Stock:
     stored: Sequence[int]
     keys: Sequence[ObjectKey]
     plain: bool
+    tracked: bool
 
 
 _stocks: list[Stock] = []

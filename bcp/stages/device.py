@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Self
 
+import numpy as np
 import torch
+
+from bcp.plan.columns import Ints
 
 __all__ = ["SMALL_BYTES", "Fence", "Lanes", "Mark", "cuda_devices", "on_side_stream", "record_fence"]
 
@@ -32,11 +35,18 @@ def record_fence() -> Fence:
     return {device: event}
 
 
-def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the indices of the CUDA devices that hold any of the tensors."""
-    if all(tensor.is_cpu for tensor in tensors):  # as a rule, where there may be thousands; 0.1 us each
-        return []
-    return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
+def cuda_devices(tensors: Sequence[torch.Tensor], address: Ints | None = None) -> list[int]:
+    """Return the indices of the CUDA devices that hold any of the tensors.
+
+    Args:
+        tensors: live memory, on any device.
+        address: int64[n], where they lie in host memory, or 0; None where that is not known. Of thousands of tensors,
+            those that have one need not be asked: 0.3 us each.
+
+    """
+    if address is not None:
+        tensors = [tensors[row] for row in np.flatnonzero(address == 0).tolist()]
+    return sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})
 
 
 @cache

@@ -199,7 +199,8 @@ def made_up(draw: st.DrawFn) -> tuple[list[tuple[str, str]], list[Form], list[li
         spans = tuple(Span(whole, *sorted(draw(st.tuples(*[st.integers(0, whole.numel)] * 2)))) for _ in range(2))
         dtype = draw(st.sampled_from([torch.float32, torch.int8]))
         some = spans[: draw(st.integers(0, 2))]
-        few.append(Form(dtype, shape, shape, "cpu", draw(st.booleans()), some, whole=False, plain=False))
+        asks, tracks = draw(st.booleans()), draw(st.booleans())
+        few.append(Form(dtype, shape, shape, "cpu", asks, tracks, some, whole=False, plain=False))
     tied = draw(st.lists(st.integers(0, max(len(names) - 1, 0)), unique=True, max_size=3))
     ties = [
         group
