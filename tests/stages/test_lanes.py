@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bcp.stages import device
-from bcp.stages.device import Lanes, Mark
+from bcp.stages.device import Lanes, Mark, cuda_devices
 
 
 class Stream:
@@ -115,3 +116,24 @@ def test_without_devices_there_is_nothing_to_wait_for(log: list[str]) -> None:
     assert mark == Mark()
     assert mark.reached
     assert log == []
+
+
+class Placed:
+    """A tensor that notes when it is asked where it is."""
+
+    def __init__(self, where: str) -> None:
+        self.device, self.asked = torch.device(where), False
+
+    @property
+    def is_cuda(self) -> bool:
+        self.asked = True
+        return self.device.type == "cuda"
+
+
+def test_devices_of_tensors_without_an_address_in_host_memory() -> None:
+    tensors: list[Any] = [Placed("cuda:3"), Placed("cpu"), Placed("cuda"), Placed("cuda:3"), Placed("cpu")]
+    assert cuda_devices(tensors, np.array([0, 4096, 0, 0, 0])) == [0, 3]
+    assert [tensor.asked for tensor in tensors] == [True, False, True, True, True]
+    assert cuda_devices(tensors) == [0, 3]
+    assert tensors[1].asked
+    assert cuda_devices(tensors[1:2], np.array([0])) == []
