@@ -125,7 +125,7 @@ class TensorTable:
         )
 
     def dtypes_of(self, rows: Ints) -> list[str]:
-        """Return the dtype of each of these rows; "" for row -1, which is none."""
+        """Return the dtype of each of these rows, int64[k]; "" for row -1, which is none."""
         return list(map([*self.dtype, ""].__getitem__, rows.tolist()))
 
     def __getitem__(self, row: int) -> TensorMeta:
