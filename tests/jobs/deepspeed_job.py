@@ -75,6 +75,8 @@ def _deepspeed() -> Any:
     import deepspeed  # noqa: PLC0415 -- not in the parent process, nor before the environment is set
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed calls what torch 2.13 renames
+    # DeepSpeed refuses fp16 on CPUs whose oneDNN lacks it; torch computes fp16 on any CPU, only slower
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, and takes most of the time
     with kept():
