@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test check format demo bench clean
+.PHONY: help venv test check format demo bench chaos clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -50,6 +50,9 @@ demo: venv  ## Train, crash in the middle of a save, resume on other layouts; wr
 
 bench: $(BENCH_STAMP)  ## Measure the speed of saves and loads beside other libraries; about 15 minutes, writes bench-out/.
 	$(BIN)/python -m benchmarks.speed --json bench-out/speed.json --picture bench-out/speed.png $(ARGS)
+
+chaos: venv  ## Kill a training job at every file event of its saves and resume it, by ckpt-chaos; half an hour.
+	$(BIN)/python -m benchmarks.chaos --check $(ARGS)
 
 # The other libraries. With torch in the call, pip fails where they need another one, and does not swap it.
 $(BENCH_STAMP): $(STAMP)

@@ -1,0 +1,16 @@
+"""A sample of the kill points of ``make chaos``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import Case, kill_and_resume
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", [Case("lazy"), Case("overwrite", ranks=2, victim=1)], ids=str)
+def test_a_job_that_is_killed_in_a_save_resumes_where_it_would_have_been(case: Case, tmp_path: Path) -> None:
+    assert kill_and_resume(case, tmp_path, points=4, jobs=1) == {"PASS": 4}
