@@ -7,7 +7,6 @@ here, Ctrl-C while waiting; forks and the end of the process are in :mod:`bcp._l
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from bcp import _loop
+from bcp._log import log
 from bcp._loop import Loop, refuse_on_own_thread, wait_for
 
 __all__ = ["Background", "run", "start"]
@@ -25,8 +25,6 @@ __all__ = ["Background", "run", "start"]
 T = TypeVar("T")
 Operation = Callable[[Callable[[], None]], Awaitable[T]]
 Outcome = tuple[T, None] | tuple[None, BaseException]
-
-log = logging.getLogger("bcp")
 
 
 def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call") -> T:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
-import logging
 import math
 import os
 import threading
@@ -20,11 +19,11 @@ from weakref import WeakSet
 
 import anyio._backends._asyncio  # noqa: F401 -- imported at first use: a fork just then leaves the child half a module
 
+from bcp._log import log
+
 __all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for"]
 
 NAP_SECONDS = 0.2
-
-log = logging.getLogger("bcp")
 
 
 class Running(Protocol):
@@ -134,7 +133,7 @@ def _finish_at_exit(*, late: bool) -> None:
         try:
             loop.wait_until_idle()
         except KeyboardInterrupt:
-            log.error("interrupted; cancelling %d operations", len(loop.running))  # noqa: TRY400 -- no traceback needed
+            log.error("interrupted; cancelling %d operations", len(loop.running))
             for background in list(loop.running):
                 background.cancel()
             loop.wait_until_idle()

@@ -69,7 +69,7 @@ class StateChangedError(InputError):
 
 
 class MissingExtraError(InputError, ImportError):
-    """An optional dependency is missing; the message names the extra, as in ``pip install 'bcp[cli]'``."""
+    """An optional dependency is missing; the message names the extra, as in ``pip install 'bcp-checkpoint[cli]'``."""
 
 
 class CheckpointError(BcpError):

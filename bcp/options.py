@@ -57,7 +57,7 @@ class SaveOptions:
     Attributes:
         overwrite: replace a committed checkpoint at the same path, atomically; without it such a save is refused
             before a byte is written.
-        progress: draw a progress bar on rank 0 (needs ``bcp[cli]``).
+        progress: draw a progress bar on rank 0 (needs ``bcp-checkpoint[cli]``).
         edit: takes the save graph and returns the one to run, as in ``lambda g: g.after("d2h", my_stage)``. The
             stages are ``d2h``, ``serialize``, one per codec, ``upload`` and ``checksum``.
         codecs: applied to every part in this order, before it is stored.
@@ -134,7 +134,7 @@ class LoadOptions:
         cast: convert where the dtype differs; without it that is an error.
         verify: check the checksum of every block that is read.
         trust: unpickle user objects in extra states without restriction. Only for checkpoints that you wrote.
-        progress: draw a progress bar on rank 0 (needs ``bcp[cli]``).
+        progress: draw a progress bar on rank 0 (needs ``bcp-checkpoint[cli]``).
         edit: takes the load graph and returns the one to run. The stages are ``read``, ``deserialize``,
             ``h2d`` and ``exchange``.
         codecs: those that the checkpoint was saved with; the order does not matter.

@@ -57,7 +57,7 @@ def main() -> int:
     """Run everything."""
     options = arguments(__doc__)
     if find_spec("megatron") is None:
-        raise SystemExit("benchmarks.irregular needs megatron-core: pip install 'bcp[frameworks]'")
+        raise SystemExit("benchmarks.irregular needs megatron-core: pip install 'bcp-checkpoint[frameworks]'")
     figures = Figures()
     for job, (official, *_) in JOBS.items():
         measured = measure(job, options)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import structlog
 import xxhash
 
+from bcp._log import log
 from bcp._version import __version__
 from bcp.errors import ExistsError
 from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of
@@ -24,7 +24,6 @@ from bcp.protocols import Backend, Sweeper
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
 
 BLOCK_BYTES = 1 << 20
-log = structlog.get_logger("bcp")
 _layouts: PlanCache[bytes] = PlanCache(16)
 
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
-import structlog
 
 from bcp._job import SaveJob
+from bcp._log import log
 from bcp._save.root import Root
 from bcp.metadata import operation_of, receipt_key
 from bcp.protocols import Backend
@@ -17,7 +17,6 @@ from bcp.stages.items import WriteItem
 __all__ = ["Undo", "undone_on_error"]
 
 CLEAN_UP_SECONDS = 30.0
-log = structlog.get_logger("bcp")
 
 
 class Undo:

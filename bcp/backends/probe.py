@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +10,12 @@ from threading import Lock
 
 import numpy as np
 
+from bcp._log import log
 from bcp.backends.direct import bounce
 from bcp.backends.writing import TempFile, WriteWay
 
 __all__ = ["quickest"]
 
-log = logging.getLogger("bcp")  # not structlog, which prints debug lines where nobody has configured it
 
 _SIMPLE_BYTES = 1 << 20
 # Smaller files go through the page cache and stay there: they are soon read again. Durable, in ms, direct and buffered:
@@ -79,8 +78,8 @@ def _compare(final: Path) -> WriteWay:
                 break
     except OSError as error:
         chosen = "direct"
-        log.debug("local writes to %s: the probe failed: %s", final.parent, error)
-    log.debug("local writes to %s: %s, because of %s", final.parent, chosen, rates)
+        log.debug("the probe of local writes failed", folder=str(final.parent), error=str(error))
+    log.debug("local writes were probed", folder=str(final.parent), way=chosen, **rates)
     return chosen
 
 

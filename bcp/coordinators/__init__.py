@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import structlog
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bcp._log import log
 from bcp.coordinators.memory import grpc_coordinators, memory_coordinators
 from bcp.coordinators.solo import SoloCoordinator
 from bcp.coordinators.store import StoreCoordinator
@@ -30,7 +30,6 @@ __all__ = [
     "memory_coordinators",
 ]
 
-log = structlog.get_logger("bcp")
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Coordinator] = WeakKeyDictionary()
 
 

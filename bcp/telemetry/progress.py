@@ -21,11 +21,11 @@ def progress_bar(title: str, *, stage: str, nbytes: int, show: bool) -> Iterator
         yield ignore
         return
     try:
-        from rich.console import Console  # noqa: PLC0415 -- optional: bcp[cli]
+        from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: PLC0415
     except ImportError as error:
         raise MissingExtraError(
-            "progress=True draws with rich, which is not installed: pip install 'bcp[cli]'"
+            "progress=True draws with rich, which is not installed: pip install 'bcp-checkpoint[cli]'"
         ) from error
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -63,7 +63,8 @@ def test_direct_unless_early_is_clearly_quicker(
     with caplog.at_level(logging.DEBUG, logger="bcp"):
         assert quickest(tmp_path / "object", LARGE) == chosen
     (line,) = caplog.records
-    assert line.args == (tmp_path, chosen, {"direct_gbps": direct, "early_gbps": early})
+    rates = {"direct_gbps": direct, "early_gbps": early}
+    assert line.__dict__["bcp"] == {"folder": str(tmp_path), "way": chosen, **rates}
 
 
 def test_a_round_that_was_disturbed_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_the_probe_writes_and_leaves_nothing(
         quickest(tmp_path / "object", LARGE)
     assert names(tmp_path) == []
     assert sum(count for _, count in disk.direct) == (0 if no_open else 8 * MIB)
-    _, _, rates = caplog.records[0].args or ()
+    rates = caplog.records[0].__dict__["bcp"]
     assert rates["early_gbps"] > 0
     assert (rates["direct_gbps"] > 0) is not bool(no_open)
 
@@ -140,7 +141,8 @@ def test_a_probe_that_fails_leaves_nothing_and_lets_the_save_go_on(
     assert seen
     assert all(name.startswith(".object.") and name.endswith(".bcp-tmp") for name in seen)
     assert names(tmp_path) == []
-    assert caplog.messages[0].endswith("the probe failed: broken")
+    assert caplog.messages[0].startswith("the probe of local writes failed")
+    assert caplog.messages[0].endswith("error='broken'")
 
 
 def test_a_forked_child_does_not_wait_for_a_probe_of_its_parent() -> None:

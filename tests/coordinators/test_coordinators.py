@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import structlog
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake"
+from logs import captured_logs
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import bcp.coordinators
@@ -133,7 +133,7 @@ def test_without_grpc_the_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyP
     hide_grpc(monkeypatch)
     dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
     try:
-        with structlog.testing.capture_logs() as logs:
+        with captured_logs() as logs:
             assert isinstance(coordinator(), StoreCoordinator)
     finally:
         dist.destroy_process_group()

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import anyio
 import grpc
 import pytest
-import structlog
 import trustme
+from logs import captured_logs
 from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
@@ -242,7 +242,7 @@ async def job_with_a_door(stranger: dict[str, str | None], *frames: Frame, leave
     if leave:
         await coordinators[1].aclose()
     address = await on_its_loop(coordinators[0], ranks[1].address_of(0))
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         knocker = Stranger(ranks[1]._invitation, address, **stranger)
         outcome = await on_its_loop(coordinators[0], knocker.join(*frames))
     if not leave:
@@ -465,7 +465,7 @@ async def test_addresses_that_are_known() -> None:
 async def test_a_rank_with_the_wrong_token_is_told_so() -> None:
     addresses = free_addresses(2)
     coordinators = [GrpcCoordinator.at(rank, addresses, token) for rank, token in enumerate(["right", "wrong"])]
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         first, second = await run_ranks(coordinators, decide, timeout=0.5)
     assert isinstance(first, PeerError)
     assert (first.rank, "has not begun" in first.cause) == (1, True)
@@ -479,7 +479,7 @@ async def test_ranks_with_different_lists_are_told_so() -> None:
     addresses = free_addresses(3)
     lists = [addresses[:2], [addresses[0], addresses[2]]]
     coordinators = [GrpcCoordinator.at(rank, its, "token") for rank, its in enumerate(lists)]
-    with structlog.testing.capture_logs():
+    with captured_logs():
         _, second = await run_ranks(coordinators, decide, timeout=0.5)
     assert isinstance(second, InputError)
     assert "is of session" in str(second)

@@ -34,7 +34,7 @@ def test_without_rich_the_extra_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(bcp.MissingExtraError, match=r"pip install 'bcp\[cli\]'"):
+    with pytest.raises(bcp.MissingExtraError, match=r"pip install 'bcp-checkpoint\[cli\]'"):
         bcp.save(tmp_path / "c", {"model": {"w": torch.ones(3)}}, progress=True)
     assert not (tmp_path / "c").exists()
 

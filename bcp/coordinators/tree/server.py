@@ -6,8 +6,7 @@ import hmac
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import structlog
-
+from bcp._log import log
 from bcp.coordinators.hello import Hello
 from bcp.coordinators.tree.edge import METHOD, SERVICE, CredentialsError, Receive, Tls, converse, hello_of, metadata_of
 from bcp.coordinators.tree.edge import server_options as options_for
@@ -19,8 +18,6 @@ from bcp.errors import InputError
 __all__ = ["Server", "credentials_of"]
 
 _STOP_SECONDS = 1.0  # how long streams have to end by themselves
-
-log = structlog.get_logger("bcp")
 
 
 def credentials_of(invitation: Invitation, node: str) -> list[tuple[str, str]]:

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+from logs import captured_logs
+
+from bcp._log import log
+
+SILENT = """
+import warnings, torch, bcp
+from bcp._log import log
+warnings.simplefilter("error")
+states = {"model": torch.nn.Linear(4, 4), "extra_states": {"step": 1}}
+for path in ("one", "one"):
+    bcp.save(path, states, overwrite=True)
+bcp.save("two", states, async_checkpoint=True)  # the end of the process waits for it
+bcp.load("one", states)
+log.debug("a line")
+log.warning("a line", path="x")
+"""
+
+LOST = """
+import torch, bcp
+from bcp._log import log
+log.error("%s failed, and nobody waited for it", "save to x", exc_info=RuntimeError("the disk is full"))
+"""
+
+
+def run(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=True)  # noqa: S603 -- our own program
+
+
+def test_an_application_without_logging_sees_no_line(tmp_path: Path) -> None:
+    done = run(SILENT, tmp_path)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_an_application_without_logging_sees_errors_on_stderr(tmp_path: Path) -> None:
+    done = run(LOST, tmp_path)
+    assert done.stdout == ""
+    assert done.stderr.startswith("save to x failed, and nobody waited for it\n")
+    assert "RuntimeError: the disk is full" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["root", "bcp"])
+def test_an_application_with_logging_receives_every_line_once(tmp_path: Path, where: str) -> None:
+    name = "" if where == "root" else "bcp"
+    program = f"""
+import logging, sys
+logger = logging.getLogger({name!r})
+logger.setLevel(logging.DEBUG)
+logger.addHandler(logging.StreamHandler(sys.stdout))
+from bcp._log import log
+log.debug("a line", path="x", numbers=[1, 2])
+log.error("a worse one")
+"""
+    done = run(program, tmp_path)
+    assert done.stdout == "a line path='x' numbers=[1, 2]\na worse one\n"
+    assert done.stderr == ""
+
+
+def test_the_applications_own_structlog_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    structlog.configure(processors=[structlog.processors.JSONRenderer()], logger_factory=structlog.PrintLoggerFactory())
+    try:
+        with captured_logs() as lines:
+            log.warning("100% of it is left", path="x")
+    finally:
+        structlog.reset_defaults()
+    assert lines == [{"event": "100% of it is left path='x'", "log_level": "warning", "path": "x"}]
+    assert capsys.readouterr().out == ""
+
+
+def test_lines_below_the_loggers_level_cost_no_formatting() -> None:
+    class Loud:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    logging.getLogger("bcp").setLevel(logging.ERROR)
+    try:
+        log.warning("a line", value=Loud())
+    finally:
+        logging.getLogger("bcp").setLevel(logging.NOTSET)
