@@ -40,11 +40,12 @@ async def asave(job: SaveJob) -> SaveReport:
             items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
             values = await in_thread(saving.owned_values, held, plan)
             undo.begin(opening.operation, items)
-            stored = await _write(job, held, items, snapshot)
-            receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
-            digest = await saving.put_receipt(job.backend, receipt)
+            async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
+                stored = await _write(job, held, items, snapshot)
+                receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
+                written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
-            await agree(agreement, "commit", job.rank, digest, root.commit)
+            await agree(agreement, "commit", job.rank, written, root.commit)
     return saving.report(job, held, opening, receipt, items, snapshot)
 
 

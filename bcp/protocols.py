@@ -38,6 +38,8 @@ __all__ = [
     "Stateful",
     "States",
     "Sweeper",
+    "Unfinished",
+    "Version",
     "flat_view",
 ]
 
@@ -55,6 +57,9 @@ def flat_view(data: Buffer) -> memoryview:
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
+
+Version = str
+"""Names the contents of one object, as an ETag or a generation does. Equal versions have equal contents. Not empty."""
 
 States = Mapping[str, Any]
 """``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``; any subset."""
@@ -181,6 +186,39 @@ class Backend(Protocol):
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object durably: all of it or none; replaces an existing one atomically."""
 
+    async def version(self, key: str) -> Version | None:
+        """Return the version of an object, or None if there is none."""
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a small object as :meth:`put` does, if the object there still has the version ``found``.
+
+        Comparison and replacement are one step, between all processes and hosts that use the storage: of several calls
+        with the same ``found`` one at most succeeds. A process that dies within the call blocks no later call.
+        Saves commit with this method.
+
+        A backend whose objects lie in directories makes none here. A directory that was moved away took the files of
+        the save along, so a commit in a new one would have no data.
+
+        Args:
+            key: the object.
+            data: its new contents.
+            found: version of the object to be replaced; None if the object must not exist yet.
+
+        Returns:
+            The version of the new object. None if the object has another version than ``found``, or if another call
+            with the same ``found`` has taken precedence; the object is then as it was.
+
+        Raises:
+            StorageError: storage failed. The object is the old one or the new one.
+
+        Example::
+
+            found = await backend.version("metadata.arrow")
+            if await backend.put_if("metadata.arrow", data, found) is None:
+                ...  # another job was quicker
+
+        """
+
     def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
         """Write a large object in parts. ``nbytes``: its size where it is known beforehand.
 
@@ -204,15 +242,32 @@ class Backend(Protocol):
         """Let go of connections. Idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Something that an unfinished write has left, or still uses.
+
+    Attributes:
+        key: key of the object that was being written.
+        name: the backend's own name of it: a temporary file, the id of a multipart upload.
+    """
+
+    key: str
+    name: str
+
+
 @runtime_checkable
 class Sweeper(Protocol):
-    """What a backend offers besides, if its unfinished writes can outlive their writer."""
+    """Optional methods of a backend whose unfinished writes can outlive their writer.
 
-    async def sweep(self, stale: Callable[[str], bool]) -> None:
-        """Remove what writers that died have left behind unfinished, of the keys for which ``stale`` is true.
+    Listing and removal are two steps. A save lists before it commits and removes after it. Then every listed writer is
+    older than the commit and can no longer commit itself, and no younger one loses a file.
+    """
 
-        Finished objects are not touched.
-        """
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List what unfinished writes have left or still use, of live writers too. Finished objects are not listed."""
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove some of those that :meth:`unfinished` listed. An absent one is no error. A writer that lives fails."""
 
 
 @runtime_checkable

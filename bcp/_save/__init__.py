@@ -4,6 +4,7 @@ from bcp._save.held import Held, take_stock
 from bcp._save.memory import first_sizes
 from bcp._save.parts import make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
+from bcp._save.rivals import not_replaced
 from bcp._save.root import BLOCK_BYTES, Opening, Root
 from bcp._save.snapshot import Snapshot
 from bcp._save.undo import Undo, undone_on_error
@@ -18,6 +19,7 @@ __all__ = [
     "Undo",
     "first_sizes",
     "make_receipt",
+    "not_replaced",
     "only_save_to",
     "open_files",
     "owned_values",

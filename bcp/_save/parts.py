@@ -13,6 +13,7 @@ from bcp._save.held import Held
 from bcp._save.plan import SavePlan
 from bcp._save.root import Opening
 from bcp._save.snapshot import Snapshot
+from bcp._save.written import encode_written
 from bcp.events import SaveReport
 from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
@@ -124,10 +125,10 @@ def _file_receipt(data_start: int, parts: Sequence[PartReceipt], codecs: tuple[s
 
 
 async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
-    """Store the receipt; return its digest, which the commit record will hold."""
+    """Store the receipt; return this rank's message for the commit."""
     data = await planning(encode_receipt, receipt)
     await backend.put(receipt_key(receipt.rank, receipt.operation), data)
-    return receipt_digest(data)
+    return encode_written(receipt, receipt_digest(data), len(data))
 
 
 def report(

@@ -1,4 +1,4 @@
-"""What rank 0 does for all: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2)."""
+"""Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import xxhash
-
 from bcp._log import log
+from bcp._save.rivals import check_not_replaced, taken
+from bcp._save.written import check_written, receipt_digests
 from bcp._version import __version__
-from bcp.errors import ExistsError
-from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of
+from bcp.errors import ExistsError, StorageError
+from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of, receipt_key
 from bcp.options import SaveOptions
 from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
 from bcp.plan.save.divide import divide
 from bcp.plan.save.survey import Survey, gather, survey
 from bcp.plan.save.wire import encode_shares
-from bcp.protocols import Backend, Sweeper
+from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
 
@@ -29,19 +29,26 @@ _layouts: PlanCache[bytes] = PlanCache(16)
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What rank 0 says first: the operation's id, and whether everyone has the plan already."""
+    """Rank 0's first answer to all ranks.
+
+    Attributes:
+        operation: id of the save.
+        cached: whether every rank has the plan already.
+        found: version of the metadata that was there when the save began; None for none.
+    """
 
     operation: str
     cached: bool
+    found: Version | None
 
     def encode(self) -> bytes:
-        """Return 9 bytes."""
-        return bytes.fromhex(self.operation) + bytes([self.cached])
+        """Return 9 bytes and the version's."""
+        return bytes.fromhex(self.operation) + bytes([self.cached]) + (self.found or "").encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Opening:
         """Undo :meth:`encode`."""
-        return cls(data[:8].hex(), bool(data[8]))
+        return cls(data[:8].hex(), bool(data[8]), data[9:].decode() or None)
 
 
 @dataclass(slots=True)
@@ -54,11 +61,11 @@ class Root:
         world_size: how many ranks save together.
         options: how to save.
         framework: name of the planner; known when this rank has taken stock.
-        found: digest of the metadata that was there when the save began; b"" for none.
+        found: version of the metadata that was there when the save began; None for none.
         key: of the plan.
         plan: who holds the same as whom; known where there is no plan yet.
         layout: encoded; the unchanging part of the metadata.
-        committing: the metadata has been written, or may have been.
+        committing: the metadata has been written, or may have been; false again if another job's was there first.
         operation: id of the save.
     """
 
@@ -67,7 +74,7 @@ class Root:
     world_size: int
     options: SaveOptions
     framework: str = ""
-    found: bytes = b""
+    found: Version | None = None
     key: bytes = b""
     plan: Survey = field(init=False)
     layout: bytes = b""
@@ -76,15 +83,15 @@ class Root:
 
     async def open(self, hellos: Sequence[bytes]) -> bytes:
         """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds."""
-        self.found = await _committed(self.backend)
-        if self.found and not self.options.overwrite:
+        self.found = await self.backend.version(METADATA_KEY)
+        if self.found is not None and not self.options.overwrite:
             raise ExistsError(
                 f"{self.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
             )
         self.key = hellos[0]
         self.layout = _layouts.get(self.key) or b""
         cached = bool(self.layout) and all(hello == self.key for hello in hellos)
-        return Opening(self.operation, cached).encode()
+        return Opening(self.operation, cached, self.found).encode()
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:
         """Find out who holds the same as whom; ask one rank of each kind what that is."""
@@ -103,13 +110,19 @@ class Root:
         _layouts.put(self.key, self.layout)
         return encode_shares(division)
 
-    async def commit(self, digests: Sequence[bytes]) -> bytes:
-        """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check)."""
-        if await _committed(self.backend) != self.found:
-            raise ExistsError(
-                f"another job committed a checkpoint at {self.path} while operation {self.operation} was saving there; "
-                "this one was not committed: give every job a path of its own"
-            )
+    async def commit(self, messages: Sequence[bytes]) -> bytes:
+        """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
+
+        Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
+        other metadata than this save's and cannot commit any more. A save that begins later loses nothing.
+
+        Raises:
+            ExistsError: another job has committed here since the save began.
+            StorageError: files of this save are missing, or storage failed.
+
+        """
+        listed = await self._listed(messages)
+        unfinished = await self._unfinished()
         record = Commit(
             operation=self.operation,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -117,34 +130,64 @@ class Root:
             codecs=tuple(codec.name for codec in self.options.codecs),
             part_bytes=self.options.part_bytes,
             version=__version__,
-            receipts=b"".join(digests),
+            receipts=receipt_digests(messages),
         )
         self.committing = True
-        await self.backend.put(METADATA_KEY, encode_metadata(self.layout, record))
-        await self._sweep()
+        version = await self.backend.put_if(METADATA_KEY, encode_metadata(self.layout, record), self.found)
+        if version is None:
+            self.committing = False
+            raise await taken(self.backend, self.path, self.operation, self.found)
+        await self._check_place(version)
+        await self._sweep(listed, unfinished)
         return b""
 
-    async def _sweep(self) -> None:
-        """Delete what the replaced checkpoint and saves that died have left behind; the new one is safe already."""
+    async def _listed(self, messages: Sequence[bytes]) -> Sequence[ObjectInfo]:
+        """List all objects, once; among them has to be every file that a rank says it has written."""
+        listed = await self.backend.list()
+        try:
+            await check_written(
+                self.backend, self.path, messages, listed, self.operation, encoded=bool(self.options.codecs)
+            )
+        except StorageError as error:
+            await check_not_replaced(self.backend, self.path, self.operation, self.found, error)
+            raise
+        return listed
+
+    async def _unfinished(self) -> Sequence[Unfinished]:
+        try:
+            return await self.backend.unfinished() if isinstance(self.backend, Sweeper) else []
+        except StorageError as error:  # nothing is swept then; the commit needs none of it
+            log.warning("unfinished files were not listed", path=self.path, operation=self.operation, error=repr(error))
+            return []
+
+    async def _check_place(self, version: Version) -> None:
+        """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""
+        try:
+            await self.backend.get(receipt_key(0, self.operation))
+        except FileNotFoundError as error:
+            now = await self.backend.version(METADATA_KEY)
+            if now not in (version, None):
+                return  # the next save has replaced this one already
+            if now is not None:
+                await self.backend.delete([METADATA_KEY])  # it names files that are not there
+            raise StorageError(
+                f"{self.path}: the files of operation {self.operation} disappeared during its commit; it is not "
+                "committed there. The directory was deleted or moved away: save again"
+            ) from error
+
+    async def _sweep(self, listed: Sequence[ObjectInfo], unfinished: Sequence[Unfinished]) -> None:
+        """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""
 
         def stale(key: str) -> bool:
-            # a key with more than one slash belongs to a role; no put of the metadata is under way any more
-            other = operation_of(key) not in {None, self.operation} and key.count("/") == 1
-            return other or key == METADATA_KEY
+            # a key with more than one slash belongs to a role
+            return operation_of(key) not in {None, self.operation} and key.count("/") == 1
 
         try:
-            if isinstance(self.backend, Sweeper):
-                await self.backend.sweep(stale)
-            left = [info.key for info in await self.backend.list() if stale(info.key) and info.key != METADATA_KEY]
-            if left:
-                await self.backend.delete(left)
+            left = [one for one in unfinished if stale(one.key) or one.key == METADATA_KEY]
+            if left and isinstance(self.backend, Sweeper):
+                await self.backend.discard(left)
+            keys = [info.key for info in listed if stale(info.key)]
+            if keys:
+                await self.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=self.path, operation=self.operation, error=repr(error))
-
-
-async def _committed(backend: Backend) -> bytes:
-    """Return the digest of the metadata that is there, or b""."""
-    try:
-        return xxhash.xxh3_128_digest(await backend.get(METADATA_KEY))
-    except FileNotFoundError:
-        return b""

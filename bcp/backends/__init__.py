@@ -18,6 +18,7 @@ __all__ = ["LocalBackend", "MemoryBackend", "child", "register", "resolve"]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"({_SCHEME})://.*", re.DOTALL)
+_METHODS = ("put", "version", "put_if", "open_write", "read_into", "get", "list", "delete", "aclose")
 _ABSENT = ("gs", "hdfs", "s3")  # object stores that users will ask for, and that this version cannot serve
 
 
@@ -33,6 +34,12 @@ def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
 
     """
     if hasattr(path, "open_write") and hasattr(path, "read_into"):
+        missing = sorted(name for name in _METHODS if not hasattr(path, name))
+        if missing:
+            raise InputError(
+                f"{type(path).__name__} is no backend: it has no {', '.join(missing)}; docs/extending.md describes all "
+                "methods of a backend"
+            )
         return cast("Backend", path)
     text = os.fsdecode(path)
     match = _URL.fullmatch(text)

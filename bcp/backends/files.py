@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+import stat
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,13 @@ from pathlib import Path
 __all__ = [
     "TEMP_SUFFIX",
     "create_empty",
+    "final_name",
     "list_files",
     "prune",
     "remove",
-    "sweep",
     "sync_directory",
     "temp_path",
+    "unfinished",
     "unlink_all",
 ]
 
@@ -46,22 +47,24 @@ def final_name(temp: str) -> str:
     return temp[1:].removesuffix(TEMP_SUFFIX).rpartition(".")[0]
 
 
-def sweep(root: Path, stale: Callable[[str], bool]) -> None:
-    """Remove the temporary files whose final key is stale, and the directories that became empty."""
-    for folder, _, names in os.walk(root, topdown=False, onerror=partial(_unless_not_ours, root)):
-        base = Path(folder).relative_to(root).as_posix()
-        for name in names:
-            final = final_name(name)
-            if name.endswith(TEMP_SUFFIX) and stale(final if base == "." else f"{base}/{final}"):
-                remove(Path(folder, name))
-                prune(root, Path(folder))
+def unfinished(root: Path) -> list[tuple[str, str]]:
+    """Return (final key, path below ``root``) of every temporary file, symbolic links included."""
+    found: list[tuple[str, str]] = []
+    for folder, _, names in os.walk(root, onerror=partial(_unless_not_ours, root)):
+        base = Path(folder).relative_to(root)
+        found += [
+            ((base / final_name(name)).as_posix(), (base / name).as_posix())
+            for name in names
+            if name.endswith(TEMP_SUFFIX)
+        ]
+    return found
 
 
 def create_empty(path: Path) -> None:
     """Create a file that is not there yet, and the directories it needs, durably."""
     for tries_left in reversed(range(_TRIES)):
-        _make_directory(path.parent)
         try:
+            _make_directory(path.parent)
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         except FileNotFoundError:
             if not tries_left:
@@ -95,10 +98,10 @@ def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:
             key = name if base == "." else f"{base}/{name}"
             if name.endswith(TEMP_SUFFIX) or not key.startswith(prefix):
                 continue
-            path = Path(folder, name)
             with suppress(FileNotFoundError):  # deleted since
-                if path.is_file() and not path.is_symlink():
-                    found.append((key, path.stat().st_size))
+                status = Path(folder, name).lstat()
+                if stat.S_ISREG(status.st_mode):
+                    found.append((key, status.st_size))
     return sorted(found)
 
 

@@ -1,14 +1,16 @@
-"""What a key may look like, and how bytes are handed over."""
+"""Keys and versions of objects, and how bytes are handed over."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import xxhash
 
 from bcp.errors import InputError
+from bcp.protocols import Buffer, Version
 
-__all__ = ["check_key", "scatter"]
+__all__ = ["check_key", "content_version", "scatter"]
 
 _LARGE_BYTES = 64 << 10
 # From here on numpy copies, which lets other threads run, in the same time; 4 KiB take a memoryview 0.4 us, numpy 2.4.
@@ -26,6 +28,11 @@ def check_key(key: str) -> str:
             "without empty, '.' or '..' segments, backslash or NUL"
         )
     return key
+
+
+def content_version(data: Buffer) -> Version:
+    """Return the digest of an object's contents, for backends whose storage has no versions of its own."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def scatter(source: memoryview, outs: Sequence[memoryview]) -> None:

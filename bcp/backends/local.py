@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,7 +13,7 @@ import aiofiles
 import aiofiles.os
 import anyio
 
-from bcp.backends import files
+from bcp.backends import files, swap
 from bcp.backends.keys import check_key
 from bcp.backends.probe import quickest
 from bcp.backends.reading import ReadWay, fill
@@ -21,7 +21,7 @@ from bcp.backends.tiling import Tiling
 from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.pipeline import in_thread
-from bcp.protocols import Buffer, ObjectInfo, flat_view
+from bcp.protocols import Buffer, ObjectInfo, Unfinished, Version, flat_view
 
 __all__ = ["LocalBackend"]
 
@@ -29,6 +29,7 @@ _IN_THE_WAY = "a file is where a directory has to be: save to another path, or m
 _HINTS = {
     errno.ENOSPC: "free some space, or save elsewhere",
     errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.ENOENT: "the file or its directory was deleted or moved away meanwhile",
     errno.EACCES: "check the permissions of the directory",
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: _IN_THE_WAY,
@@ -44,7 +45,7 @@ class LocalBackend:
 
     An object is a file. It is written under a temporary name in its own directory, fsynced, renamed, and the
     directory is fsynced: after a crash there is the old object or the new one. A process that is killed
-    leaves files that end in ``.bcp-tmp``; they are never listed, and ``sweep`` removes them. Symbolic links that lead
+    leaves files that end in ``.bcp-tmp``: ``unfinished`` lists them, ``discard`` removes them. Symbolic links that lead
     out of the root are refused.
 
     Large objects bypass the page cache where the file system lets them, and leave it as it was. Memory that starts at a
@@ -98,6 +99,18 @@ class LocalBackend:
                 await in_thread(files.remove, temp)
                 raise
             await in_thread(files.sync_directory, path.parent)
+
+    async def version(self, key: str) -> Version | None:
+        """Return the digest of the file's contents."""
+        path = await in_thread(self._path, key)
+        with self._errors("version", key):
+            return await in_thread(swap.version_of, path)
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a small object if it is still the one that was found; see :mod:`bcp.backends.swap`."""
+        path = await in_thread(self._path, key)
+        with self._errors("put_if", key):
+            return await in_thread(swap.put_if, path, flat_view(data), found)
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
@@ -153,10 +166,15 @@ class LocalBackend:
         with self._errors("delete", ", ".join(keys[:3])):
             await in_thread(self._delete, keys)
 
-    async def sweep(self, stale: Callable[[str], bool]) -> None:
-        """Remove temporary files of processes that were killed."""
-        with self._errors("sweep", ""):
-            await in_thread(files.sweep, self._root, stale)
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List temporary files."""
+        with self._errors("unfinished", ""):
+            return [Unfinished(key, name) for key, name in await in_thread(files.unfinished, self._root)]
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove temporary files and the directories that became empty."""
+        with self._errors("discard", ", ".join(one.name for one in unfinished[:3])):
+            await in_thread(self._discard, [one.name for one in unfinished])
 
     async def aclose(self) -> None:
         """Do nothing: no file stays open."""
@@ -169,6 +187,13 @@ class LocalBackend:
         """Delete objects, if all of the keys are allowed. Blocks."""
         files.unlink_all(self._root, [self._path(key) for key in keys])
 
+    def _discard(self, names: Sequence[str]) -> None:
+        """Remove temporary files; a symbolic link itself, whatever it leads to. Blocks."""
+        paths = [self._root / check_key(name) for name in names if name.endswith(files.TEMP_SUFFIX)]
+        for folder in {path.parent for path in paths}:
+            self._check_inside(folder)
+        files.unlink_all(self._root, paths)
+
     def _path(self, key: str) -> Path:
         """Return the file of a key, or raise :class:`~bcp.errors.InputError` where it lies outside of the root.
 
@@ -177,9 +202,15 @@ class LocalBackend:
         if check_key(key).endswith(files.TEMP_SUFFIX):
             raise InputError(f"key {key!r} ends in {files.TEMP_SUFFIX!r}, as unfinished files do; use another one")
         path = self._root / key
-        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root)):
-            raise InputError(f"{self!r}: a symbolic link leads {key!r} out of the root to {os.path.realpath(path)}")
+        self._check_inside(path)
         return path
+
+    def _check_inside(self, path: Path) -> None:
+        """Refuse a path that a symbolic link leads out of the root. Blocks."""
+        real = os.path.realpath(path)
+        if not Path(real).is_relative_to(os.path.realpath(self._root)):
+            key = path.relative_to(self._root).as_posix()
+            raise InputError(f"{self!r}: a symbolic link leads {key!r} out of the root to {real}")
 
     @contextmanager
     def _errors(self, operation: str, key: str) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from bcp.backends.keys import check_key, scatter
+from bcp.backends.keys import check_key, content_version, scatter
 from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
-from bcp.protocols import Buffer, ObjectInfo, flat_view
+from bcp.protocols import Buffer, ObjectInfo, Version, flat_view
 
 __all__ = ["MemoryBackend"]
 
@@ -43,8 +44,23 @@ class MemoryBackend:
 
     async def put(self, key: str, data: Buffer) -> None:
         """Store a copy of the bytes."""
+        self._store(check_key(key), bytes(data))
+
+    async def version(self, key: str) -> Version | None:
+        """Return the digest of the object's bytes."""
+        stored = self._objects.get(check_key(key))
+        return None if stored is None else content_version(stored)
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a copy of the bytes if the object is the one that was found, under the lock that every write takes."""
         check_key(key)
-        self._objects[key] = bytes(data)
+        copy = bytes(data)
+        with self._lock:
+            stored = self._objects.get(key)
+            if (None if stored is None else content_version(stored)) != found:
+                return None
+            self._objects[key] = copy
+        return content_version(copy)
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
@@ -52,7 +68,7 @@ class MemoryBackend:
         check_key(key)
         parts = _Parts(f"{self!r}, writing {key!r}", nbytes)
         yield parts
-        self._objects[key] = parts.close()
+        self._store(key, parts.close())
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out``; fewer bytes than that: :class:`~bcp.errors.CorruptError`."""
@@ -76,10 +92,16 @@ class MemoryBackend:
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; absent ones are skipped."""
         for key in keys:
-            self._objects.pop(check_key(key), None)
+            check_key(key)
+            with self._lock:
+                self._objects.pop(key, None)
 
     async def aclose(self) -> None:
         """Do nothing: the objects outlive the backend."""
+
+    def _store(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._objects[key] = data
 
     def _range(self, key: str, start: int, nbytes: int) -> memoryview:
         """Return so many of the object's bytes, or raise CorruptError where it is too short."""
@@ -97,6 +119,14 @@ class MemoryBackend:
             return self._objects[check_key(key)]
         except KeyError:
             raise FileNotFoundError(f"{self!r} has no object {key!r}") from None
+
+
+def _renew_lock() -> None:
+    """Take a new lock: in a forked child no thread may be left to release the old one."""
+    MemoryBackend._lock = threading.Lock()  # noqa: SLF001 -- the class's own module
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Parts:

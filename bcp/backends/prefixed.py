@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 from bcp.backends.keys import check_key, scatter
 from bcp.pipeline import in_thread
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper, Unfinished, Version
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -43,6 +44,14 @@ class PrefixedBackend:
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object."""
         await self.whole.put(self._key(key), data)
+
+    async def version(self, key: str) -> Version | None:
+        """Return the version of an object."""
+        return await self.whole.version(self._key(key))
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a small object if it is still the one that was found."""
+        return await self.whole.put_if(self._key(key), data, found)
 
     def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
         """Write a large object in parts."""
@@ -80,11 +89,16 @@ class PrefixedBackend:
         """Delete objects."""
         await self.whole.delete([self._key(key) for key in keys])
 
-    async def sweep(self, stale: Callable[[str], bool]) -> None:
-        """Remove unfinished objects of the view, where the whole backend can."""
-        skip = len(self.prefix) + 1
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List the unfinished writes of the view, if the whole backend can."""
+        above = f"{self.prefix}/"
+        found = await self.whole.unfinished() if isinstance(self.whole, Sweeper) else []
+        return [replace(one, key=one.key.removeprefix(above)) for one in found if one.key.startswith(above)]
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove unfinished writes of the view."""
         if isinstance(self.whole, Sweeper):
-            await self.whole.sweep(lambda key: key.startswith(f"{self.prefix}/") and stale(key[skip:]))
+            await self.whole.discard([replace(one, key=self._key(one.key)) for one in unfinished])
 
     async def aclose(self) -> None:
         """Do nothing: the whole backend is its opener's to close."""

@@ -20,7 +20,7 @@ import anyio
 import pytest
 
 from bcp.errors import CorruptError, InputError, StorageError
-from bcp.protocols import Backend, Buffer, PartWriter, ScatterReader
+from bcp.protocols import Backend, Buffer, PartWriter, ScatterReader, Sweeper, Unfinished
 
 __all__ = ["BackendSuite"]
 
@@ -90,9 +90,100 @@ class BackendSuite:
         with pytest.raises(InputError):
             await backend.delete([key])
         with pytest.raises(InputError):
+            await backend.version(key)
+        with pytest.raises(InputError):
+            await backend.put_if(key, b"", None)
+        with pytest.raises(InputError):
             async with backend.open_write(key):
                 pass
         assert await backend.list() == []
+
+    # -- conditional replacement --------------------------------------------------------------
+
+    async def test_put_if_creates_what_is_not_there(self, backend: Backend) -> None:
+        """With None an object is made if there is none; the version that comes back is the object's."""
+        assert await backend.version("a/key") is None
+        await backend.put("a/neighbour", b"")  # a backend with directories makes none for put_if
+        made = await backend.put_if("a/key", b"first", None)
+        assert made
+        assert await self.reopen(backend).version("a/key") == made
+        assert await backend.put_if("a/key", b"second", None) is None
+        assert bytes(await self.reopen(backend).get("a/key")) == b"first"
+        assert [info.key for info in await backend.list()] == ["a/key", "a/neighbour"]
+
+    async def test_put_if_replaces_what_was_found(self, backend: Backend) -> None:
+        """An object is replaced if it has the version that was found, whoever has written it, and not otherwise."""
+        await backend.put("key", _OLD)
+        found = await self.reopen(backend).version("key")
+        assert found
+        assert await backend.put_if("key", b"never", "no such version") is None
+        assert await backend.put_if("key", b"never", None) is None
+        assert bytes(await backend.get("key")) == _OLD
+        new = await backend.put_if("key", b"new", found)
+        assert new == await backend.version("key") != found
+        assert await backend.put_if("key", b"late", found) is None
+        assert bytes(await self.reopen(backend).get("key")) == b"new"
+        assert await backend.put_if("key", b"newer", new)
+        assert [info.key for info in await backend.list()] == ["key"]
+
+    async def test_put_if_notices_every_other_change(self, backend: Backend) -> None:
+        """An object that was put, written in parts or deleted meanwhile is not the one that was found."""
+        await backend.put("key", b"0")
+        found = await backend.version("key")
+        await backend.put("key", b"1")
+        assert await backend.put_if("key", b"never", found) is None
+        found = await backend.version("key")
+        async with backend.open_write("key", 1) as writer:
+            await writer.write_part(0, 0, b"2")
+        assert await backend.put_if("key", b"never", found) is None
+        found = await backend.version("key")
+        await backend.delete(["key"])
+        assert await backend.version("key") is None
+        assert await backend.put_if("key", b"never", found) is None
+        assert await backend.list() == []
+
+    @pytest.mark.parametrize("there", [True, False])
+    async def test_put_if_of_many_at_once(self, backend: Backend, there: bool) -> None:  # noqa: FBT001 -- a parameter
+        """Of sixteen that have found the same one succeeds, and its bytes are there."""
+        await backend.put("neighbour", b"")
+        if there:
+            await backend.put("key", _OLD)
+        found = await backend.version("key")
+        done: list[tuple[bytes, str]] = []
+
+        async def replace(data: bytes) -> None:
+            version = await self.reopen(backend).put_if("key", data, found)
+            if version is not None:
+                done.append((data, version))
+
+        async with anyio.create_task_group() as group:
+            for number in range(16):
+                group.start_soon(replace, b"%d" % number)
+        ((data, version),) = done
+        assert bytes(await backend.get("key")) == data
+        assert await backend.version("key") == version
+        assert [info.key for info in await backend.list()] == ["key", "neighbour"]
+
+    # -- unfinished writes --------------------------------------------------------------------
+
+    async def test_unfinished_writes_are_listed_and_discarded(self, backend: Backend) -> None:
+        """A backend that lists unfinished writes lists no finished one; who is discarded fails, and leaves nothing."""
+        if not isinstance(backend, Sweeper):
+            return
+        await backend.put("key", _OLD)
+        listed: Sequence[Unfinished] = []
+        try:
+            async with backend.open_write("a/new", 3) as writer:
+                await writer.write_part(0, 0, b"abc")
+                listed = await backend.unfinished()
+                await backend.discard(listed)
+                await backend.discard(listed)
+        except StorageError:
+            assert {one.key for one in listed} == {"a/new"}
+        else:
+            assert list(listed) == []
+            await backend.delete(["a/new"])
+        await self._only_the_old(backend)
 
     # -- objects in parts ---------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from bcp.errors import InputError
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper, Unfinished, Version
 
 __all__ = ["OPERATIONS", "CountingBackend", "FaultyBackend"]
 
 OPERATIONS = (
     "put",
+    "version",
+    "put_if",
     "open_write",
     "write_part",
     "commit",
@@ -21,7 +23,8 @@ OPERATIONS = (
     "get",
     "list",
     "delete",
-    "sweep",
+    "unfinished",
+    "discard",
 )
 """What can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
 
@@ -57,6 +60,18 @@ class CountingBackend:
         await self.before("put", key)
         await self.inner.put(key, data)
         self.written[key] += memoryview(data).nbytes
+
+    async def version(self, key: str) -> Version | None:
+        """Return the version of an object."""
+        await self.before("version", key)
+        return await self.inner.version(key)
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a small object if it is still the one that was found."""
+        await self.before("put_if", key)
+        version = await self.inner.put_if(key, data, found)
+        self.written[key] += memoryview(data).nbytes if version is not None else 0
+        return version
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[PartWriter]:
@@ -100,11 +115,16 @@ class CountingBackend:
         await self.before("delete", " ".join(keys))
         await self.inner.delete(keys)
 
-    async def sweep(self, stale: Callable[[str], bool]) -> None:
-        """Remove unfinished objects, where the inner backend can."""
-        await self.before("sweep", "")
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List unfinished writes, if the inner backend can."""
+        await self.before("unfinished", "")
+        return await self.inner.unfinished() if isinstance(self.inner, Sweeper) else []
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove unfinished writes; counts as one call, with their keys joined by blanks."""
+        await self.before("discard", " ".join(one.key for one in unfinished))
         if isinstance(self.inner, Sweeper):
-            await self.inner.sweep(stale)
+            await self.inner.discard(unfinished)
 
     async def aclose(self) -> None:
         """Close the inner backend."""

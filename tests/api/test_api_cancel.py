@@ -68,7 +68,7 @@ def test_a_cancelled_coroutine_leaves_nothing_behind(
     assert loads(tmp_path, 2)
 
 
-@pytest.mark.parametrize(("operation", "key", "value"), [("put", "metadata", 1), ("list", "", 2)])
+@pytest.mark.parametrize(("operation", "key", "value"), [("put_if", "metadata", 1), ("delete", "", 2)])
 def test_a_save_that_is_cancelled_in_its_commit_is_there_whole_or_not_at_all(
     tmp_path: Path, operation: str, key: str, value: float
 ) -> None:

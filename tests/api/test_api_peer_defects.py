@@ -182,7 +182,7 @@ def test_load_reads_only_what_it_needs(tmp_path: Path) -> None:
 # -- failures ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("operation", "key"), [*SAVE_POINTS, ("put", "metadata")])
+@pytest.mark.parametrize(("operation", "key"), [*SAVE_POINTS, ("put_if", "metadata")])
 def test_failed_overwrite_leaves_the_old_checkpoint(tmp_path: Path, operation: str, key: str) -> None:
     bcp.save(tmp_path, model(1, count=10_000))
     before = files(tmp_path)

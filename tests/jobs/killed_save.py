@@ -33,7 +33,7 @@ class Point:
 
 
 POINTS = {
-    "while rank 0 opens": Point(0, "get", "metadata"),
+    "while rank 0 opens": Point(0, "version", "metadata"),
     "in the first part of d2h": Point(1, stage="d2h"),
     "in the last part of d2h": Point(0, stage="d2h", nth=3),
     "after serialize": Point(1, stage="serialize", nth=2),
@@ -43,8 +43,8 @@ POINTS = {
     "before a data file appears": Point(1, "commit", "model"),
     "between two data files": Point(0, "commit", "model"),
     "before its receipt": Point(1, "put", "receipts"),
-    "before the metadata": Point(0, "put", "metadata"),
-    "after the metadata": Point(0, "list", committed=True),
+    "before the metadata": Point(0, "put_if", "metadata"),
+    "after the metadata": Point(0, "get", "receipts", committed=True),
 }
 
 

@@ -1,0 +1,145 @@
+"""Compare and swap of one local file, between processes and hosts that share its directory. Everything here blocks.
+
+A new file takes its name by a hard link, which fails if the name is taken. To replace version V a writer claims V: it
+makes a symbolic link, ``.NAME.V-0.bcp-tmp``, to its temporary file. That fails if V is claimed already. Only the
+writer of the claim renames its temporary file over the old one, and only if the old one is still V.
+
+Whoever finds V claimed waits a moment, then removes the temporary file that the claim names, and makes the next claim,
+``V-1``. The removal and the claimant's rename exclude each other: one of them finds the file gone. So neither a dead
+claimant nor a slow one needs to be recognized, and no clock, lock or process id decides. A claim on V is deleted only
+after V has been replaced. docs/design-notes/2026-11-22-conditional-commit.md has the proof.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from bcp._log import log
+from bcp.backends import files
+from bcp.backends.keys import content_version
+from bcp.protocols import Version
+
+__all__ = ["put_if", "version_of"]
+
+PATIENCE_SECONDS = 2.0
+"""How long a claimant may take for its rename, which needs milliseconds. Safety does not depend on it."""
+
+_POLL_SECONDS = 0.01
+_UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+def version_of(path: Path) -> Version | None:
+    """Return the digest of a file's contents; None if there is no such file."""
+    try:
+        return content_version(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+
+
+def put_if(final: Path, data: memoryview, found: Version | None) -> Version | None:
+    """Write a file if the one of that name still has the version ``found``, durably; return its version, else None.
+
+    Raises:
+        OSError: a call failed. The file is the old one or the new one. FileNotFoundError if the directory is gone.
+
+    """
+    if version_of(final) != found:
+        return None
+    temp = files.temp_path(final)
+    try:
+        with temp.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        version = content_version(data)
+        done = _create(temp, final) if found is None else None
+        if done is None:
+            done = _replace(temp, final, found, version)
+        if done:
+            files.sync_directory(final.parent)
+        return version if done else None
+    finally:
+        with suppress(OSError):  # a file that stays is no danger: the next save to come removes it
+            files.remove(temp)
+
+
+def _create(temp: Path, final: Path) -> bool | None:
+    """Give the temporary file its name if nobody has it; None if the file system has no hard links."""
+    try:
+        os.link(temp, final)
+    except FileExistsError:
+        with suppress(FileNotFoundError):
+            return temp.samefile(final)  # true if a file server ran the call twice: its first answer was lost
+        return False
+    except FileNotFoundError:  # another writer has committed, and removed the temporary file as a left-over
+        if version_of(final) is None:
+            raise
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return None
+    return True
+
+
+def _replace(temp: Path, final: Path, found: Version | None, version: Version) -> bool:
+    """Rename the temporary file over version ``found``; say whether that happened."""
+    claims = []
+    for turn in count():
+        claims.append(_claim_path(final, found, turn))
+        if _claim(claims[-1], temp):
+            break
+        _end_claim(claims[-1], final)
+    now = version_of(final)
+    if now == found:
+        with suppress(FileNotFoundError):  # another writer has removed the temporary file, and this claim with it
+            os.rename(temp, final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order
+            now = version
+    if now == found:
+        now = version_of(final)
+    if now != found:  # replaced, by this writer or another
+        for claim in claims:
+            with suppress(OSError):  # as above
+                files.remove(claim)
+    return now == version
+
+
+def _claim_path(final: Path, found: Version | None, turn: int) -> Path:
+    return final.parent / f".{final.name}.{found or 'none'}-{turn}{files.TEMP_SUFFIX}"
+
+
+def _claim(claim: Path, temp: Path) -> bool:
+    """Make a claim; False if another writer has it."""
+    try:
+        claim.symlink_to(temp.name)
+    except FileExistsError:
+        return _claimant(claim) == temp.name  # true if a file server ran the call twice
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        log.warning("no symbolic links here: commits at the same moment are not told apart", folder=str(claim.parent))
+    return True
+
+
+def _claimant(claim: Path) -> str | None:
+    """Return the name of the temporary file that a claim names; None if the claim is gone."""
+    try:
+        return os.readlink(claim)  # noqa: PTH115 -- kept as text: it has to be a name in this directory
+    except FileNotFoundError:
+        return None
+
+
+def _end_claim(claim: Path, final: Path) -> None:
+    """Wait until another writer's claim has led to its commit, or end it: from here on the writer cannot commit."""
+    name = _claimant(claim)
+    if name is None or "/" in name or files.final_name(name) != final.name:
+        return
+    temp, deadline = final.parent / name, time.monotonic() + PATIENCE_SECONDS
+    while os.path.lexists(temp) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    files.remove(temp)
