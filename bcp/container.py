@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from bcp.arrow_size import check_decoded_size, decoded_nbytes, most_decoded
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
 from bcp.plan.columns import Ints, Whole
 
@@ -33,6 +34,7 @@ __all__ = [
     "counted",
     "digest",
     "encode_table",
+    "encode_tables",
     "fixed_bytes",
     "grid",
     "integers",
@@ -94,7 +96,7 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
     Raises:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
-        CorruptError: it is truncated, or its checksum does not match.
+        CorruptError: it is truncated, its checksum does not match, or its tables would take too much memory.
 
     """
     view = memoryview(data)
@@ -113,6 +115,8 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
         raise CorruptError(
             f"{where} ({len(view)} bytes) is corrupt: its checksum is {found.hex()}, it should be {stored.hex()}"
         )
+    with translated(where):
+        check_decoded_size(payload, len(view))
     return payload
 
 
@@ -137,12 +141,29 @@ def schema(name: str, **columns: pa.DataType) -> pa.Schema:
     return pa.schema(fields, metadata={NAME_KEY: name.encode()})
 
 
-def encode_table(of: pa.Schema, columns: Sequence[Any], **metadata: str) -> bytes:
-    """Encode one table as an Arrow IPC stream of one record batch, buffers compressed with zstd.
+def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int = 0) -> bytes:
+    """Encode tables one behind the other.
+
+    Buffers are compressed, unless that makes the file smaller than :func:`~bcp.arrow_size.most_decoded` allows.
+
+    Args:
+        tables: schema and columns of each.
+        beside: bytes that the file will have besides.
+
+    """
+    data = b"".join(encode_table(of, columns) for of, columns in tables)
+    if decoded_nbytes(memoryview(data)) <= most_decoded(len(data) + beside):
+        return data
+    return b"".join(encode_table(of, columns, compression=None) for of, columns in tables)
+
+
+def encode_table(of: pa.Schema, columns: Sequence[Any], compression: str | None = "zstd", **metadata: str) -> bytes:
+    """Encode one table as an Arrow IPC stream of one record batch.
 
     Args:
         of: the schema.
         columns: one array for each of its fields.
+        compression: of the buffers.
         metadata: more schema metadata; key ``x`` is stored as ``bcp.x``.
 
     """
@@ -151,7 +172,7 @@ def encode_table(of: pa.Schema, columns: Sequence[Any], **metadata: str) -> byte
     about = dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
     batch = pa.record_batch(arrays, schema=pa.schema(fields, metadata=about))
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
         stream.write_batch(batch)
     return bytes(sink.getvalue().to_pybytes())
 

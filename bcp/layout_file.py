@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from bcp.container import (
+    DIGEST_BYTES,
     GRID,
     INT,
     WORD,
@@ -22,7 +23,7 @@ from bcp.container import (
     check_counts,
     counted,
     digest,
-    encode_table,
+    encode_tables,
     grid,
     integers,
     read_tables,
@@ -81,8 +82,8 @@ def encode_layout(layout: Layout) -> bytes:
         check_segments(folded)
     except ValueError as error:
         raise InputError(f"this layout cannot be written, please report it: {error}") from error
-    columns = _columns(folded)
-    return b"".join(encode_table(of, rows) for of, rows in zip(LAYOUT_TABLES, columns, strict=True))
+    digests = DIGEST_BYTES * layout.world_size  # of the receipts, in the same file
+    return encode_tables(list(zip(LAYOUT_TABLES, _columns(folded), strict=True)), beside=digests)
 
 
 def decode_layout(data: Buffer, where: str = "layout") -> Layout:

@@ -20,7 +20,7 @@ from bcp.container import (
     Buffer,
     counted,
     digest,
-    encode_table,
+    encode_tables,
     integers,
     read_tables,
     schema,
@@ -128,8 +128,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
     blocks = [file.blocks for file in files]
     objects = sorted(receipt.objects)
     tables = [
-        encode_table(RECEIPT, ([receipt.rank], [receipt.operation])),
-        encode_table(
+        (RECEIPT, ([receipt.rank], [receipt.operation])),
+        (
             FILES,
             (
                 [file.kind for file in files],
@@ -140,7 +140,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 [len(table) for table in blocks],
             ),
         ),
-        encode_table(
+        (
             BLOCKS,
             (
                 np.concatenate([np.empty(0, dtype=np.int64), *(table.stored_length for table in blocks)]),
@@ -148,12 +148,12 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 [checksum for table in blocks for checksum in table.checksum],
             ),
         ),
-        encode_table(
+        (
             OBJECTS,
             ([kind for kind, _ in objects], [path for _, path in objects], [receipt.objects[key] for key in objects]),
         ),
     ]
-    return seal(b"".join(tables), MAGIC)
+    return seal(encode_tables(tables), MAGIC)
 
 
 def receipt_digest(data: Buffer) -> bytes:
