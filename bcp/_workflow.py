@@ -127,6 +127,7 @@ async def _read(
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded(targets.tensors))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
+        await loading.check_stored(job.backend, items, options.read_bytes, options.io_workers)
         context = loading.load_context(job, agreement, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)

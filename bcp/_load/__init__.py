@@ -1,5 +1,6 @@
 """The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
 
+from bcp._load.claims import check_stored
 from bcp._load.opening import fetch_receipts, open_checkpoint
 from bcp._load.reads import Reading, budget_of, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
@@ -12,6 +13,7 @@ __all__ = [
     "Wanted",
     "ask",
     "budget_of",
+    "check_stored",
     "everyone_is_done",
     "extra_sources",
     "fetch_receipts",

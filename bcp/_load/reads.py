@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp._agree import agree
+from bcp._load.claims import file_of
 from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
-from bcp.metadata import Metadata, data_key
+from bcp.metadata import Metadata
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, planning
 from bcp.plan.columns import Ints, concat
@@ -30,7 +31,7 @@ from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.load_items import ReadItem
 
-__all__ = ["Reading", "budget_of", "file_of", "plan_reads", "read_items"]
+__all__ = ["Reading", "budget_of", "plan_reads", "read_items"]
 
 HEAD = struct.Struct("<2q")
 """Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
@@ -195,43 +196,43 @@ def read_items(
     Chunks that are not read straight to where they belong borrow staging memory of one size, so that every buffer can
     be used again for each of them, and the byte budget bounds all that there is.
     """
-    layout, commit, past_staging = metadata.layout, metadata.commit, straight.chunks.tolist()
+    layout, past_staging = metadata.layout, straight.chunks.tolist()
+    files: dict[int, tuple[str, FileReceipt]] = {}
     items = []
     for chunk in reading.assignment.items():
         if chunk.file < 0:
             items.append(ReadItem(f"round {chunk.round}", 0, None, chunk.round, "", None))
             continue
-        writer, kind = int(layout.file_rank[chunk.file]), int(layout.file_kind[chunk.file])
-        key = data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
+        if chunk.file not in files:
+            files[chunk.file] = _file(metadata, receipts, chunk.file)
+        key, file = files[chunk.file]
         name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, layout, chunk)}"
-        file = file_of(receipts[writer], kind, key)
-        if file.nbytes - file.data_start != layout.file_nbytes[chunk.file]:
-            raise CorruptError(
-                f"the receipt of rank {writer} says that {key} has {file.nbytes - file.data_start} bytes of data, the "
-                f"metadata {layout.file_nbytes[chunk.file]}; restore both"
-            )
         items.append(ReadItem(name, chunk.nbytes, chunk, chunk.round, key, file, past_staging[chunk.number]))
     staged = [item for item in items if item.file is not None and not item.straight]
     room = max((item.stored_nbytes for item in staged), default=0)
-    decoded = max((item.nbytes for item in staged), default=0) if commit.codecs else 0
+    decoded = max((item.nbytes for item in staged), default=0) if metadata.commit.codecs else 0
     return [
         item if item.file is None or item.straight else replace(item, nbytes=room + decoded, room=room)
         for item in items
     ]
 
 
+def _file(metadata: Metadata, receipts: Mapping[int, Receipt], row: int) -> tuple[str, FileReceipt]:
+    """Return key and receipt of a data file of the layout."""
+    layout = metadata.layout
+    writer, nbytes = int(layout.file_rank[row]), int(layout.file_nbytes[row])
+    key, file = file_of(metadata, receipts[writer], int(layout.file_kind[row]))
+    if file.nbytes - file.data_start != nbytes:
+        raise CorruptError(
+            f"the receipt of rank {writer} says that {key} has {file.nbytes - file.data_start} bytes of data, the "
+            f"metadata {nbytes}; restore both"
+        )
+    return key, file
+
+
 def budget_of(options: LoadOptions, reading: Reading) -> Budget:
     """Return what the graph may borrow: the budget without what a round may bring in, which is there besides."""
     return Budget(max(options.budget_bytes - reading.assignment.most_received, 1))
-
-
-def file_of(receipt: Receipt, kind: int, key: str) -> FileReceipt:
-    file = receipt.file(kind)
-    if file is None:
-        raise CorruptError(
-            f"{key} is in the layout, but rank {receipt.rank}'s receipt does not have it; restore the receipt"
-        )
-    return file
 
 
 def _first_name(wanted: Wanted, layout: Layout, chunk: Chunk) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from bcp._job import LoadJob
+from bcp._load.claims import check_stored, file_of
 from bcp._load.opening import fetch_receipts
-from bcp._load.reads import Reading, file_of
+from bcp._load.reads import Reading
 from bcp._load.targets import Wanted, extra_ranks, find_targets
 from bcp.errors import CorruptError
-from bcp.metadata import Metadata, data_key
+from bcp.metadata import Metadata
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, Pipeline, in_thread, planning
 from bcp.plan.layout import Layout
@@ -78,11 +79,10 @@ async def read_extras(
     graph = start.then(read(context, options.io_workers)).then(deserialize(context, options.copy_workers))
     loaded: dict[str, Any] = {}
     for kind, source in sources.items():
-        code = KINDS.index(kind)
-        key = data_key(code, source, metadata.commit.operation, encoded=bool(metadata.commit.codecs))
-        file = file_of(receipts[source], code, key)
+        key, file = file_of(metadata, receipts[source], KINDS.index(kind))
         size = file.nbytes - file.data_start
         item = ReadItem(f"{key} ({kind} of rank {source})", size, Chunk(0, 0, size, context.rank, -1), -1, key, file)
+        await check_stored(context.backend, [item], options.read_bytes, options.io_workers)
         (whole,) = await graph.run([item], budget=Budget(size))
         data = bytes(bytes_of(whole.data))
         if whole.buffer is not None:

@@ -60,7 +60,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
     """
     blocks, (view,), at, end = file.blocks, stored.outs, 0, 0
     rows = stored.item.rows
-    raw = np.empty(int(blocks.raw_length[rows].sum()), np.uint8)
+    raw = np.empty(0, np.uint8)
     for row in range(rows.start, rows.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
         data: Buffer = view[at : at + length]
@@ -71,6 +71,8 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
                 f"{stored.item.key}: codecs {list(file.codecs)} decoded part {row} to {len(data)} bytes, {wanted} were "
                 f"encoded (rank {rank}); decode() must be the exact inverse of encode()"
             )
+        if not end:  # a part has decoded to the size that the receipt claims: only now is memory taken for all of them
+            raw = np.empty(int(blocks.raw_length[rows].sum()), np.uint8)
         raw[end : end + wanted] = np.frombuffer(data, np.uint8)
         at, end = at + length, end + wanted
     return torch.from_numpy(raw)

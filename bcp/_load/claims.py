@@ -1,0 +1,86 @@
+"""The claims of receipts, checked against the metadata and against storage before any memory is taken for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from bcp.errors import CorruptError
+from bcp.metadata import Metadata, data_key
+from bcp.pipeline import Budget, Pipeline, Stage
+from bcp.protocols import Backend
+from bcp.receipt import FileReceipt, Receipt
+from bcp.stages.load_items import ReadItem
+
+__all__ = ["check_stored", "file_of"]
+
+
+def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
+    """Return key and receipt of a rank's data file, if codecs and blocks are those of the commit record.
+
+    Raises:
+        CorruptError: the receipt lacks the file, or describes it in another way than the metadata.
+
+    """
+    commit = metadata.commit
+    key = data_key(kind, receipt.rank, commit.operation, encoded=bool(commit.codecs))
+    file = receipt.file(kind)
+    if file is None:
+        raise CorruptError(
+            f"{key} is in the metadata, but the receipt of rank {receipt.rank} does not have it; restore the receipt"
+        )
+    if file.codecs != commit.codecs:
+        raise CorruptError(
+            f"the receipt of rank {receipt.rank} says that {key} went through codecs {list(file.codecs)}, the commit "
+            f"record {list(commit.codecs)}; restore both"
+        )
+    _check_blocks(file, commit.part_bytes if commit.codecs else metadata.layout.block_bytes, key)
+    return key, file
+
+
+def _check_blocks(file: FileReceipt, most: int, key: str) -> None:
+    """Check that the data section is cut after every ``most`` bytes; the first block has the header as well."""
+    lengths, rest = file.blocks.raw_length, file.nbytes - file.data_start
+    count = max(-(-rest // most), 1)
+    if len(lengths) != count:
+        raise CorruptError(
+            f"the receipt of {key} has {len(lengths)} blocks, and {rest} bytes of data in blocks of {most} bytes are "
+            f"{count}; restore the receipt"
+        )
+    wanted = np.full(count, most, np.int64)
+    wanted[-1] = rest - most * (count - 1)
+    wanted[0] += file.data_start
+    wrong = np.flatnonzero(lengths != wanted)
+    if len(wrong):
+        row = int(wrong[0])
+        raise CorruptError(
+            f"the receipt of {key} says that block {row} has {lengths[row]} bytes instead of {wanted[row]}; restore "
+            "the receipt"
+        )
+
+
+async def check_stored(backend: Backend, items: Iterable[ReadItem], most: int, workers: int) -> None:
+    """Read the last byte of every file of which more than ``2 * most`` bytes are to be read at once.
+
+    Blocks as ``bcp.save`` makes them are far smaller, so that an honest checkpoint costs no read.
+
+    Raises:
+        CorruptError: the file is shorter than its receipt says; no memory was taken for it.
+
+    """
+
+    async def look(item: ReadItem) -> None:
+        nbytes = 0 if item.file is None else item.file.stored_nbytes
+        claim = f"{nbytes} bytes, {item.stored_nbytes} of them in one read from block {item.rows.start} on"
+        try:
+            await backend.read_into(item.key, nbytes - 1, memoryview(bytearray(1)))
+        except FileNotFoundError as error:
+            raise CorruptError(f"{item.key} is missing, its receipt says {claim}; restore the file") from error
+        except CorruptError as error:
+            raise CorruptError(f"{item.key} is too short, its receipt says {claim}; restore both") from error
+
+    large = {item.key: item for item in items if item.file and item.stored_nbytes > 2 * most}
+    start: Pipeline[ReadItem, ReadItem] = Pipeline()
+    budget = Budget(max(sum(item.nbytes for item in large.values()), 1))
+    await start.then(Stage("sizes", look, workers=workers)).run(list(large.values()), budget=budget)
