@@ -125,7 +125,7 @@ def translated(where: str) -> Iterator[None]:
     """Raise what is found wrong while decoding as :class:`~bcp.errors.CorruptError` that names the file."""
     try:
         yield
-    except (ValueError, OSError, pa.ArrowException) as error:
+    except (ValueError, OSError, RecursionError, pa.ArrowException) as error:
         raise CorruptError(f"{where} is corrupt: {error}") from error
 
 

@@ -174,6 +174,7 @@ def _check_shapes(target: TensorTable, names: Renamed, found: Ints, rank: int) -
 def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: int, *, cast: bool) -> None:
     """Compare dtypes of everything that both have; ``found``: the saved row of each target, or -1."""
     if cast:
+        _check_known(target, saved, found, rank)
         return
     dtypes = [
         f"{both_names(target, new, saved, old)} is {saved.dtype[old]} in the checkpoint, "
@@ -184,6 +185,16 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
         raise DtypeMismatchError(
             f"rank {rank}: {len(dtypes)} dtypes differ: {some(dtypes)}; pass LoadOptions(cast=True) to convert"
         )
+
+
+def _check_known(target: TensorTable, saved: TensorTable, found: Ints, rank: int) -> None:
+    """Check that torch can convert what has another dtype; ``found`` as in :func:`_check_dtypes`."""
+    for at in _differ(target, saved, found):
+        if not isinstance(getattr(torch, saved.dtype[found[at]], None), torch.dtype):
+            raise DtypeMismatchError(
+                f"rank {rank}: {both_names(target, at, saved, int(found[at]))} is {saved.dtype[found[at]]!r} in the "
+                f"checkpoint, which torch {torch.__version__} does not know; load it with the torch that saved it"
+            )
 
 
 def _check_elements(saved: TensorTable) -> None:

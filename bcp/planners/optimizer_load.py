@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bcp.errors import CheckpointError, MismatchError, StateError
+from bcp.errors import CheckpointError, CorruptError, MismatchError, StateError
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import TensorMeta
 from bcp.planners.leaves import Leaves
 from bcp.planners.model import Check, Finish, put
 from bcp.planners.names import Path, dotted, split
 from bcp.planners.optimizer import MASTER, OPTIMIZER, STEP, Slot
-from bcp.planners.values import encode_value
+from bcp.planners.values import encode_value, shown
 from bcp.protocols import ObjectKey
 
 __all__ = ["scalar_device", "slot_targets"]
@@ -180,7 +181,18 @@ def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
         return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
     if slot.placement or meta.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    return parameter.new_zeros(meta.shape, dtype=dtype)
+    return _fresh(meta, parameter.device)
+
+
+def _fresh(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Make a tensor of zeros in the shape that the checkpoint claims."""
+    try:
+        return torch.zeros(meta.shape, dtype=_dtype(meta), device=device)
+    except RuntimeError as error:
+        raise CorruptError(
+            f"{meta.fqn!r} has shape {list(meta.shape)} in the checkpoint, for which there is no memory: {error}; "
+            "load another checkpoint"
+        ) from error
 
 
 def _dtype(meta: TensorMeta) -> torch.dtype:
@@ -188,7 +200,8 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     dtype = getattr(torch, meta.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"{meta.fqn!r} was saved as {meta.dtype!r}, which torch {torch.__version__} does not know"
+            f"{meta.fqn!r} was saved as {meta.dtype!r}, which torch {torch.__version__} does not know; load it with "
+            "the torch that saved it"
         )
     return dtype
 
@@ -204,7 +217,7 @@ def _want_hypers(leaves: Leaves, slots: Iterable[Slot], there: _There, saved: Sa
         for key in there.tensors[slot.fqn]:
             name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
             meta = saved.meta(name)
-            tensors[name] = torch.zeros(meta.shape, dtype=_dtype(meta))
+            tensors[name] = _fresh(meta, torch.device("cpu"))
         known = there.hypers[slot.fqn] or there.tensors[slot.fqn]
         place = {key: number for number, key in enumerate(slot.hyper)}  # in the order in which a save has them
         keys = sorted(there.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
@@ -238,11 +251,14 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
     """Find the one step count of every group or state that counts by itself, or raise MismatchError."""
     found: dict[int, tuple[Slot, float]] = {}
     for slot, count in counts:
-        first, steps = found.setdefault(id(slot.counter), (slot, count.item()))
-        if steps != count.item():
+        number = count.item()
+        if not cmath.isfinite(number):
+            raise CorruptError(f"{slot.fqn!r} was saved after {number} steps; load another checkpoint")
+        first, steps = found.setdefault(id(slot.counter), (slot, number))
+        if steps != number:
             raise MismatchError(
                 f"the target counts the steps of {first.fqn!r}, saved after {steps:.0f}, and of {slot.fqn!r}, saved "
-                f"after {count.item():.0f}, as one; put them into different groups before loading, or, with FSDP1, "
+                f"after {number:.0f}, as one; put them into different groups before loading, or, with FSDP1, "
                 "wrap with use_orig_params=True"
             )
     return [
@@ -282,8 +298,8 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
             foreign.add((id(group), key))
         else:
             raise MismatchError(
-                f"one param group has {other!r}, saved with {key}={agreed!r}, and {fqn!r}, saved with {key}={value!r}; "
-                "put them into different groups before loading"
+                f"one param group has {other!r}, saved with {key}={shown(agreed)}, and {fqn!r}, saved with "
+                f"{key}={shown(value)}; put them into different groups before loading"
             )
     return [change for place, (_, change) in first.items() if place not in foreign]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -11,14 +10,17 @@ from typing import Any
 
 import torch
 
-from bcp.errors import CheckpointError, StateError
+from bcp.errors import CheckpointError, CorruptError, StateError
 from bcp.planners.extras import pack, unpack
 from bcp.protocols import ObjectKey
 
-__all__ = ["decode_value", "decode_values", "encode_value", "encode_values"]
+__all__ = ["decode_value", "decode_values", "encode_value", "encode_values", "shown"]
 
 _DIGITS = 18
 """Integers up to that many digits are JSON numbers that every reader gets right."""
+
+_MOST_HEX_DIGITS = 1 << 16
+_MOST_SHOWN = 200
 
 
 def encode_value(value: Any, *, where: str = "a value") -> str:
@@ -29,7 +31,8 @@ def encode_value(value: Any, *, where: str = "a value") -> str:
     pickled by ``torch.save``, in base64.
 
     Raises:
-        StateError: the value cannot be pickled, or contains itself; ``where`` names it.
+        StateError: the value cannot be pickled, contains itself, or is an integer of more than 65,536 hexadecimal
+            digits; ``where`` names it.
 
     """
     try:
@@ -64,13 +67,14 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
 
     Raises:
         CheckpointError: the text is damaged, or holds an object that only ``trust=True`` reads.
+        CorruptError: it holds an integer of more digits than a save writes.
 
     """
     try:
         return _decoded(json.loads(text), trust, where)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(f"the value of {where} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -103,7 +107,7 @@ def _encoded(value: Any, where: str) -> Any:  # noqa: PLR0911 -- one line a type
     if value is None or kind in (bool, str):
         return value
     if kind is int:
-        return value if abs(value) < 10**_DIGITS else {"int": hex(value)}
+        return value if abs(value) < 10**_DIGITS else {"int": _hex(value, where)}
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if kind is list:
@@ -133,7 +137,30 @@ def _decoded(data: Any, trust: bool, where: str) -> Any:  # noqa: FBT001 -- priv
         return tuple(items) if kind == "tuple" else dict(items)
     if kind == "torch":
         return unpack(base64.b64decode(content, validate=True), trust=trust, where=f"the value of {where}")
+    if kind == "int" and len(content) > _MOST_HEX_DIGITS + len("-0x"):
+        raise CorruptError(
+            f"the value of {where} is an integer of {len(content)} hexadecimal digits, more than {_MOST_HEX_DIGITS}; "
+            "restore the receipt that holds it"
+        )
     return _SCALARS[kind](content)
+
+
+def _hex(number: int, where: str) -> str:
+    """Return an integer in hexadecimal, if it is one that a load accepts."""
+    if number.bit_length() > 4 * _MOST_HEX_DIGITS:
+        raise StateError(
+            f"{where} is an integer of {number.bit_length()} bits, more than {4 * _MOST_HEX_DIGITS}; save it as bytes"
+        )
+    return hex(number)
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: at most 200 characters, and no error for integers that Python does not print."""
+    try:
+        text = repr(value)
+    except ValueError:  # int's limit of 4300 digits
+        return f"a {type(value).__name__} with an integer of very many digits"
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tracemalloc
 import zlib
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import model
+from checkpoints import model, training
 
 import bcp
-from bcp.metadata import decode_metadata, encode_layout, encode_metadata, receipt_key
+from bcp.container import encode_table, read_table, seal
+from bcp.metadata import COMMIT, decode_metadata, encode_layout, encode_metadata, receipt_key
 from bcp.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
 from bcp.stages.staging import Lease
 
@@ -199,7 +201,7 @@ def test_a_codec_that_the_commit_record_names_has_to_be_passed(tmp_path: Path) -
 
 def test_honest_parts_and_headers_of_any_size_load(tmp_path: Path) -> None:
     """Reads of 1 MiB, parts of 8 MiB, and a header of 3 MB."""
-    many = {f"{'x' * 900}.{row:04}": torch.tensor([float(row)]) for row in range(3000)}
+    many = {f"{'x' * 9000}.{row:04}": torch.tensor([float(row)]) for row in range(300)}
     states = {"model": {**many, "w": torch.arange(3 * MIB, dtype=torch.float32)}, "extra_states": {"a": np.ones(MIB)}}
     options = bcp.LoadOptions(read_bytes=MIB, codecs=[ZLIB])
     for name, codecs in (("plain", []), ("encoded", [ZLIB])):
@@ -211,3 +213,63 @@ def test_honest_parts_and_headers_of_any_size_load(tmp_path: Path) -> None:
         bcp.load(tmp_path / name, target, options=options)
         assert all(torch.equal(tensor, states["model"][key]) for key, tensor in target["model"].items())
         assert (target["extra_states"]["a"] == 1).all()
+
+
+def value_of(path: str, text: str) -> Callable[[Receipt], Receipt]:
+    """Change the value of the leaves whose path ends like that."""
+
+    def changed(receipt: Receipt) -> Receipt:
+        return replace(
+            receipt, objects={key: text if key[1].endswith(path) else old for key, old in receipt.objects.items()}
+        )
+
+    return changed
+
+
+def test_an_integer_of_millions_of_digits_is_named(tmp_path: Path) -> None:
+    bcp.save(tmp_path, training())
+    forge(tmp_path, value_of("0.weight.weight_decay", json.dumps({"int": "0x" + "f" * 20_000_000})))
+    with pytest.raises(bcp.CorruptError, match=r"0\.weight\.weight_decay is an integer of 20000002 hexadecimal digits"):
+        bcp.load(tmp_path, training(seed=1))
+
+
+def test_an_integer_that_no_load_would_accept_is_refused_by_the_save(tmp_path: Path) -> None:
+    largest = (1 << 4 * 65536) - 1
+    bcp.save(tmp_path / "a", {"model": {"w": torch.ones(2), "n": largest, "m": -largest}})
+    target = {"model": {"w": torch.ones(2), "n": 0, "m": 0}}
+    bcp.load(tmp_path / "a", target)
+    assert target["model"]["n"] == largest == -target["model"]["m"]
+    with pytest.raises(bcp.StateError, match="n is an integer of 262145 bits, more than 262144"):
+        bcp.save(tmp_path / "b", {"model": {"w": torch.ones(2), "n": largest + 1}})
+    assert not (tmp_path / "b").exists()
+
+
+def test_hyper_parameters_that_python_does_not_print_are_compared_all_the_same(tmp_path: Path) -> None:
+    bcp.save(tmp_path, training())
+    forge(tmp_path, value_of("0.weight.weight_decay", json.dumps({"int": hex(10**5000)})))
+    with pytest.raises(bcp.MismatchError, match="weight_decay=a int with an integer of very many digits"):
+        bcp.load(tmp_path, training(seed=1))
+
+
+def test_a_commit_record_of_nested_brackets_is_corrupt(tmp_path: Path) -> None:
+    bcp.save(tmp_path, model())
+    file = tmp_path / "metadata.arrow"
+    payload = file.read_bytes()[:-24]
+    table, layout = read_table(payload, COMMIT)
+    data = encode_table(COMMIT, [table.column("digest")], commit="[" * 200_000) + bytes(layout)
+    file.write_bytes(seal(data, b"BCPMETA"))
+    with pytest.raises(bcp.CorruptError, match=r"metadata\.arrow is corrupt: maximum recursion depth"):
+        bcp.load(tmp_path, model())
+
+
+def test_a_dtype_that_torch_does_not_know_is_named_before_the_target_is_touched(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"a": torch.ones(9), "b": torch.ones(9, dtype=torch.float64)}})
+    forge(
+        tmp_path,
+        layout=lambda found: replace(found, tensors=replace(found.tensors, dtype=("float32", '{"float99": 1}'))),
+    )
+    target = {"model": {"a": torch.zeros(9), "b": torch.zeros(9, dtype=torch.float64)}}
+    for cast, words in ((True, "which torch .* does not know"), (False, "pass LoadOptions.cast=True")):
+        with pytest.raises(bcp.DtypeMismatchError, match=f"model: b is .*float99.* in the checkpoint, .*{words}"):
+            bcp.load(tmp_path, target, options=bcp.LoadOptions(cast=cast))
+        assert not target["model"]["a"].any()
