@@ -10,6 +10,7 @@ from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
+from bcp.errors import NothingLoadedWarning
 from bcp.events import LoadReport, SaveReport, StageEvent
 from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
@@ -33,6 +34,7 @@ __all__ = [
     "MegatronNames",
     "MegatronRng",
     "Moved",
+    "NothingLoadedWarning",
     "PartWriter",
     "Pending",
     "Pipeline",

@@ -10,9 +10,11 @@ from anyio.abc import TaskStatus
 from bcp import _bridge
 from bcp._calls import Framework, Path, load_job, prepare_job, require_asyncio, save_job
 from bcp._pending import Pending
+from bcp._plain import plain, warn_if_nothing
 from bcp._workflow import aload as _aload
 from bcp._workflow import aprepare as _aprepare
 from bcp._workflow import asave as _asave
+from bcp.errors import BcpError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.protocols import Coordinator, States
@@ -105,17 +107,20 @@ async def asave(
         PeerError: another rank failed, died, or fell silent.
 
     """
-    require_asyncio()
-    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-    job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
-    if async_checkpoint:
-        background = _bridge.start(
-            lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
-        )
-        await background.astarted()
-        return Pending(background)
-    goes_on = task_status is not anyio.TASK_STATUS_IGNORED
-    return await _asave(job(on_snapshot=task_status.started, goes_on=goes_on))
+    try:
+        require_asyncio()
+        options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
+        job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
+        if async_checkpoint:
+            background = _bridge.start(
+                lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
+            )
+            await background.astarted()
+            return Pending(background)
+        goes_on = task_status is not anyio.TASK_STATUS_IGNORED
+        return await _asave(job(on_snapshot=task_status.started, goes_on=goes_on))
+    except BcpError as error:
+        raise plain(error) from error.__cause__
 
 
 async def aload(
@@ -140,7 +145,8 @@ async def aload(
         states: the same kinds of things as for :func:`asave`; any subset of what was saved.
         framework: as for :func:`asave`.
         role: as for :func:`asave`.
-        strict: names must be the same in checkpoint and states. Overrides ``options.strict``.
+        strict: names must be the same in checkpoint and states, and keys of ``extra_states`` and ``dataloader`` must be
+            in the checkpoint. Overrides ``options.strict``.
         overlap_loading: ranks that want the same bytes share the reading. Overrides ``options.overlap_loading``.
         progress: draw a bar on rank 0. Overrides ``options.progress``.
         options: how to load.
@@ -158,12 +164,20 @@ async def aload(
         StageError: a stage failed; names stage and item.
         PeerError: another rank failed, died, or fell silent.
 
+    Warns:
+        NothingLoadedWarning: with ``strict=False``, none of the names of a kind is in the checkpoint.
+
     """
-    options = with_overrides(
-        options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
-    )
-    require_asyncio()
-    return await _aload(load_job(path, states, framework, role, options, coordinator))
+    try:
+        options = with_overrides(
+            options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
+        )
+        require_asyncio()
+        report = await _aload(load_job(path, states, framework, role, options, coordinator))
+    except BcpError as error:
+        raise plain(error) from error.__cause__
+    warn_if_nothing(report, 2)
+    return report
 
 
 async def aprepare(
@@ -194,10 +208,13 @@ async def aprepare(
         PeerError: another rank failed, died, or fell silent.
 
     """
-    require_asyncio()
-    job = prepare_job(states, framework, options or SaveOptions(), coordinator)
-    background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
-    await background.astarted()
+    try:
+        require_asyncio()
+        job = prepare_job(states, framework, options or SaveOptions(), coordinator)
+        background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+        await background.astarted()
+    except BcpError as error:
+        raise plain(error) from error.__cause__
     return Pending(background)
 
 
@@ -251,12 +268,17 @@ def save(
     that nobody waits for is finished before the process exits. Ctrl-C cancels: nothing is committed. Arguments and
     errors are those of :func:`asave`.
     """
-    options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-    job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
-    if not async_checkpoint:
-        return _bridge.run(lambda: _asave(job(on_snapshot=_nothing, goes_on=False)))
-    background = _bridge.start(lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}")
-    background.wait_started()
+    try:
+        options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
+        job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
+        if not async_checkpoint:
+            return _bridge.run(lambda: _asave(job(on_snapshot=_nothing, goes_on=False)))
+        background = _bridge.start(
+            lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
+        )
+        background.wait_started()
+    except BcpError as error:
+        raise plain(error) from error.__cause__
     return Pending(background)
 
 
@@ -273,11 +295,16 @@ def load(
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
     """Load a checkpoint from ordinary code. Arguments and errors are those of :func:`aload`."""
-    options = with_overrides(
-        options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
-    )
-    job = load_job(path, states, framework, role, options, coordinator)
-    return _bridge.run(lambda: _aload(job))
+    try:
+        options = with_overrides(
+            options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
+        )
+        job = load_job(path, states, framework, role, options, coordinator)
+        report = _bridge.run(lambda: _aload(job))
+    except BcpError as error:
+        raise plain(error) from error.__cause__
+    warn_if_nothing(report, 2)
+    return report
 
 
 def prepare(
@@ -291,7 +318,10 @@ def prepare(
 
     Arguments, promises and errors are those of :func:`aprepare`.
     """
-    job = prepare_job(states, framework, options or SaveOptions(), coordinator)
-    background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
-    background.wait_started()
+    try:
+        job = prepare_job(states, framework, options or SaveOptions(), coordinator)
+        background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+        background.wait_started()
+    except BcpError as error:
+        raise plain(error) from error.__cause__
     return Pending(background)

@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from bcp._bridge import Background
+from bcp._plain import plain
+from bcp.errors import BcpError
 
 __all__ = ["Pending"]
 
@@ -34,7 +36,10 @@ class Pending(Generic[T]):
 
         ``TimeoutError`` after ``timeout`` seconds leaves the save running.
         """
-        return self._background.wait(timeout)
+        try:
+            return self._background.wait(timeout)
+        except BcpError as error:
+            raise plain(error) from error.__cause__
 
     def done(self) -> bool:
         """Say whether it has ended, well or not; never blocks, never raises."""
@@ -50,7 +55,13 @@ class Pending(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait from a coroutine, without blocking its loop; cancelling the waiter leaves the save running."""
-        return self._background.result().__await__()
+        return self._result().__await__()
+
+    async def _result(self) -> T:
+        try:
+            return await self._background.result()
+        except BcpError as error:
+            raise plain(error) from error.__cause__
 
     def __enter__(self) -> Self:
         """Do nothing: the save is running already."""

@@ -19,7 +19,7 @@ from bcp.planners.guard import being_loaded
 from bcp.protocols import Agreement
 from bcp.stages.device import Lanes, cuda_devices
 from bcp.stages.items import PartReceipt, WriteItem
-from bcp.stages.load import load_graph
+from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.save import SaveContext, Writers, save_graph
 from bcp.stages.staging import shared_pool
 from bcp.telemetry.progress import progress_bar
@@ -105,20 +105,19 @@ async def aload(job: LoadJob) -> LoadReport:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
         asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
         wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-        read = await _read(job, agreement, metadata, wanted, reading)
-    with loading.say_if_half_loaded(read.context):
-        await in_thread(loading.put_values, wanted, job.states, read)
-    return loading.report(job, metadata, wanted, reading, read.context)
+        context = await _read(job, agreement, metadata, wanted, reading)
+    with loading.say_if_half_loaded(context):
+        await in_thread(loading.put_values, wanted, job.states)
+    return loading.report(job, metadata, wanted, reading, context)
 
 
 async def _read(
     job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: loading.Wanted, reading: loading.Reading
-) -> loading.Read:
-    """Fill the tensors, fetch the values, and wait until every rank has done so."""
+) -> LoadContext:
+    """Fill the tensors, and wait until every rank has done so."""
     options = job.options
     with own_errors(), ExitStack() as stack:
-        sources = loading.extra_sources(metadata.layout, job.states, job.rank)
-        ranks = loading.needed_receipts(reading, wanted, metadata.layout, sources)
+        ranks = loading.needed_receipts(reading, wanted, metadata.layout)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
         devices = cuda_devices(wanted.targets.shards.tensors, wanted.targets.shards.address)
         lease = stack.enter_context(shared_pool(pinned=bool(devices)).lease(keep=False))
@@ -137,9 +136,8 @@ async def _read(
             load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
         )
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
-        extras = await loading.read_extras(context, metadata, receipts, sources, options)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
-    return loading.Read(context, extras)
+    return context
 
 
 def _edited(graph: Graph, edit: Callable[[Graph], Graph]) -> Graph:

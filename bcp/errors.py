@@ -23,6 +23,8 @@
     ├── PeerError                      another rank failed, died or fell silent; names rank, host and cause
     └── StorageError (OSError)         a storage backend failed; the original error is its cause
 
+:class:`NothingLoadedWarning` (UserWarning) is the one warning.
+
 Every message names what it can of: tensor, rank, file, numbers; and ends with what to do.
 """
 
@@ -160,3 +162,13 @@ class StorageError(BcpError, OSError):
     """A storage backend failed; the message names backend, key and operation, ``__cause__`` is the original error."""
 
     __str__ = Exception.__str__
+
+
+class NothingLoadedWarning(UserWarning):
+    """A load with ``strict=False`` found none of the names that a kind of the target wants, and left it as it was.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", NothingLoadedWarning)  # let such a load raise
+
+    """

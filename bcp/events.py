@@ -95,6 +95,8 @@ class LoadReport:
         stage_seconds: wall seconds from the first start to the last end of each stage.
         missing: names that the target has and the checkpoint lacks (``strict=False`` only).
         unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
+        unmatched: kinds of which this rank wanted names and the checkpoint has none of them (``strict=False`` only); a
+            :class:`~bcp.errors.NothingLoadedWarning` names them as well.
     """
 
     path: str
@@ -109,6 +111,7 @@ class LoadReport:
     stage_seconds: Mapping[str, float] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     @property
     def throughput(self) -> float:

@@ -122,8 +122,10 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        strict: names must be the same in checkpoint and target, within the kinds that are loaded. Without it, what
-            both have is loaded and the report lists the rest.
+        strict: names must be the same in checkpoint and target, within the kinds that are loaded. Of mappings in
+            ``extra_states`` and ``dataloader``, the checkpoint must have all top-level keys of the target; those that
+            the target lacks are added to it. Without ``strict``, common names are loaded and the report lists the
+            rest; if a kind has none in common, a :class:`~bcp.errors.NothingLoadedWarning` says so.
         overlap_loading: ranks that want the same bytes share the reading and send them to each other while
             reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads what it wants by itself.
         rename: what the target calls the checkpoint's model tensors: a dict from names in the checkpoint to names in

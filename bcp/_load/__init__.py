@@ -5,17 +5,15 @@ from bcp._load.opening import fetch_receipts, open_checkpoint
 from bcp._load.reads import Reading, budget_of, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
-from bcp._load.values import Read, ask, extra_sources, needed_receipts, put_values, read_extras
+from bcp._load.values import ask, needed_receipts, put_values
 
 __all__ = [
-    "Read",
     "Reading",
     "Wanted",
     "ask",
     "budget_of",
     "check_stored",
     "everyone_is_done",
-    "extra_sources",
     "fetch_receipts",
     "lay_out",
     "load_context",
@@ -23,7 +21,6 @@ __all__ = [
     "open_checkpoint",
     "plan_reads",
     "put_values",
-    "read_extras",
     "read_items",
     "report",
     "say_if_half_loaded",

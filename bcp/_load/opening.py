@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from bcp._agree import agree
@@ -15,6 +16,9 @@ from bcp.receipt import Receipt, decode_receipt, receipt_digest
 __all__ = ["fetch_receipts", "open_checkpoint"]
 
 SHOWN = 10  # names in an error message
+STEP = re.compile(r"\d$|^(latest|last|best|final)$")
+"""Names of checkpoints of a run: ``step-1000``, ``100``, ``latest``. Others may be roles: ``actor``."""
+
 RECEIPTS_AT_ONCE = 16
 
 
@@ -36,17 +40,29 @@ async def _read_metadata(backend: Backend, path: str) -> bytes:
         return bytes(await backend.get(METADATA_KEY))
     except FileNotFoundError:
         keys = [info.key for info in await backend.list()]
-    roles = sorted(key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY))
-    if roles:
-        raise NotACheckpointError(
-            f"{path} holds no checkpoint of its own, but roles below it: {', '.join(roles[:SHOWN])}; pass role=..."
-        )
+    below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
+    if below:
+        raise NotACheckpointError(f"{path} holds {_below(path, below)}")
     if any(operation_of(key) for key in keys):
         raise UncommittedError(
             f"{path} holds data of a save that never committed ({len(keys)} files, no {METADATA_KEY}): the job died or "
             "is still saving; load an older checkpoint"
         )
     raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
+
+
+def _below(path: str, names: Collection[str]) -> str:
+    """Say which checkpoints lie below a path, and how to load one: steps of a run are not taken for roles."""
+    checkpoints = {name.partition("/")[0] for name in names}
+    ordered = sorted(checkpoints, key=lambda name: [(len(run), run) for run in re.split(r"(?<=\D)(?=\d)", name)])
+    if any("/" in name or STEP.search(name) for name in names):
+        return f"checkpoints {_first(ordered)}; pass one of them, as in {path}/{ordered[-1]}"
+    return f"no checkpoint of its own, but roles below it: {_first(ordered)}; pass role=..."
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,10 +91,11 @@ def report(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, c
         world_size=job.world_size,
         saved_world_size=metadata.layout.world_size,
         nbytes=context.placed_nbytes,
-        read_nbytes=context.read_nbytes,
+        read_nbytes=context.read_nbytes + wanted.extras_nbytes,
         received_nbytes=context.received_nbytes,
         seconds=job.clock.seconds,
         stage_seconds=job.clock.stage_seconds,
         missing=wanted.missing,
         unexpected=reading.unexpected,
+        unmatched=wanted.unmatched,
     )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bcp._job import LoadJob
+from bcp._load.near import advice
 from bcp._load.relocate import relocated
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
@@ -22,7 +23,7 @@ from bcp.plan.load.renamed import MASTER, Renamed, renamed
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.planners.extras import check_changeable
-from bcp.protocols import LoadTargets, ObjectKey, States
+from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
 
@@ -47,6 +48,9 @@ class Wanted:
         renamed: the checkpoint's names, as the target has them.
         receipts: of the ranks that own values of these kinds.
         objects: these values, by the target's names.
+        unmatched: kinds that this rank loads, of which the checkpoint has none of the wanted names.
+        extras: the opaque objects of this rank, by kind.
+        extras_nbytes: bytes that were read for them.
     """
 
     targets: LoadTargets
@@ -58,6 +62,9 @@ class Wanted:
     renamed: Renamed
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    extras_nbytes: int = 0
 
 
 def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
@@ -78,7 +85,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     if missing and options.strict:
         raise FqnMismatchError(
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
-            "pass strict=False to load what both have"
+            f"pass strict=False to load what both have{_advice(missing, names)}"
         )
     _check_shapes(tensors, names, source, job.rank)
     shards, saved = relocated(targets.shards, source, names)
@@ -94,7 +101,27 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
         tuple(missing),
         wants(layout, shards.table, saved),
         names,
+        unmatched=_unmatched(states, names, tensors.kind[source >= 0], targets.shards, layout),
     )
+
+
+def _advice(missing: Sequence[str], names: Renamed) -> str:
+    """Return the end of a message on missing names: how those of the model might be meant."""
+    front = "model: "
+    model = [name.removeprefix(front) for name in missing if name.startswith(front)]
+    saved = {fqn for kind, fqn in (*names.saved.rows, *names.objects) if kind == "model"} if model else set()
+    found = advice(model, saved) if model else ""
+    return f"; {found}" if found else ""
+
+
+def _unmatched(states: States, names: Renamed, found: Ints, shards: LocalShards, layout: Layout) -> tuple[str, ...]:
+    """Return the kinds of which something is wanted and nothing was found; ``found``: kinds of the found tensors."""
+    wanted = {KINDS[code] for code in set(shards.table.tensors.kind.tolist())} | {kind for kind, _ in shards.objects}
+    there = {KINDS[code] for code in set(found.tolist())} | {
+        kind for kind, path in shards.objects if (kind, path) in names.objects
+    }
+    there |= {kind for kind in OPAQUE_KINDS if extra_ranks(layout, kind)}
+    return tuple(kind for kind in KINDS if kind in states and kind in wanted.union(OPAQUE_KINDS) - there)
 
 
 def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:

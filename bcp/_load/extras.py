@@ -1,0 +1,103 @@
+"""The opaque objects of one rank: read, unpacked and compared with the target before any tensor is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bcp._job import LoadJob
+from bcp._load.claims import check_stored, file_of
+from bcp._load.targets import extra_ranks
+from bcp.errors import CorruptError, FqnMismatchError
+from bcp.metadata import Metadata
+from bcp.pipeline import in_thread
+from bcp.plan.layout import Layout
+from bcp.plan.load.assign import Chunk
+from bcp.plan.shards import KINDS, OPAQUE_KINDS
+from bcp.planners.extras import unpack
+from bcp.protocols import Stateful, States
+from bcp.receipt import FileReceipt, Receipt
+from bcp.stages.check import check, decoded
+from bcp.stages.flat import bytes_of
+from bcp.stages.load_items import ReadItem, Stored
+
+__all__ = ["extra_sources", "missing_keys", "read_extras"]
+
+
+def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
+    """Return the saved rank whose object this rank takes, by kind: its own number, modulo how many ranks saved one."""
+    sources = {}
+    for kind in OPAQUE_KINDS:
+        saved = extra_ranks(layout, kind) if kind in states else []
+        if saved:
+            sources[kind] = rank if rank in saved else saved[rank % len(saved)]
+    return sources
+
+
+async def read_extras(
+    job: LoadJob, metadata: Metadata, receipts: Mapping[int, Receipt], sources: Mapping[str, int]
+) -> tuple[dict[str, Any], int]:
+    """Read and unpack the opaque objects of this rank.
+
+    Returns:
+        The objects by kind, and the number of bytes read.
+
+    """
+    loaded: dict[str, Any] = {}
+    nbytes = 0
+    for kind, source in sources.items():
+        key, file = file_of(metadata, receipts[source], KINDS.index(kind))
+        size = file.nbytes - file.data_start
+        name = f"{key} ({kind} of rank {source})"
+        item = ReadItem(name, size, Chunk(0, 0, size, job.rank, -1), -1, key, file)
+        await check_stored(job.backend, [item], job.options.read_bytes, 1)
+        stored = await in_thread(bytearray, file.stored_nbytes)
+        try:
+            await job.backend.read_into(key, 0, memoryview(stored))
+        except FileNotFoundError as error:
+            raise CorruptError(
+                f"{key} is missing, but the checkpoint was committed with it (rank {job.rank}, {name}); restore the "
+                "file, or load another checkpoint"
+            ) from error
+        loaded[kind] = await in_thread(_unpacked, job, Stored(item, len(stored), [memoryview(stored)]), file)
+        nbytes += len(stored)
+    return loaded, nbytes
+
+
+def _unpacked(job: LoadJob, stored: Stored, file: FileReceipt) -> Any:
+    """Check, decode and unpack the bytes of one object."""
+    options = job.options
+    if options.verify:
+        check(stored, file, job.rank)
+    image = stored.outs[0]
+    if file.codecs:
+        codecs = {codec.name: codec for codec in options.codecs}
+        image = bytes_of(decoded(stored, file, codecs, job.rank))
+    return unpack(image[file.data_start :], trust=options.trust, where=stored.item.key)
+
+
+def missing_keys(job: LoadJob, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the top-level keys of the target's mappings that the checkpoint lacks.
+
+    Keys that only the checkpoint has are loaded into the mapping: an empty one asks for all of them.
+
+    Raises:
+        FqnMismatchError: there are such keys, and the load is strict.
+
+    """
+    missing = tuple(
+        f"{kind}: {key}"
+        for kind, found in loaded.items()
+        for key in _keys(job.states[kind])
+        if isinstance(found, Mapping) and key not in found
+    )
+    if missing and job.options.strict:
+        raise FqnMismatchError(
+            f"rank {job.rank} wants {len(missing)} keys that the checkpoint lacks: {'; '.join(missing)}; pass "
+            "strict=False to keep the target's values of these, or leave the keys out"
+        )
+    return missing
+
+
+def _keys(target: object) -> list[Any]:
+    return list(target) if isinstance(target, Mapping) and not isinstance(target, Stateful) else []
