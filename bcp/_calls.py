@@ -129,7 +129,7 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     if framework is None or isinstance(framework, str):
         return lambda: planner_for(framework, states)
     if not hasattr(framework, "local_shards"):
-        raise InputError(f"framework={framework!r} is neither a name nor a planner")
+        raise InputError(f"framework={framework!r} is neither a name nor a planner; pass None to detect it")
     return lambda: framework
 
 

@@ -69,6 +69,8 @@ WORD = pa.dictionary(pa.int32(), pa.string())
 
 WIDTHS = (np.int8, np.int16, np.int32, np.int64)
 
+RESTORE = "restore the file, or load another checkpoint"
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -102,8 +104,12 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
     view = memoryview(data)
     if bytes(view[-8:-1]) != magic:
         if not view or NAME_KEY in bytes(view[:HEAD_BYTES]):
-            raise CorruptError(f"{where} is truncated: after {len(view)} bytes it ends without {magic.decode()}")
-        raise NotACheckpointError(f"{where} ({len(view)} bytes) was not written by bcp: no {magic.decode()} at its end")
+            raise CorruptError(
+                f"{where} is truncated: after {len(view)} bytes it ends without {magic.decode()}; {RESTORE}"
+            )
+        raise NotACheckpointError(
+            f"{where} ({len(view)} bytes) was not written by bcp: no {magic.decode()} at its end; check the path"
+        )
     if view[-1] != VERSION:
         raise FormatVersionError(
             f"{where} is in version {view[-1]} of the format, this bcp reads version {VERSION}; "
@@ -113,7 +119,8 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
     stored, found = bytes(view[-TRAILER_BYTES:-8]), digest(payload)
     if stored != found:
         raise CorruptError(
-            f"{where} ({len(view)} bytes) is corrupt: its checksum is {found.hex()}, it should be {stored.hex()}"
+            f"{where} ({len(view)} bytes) is corrupt: its checksum is {found.hex()}, it should be {stored.hex()}; "
+            f"{RESTORE}"
         )
     with translated(where):
         check_decoded_size(payload, len(view))
@@ -126,7 +133,7 @@ def translated(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RecursionError, pa.ArrowException) as error:
-        raise CorruptError(f"{where} is corrupt: {error}") from error
+        raise CorruptError(f"{where} is corrupt: {error}; {RESTORE}") from error
 
 
 # -- tables -------------------------------------------------------------------------------------

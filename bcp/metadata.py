@@ -173,7 +173,10 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
         commit = _commit(table)
     layout = _decoded(layout_bytes, where)
     if len(commit.receipts) != layout.world_size * DIGEST_BYTES:
-        raise CorruptError(f"{where} is corrupt: it has {len(table)} receipts for a world of {layout.world_size} ranks")
+        raise CorruptError(
+            f"{where} is corrupt: it has {len(table)} receipts for a world of {layout.world_size} ranks; restore the "
+            "file, or load another checkpoint"
+        )
     return Metadata(layout, commit)
 
 

@@ -96,7 +96,7 @@ class Pipeline(Generic[A, O]):
         parcels = [_Parcel(index, item.name, item.nbytes, item) for index, item in enumerate(items)]
         for parcel in parcels:
             if parcel.nbytes < 0:
-                raise InputError(f"item {parcel.name!r} says that it has {parcel.nbytes} bytes")
+                raise InputError(f"item {parcel.name!r} says that it has {parcel.nbytes} bytes; nbytes is at least 0")
         if self.stages and parcels:
             await _Run(self.stages, parcels, budget, observe).to_the_end()
         return [parcel.value for parcel in parcels]

@@ -55,7 +55,8 @@ def resolve(layout: Layout, row: int) -> int:
     stored = find(layout, kind, tied_to)
     if stored is None:
         raise CorruptError(
-            f"{kind} tensor {layout.tensors.fqn[row]!r} is tied to {tied_to!r}, which the checkpoint does not have"
+            f"{kind} tensor {layout.tensors.fqn[row]!r} is tied to {tied_to!r}, which the checkpoint does not have; "
+            "load another checkpoint"
         )
     return stored
 

@@ -75,7 +75,10 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise CheckpointError(f"the value of {where} cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the value of {where} cannot be read: {type(error).__name__}: {error}; restore the receipt that holds it, "
+            "or load another checkpoint"
+        ) from error
 
 
 def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -> dict[ObjectKey, Any]:
