@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import CheckpointError, StateError
+from bcp.planners.archive import check_archive, check_paths
 from bcp.planners.leaves import state_dict_of
 from bcp.protocols import Stateful
 
@@ -108,8 +110,12 @@ def unpack(data: bytes | bytearray | memoryview, *, trust: bool, where: str) -> 
 
     """
     try:
-        packed = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
-        return _with_arrays(packed["value"], (), dict(packed["arrays"]))
+        stream = io.BytesIO(data)
+        check_archive(stream)
+        stream.seek(0)
+        packed = torch.load(stream, map_location="cpu", weights_only=not trust)
+        check_paths((path for path, _ in packed["arrays"]), len(data))
+        return _with_arrays(packed["value"], dict(packed["arrays"]))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
@@ -222,15 +228,21 @@ def _without_arrays(value: Any, path: _Path, arrays: dict[_Path, bool], where: s
     return value
 
 
-def _with_arrays(value: Any, path: _Path, arrays: Mapping[_Path, bool]) -> Any:
-    """Undo :func:`_without_arrays`."""
-    if not arrays:
-        return value
-    if path in arrays:
+def _with_arrays(value: Any, arrays: Mapping[_Path, bool]) -> Any:
+    """Undo :func:`_without_arrays`; only containers on the way to an array are visited.
+
+    A hostile value may contain one list in many places: 1.8 KB of 40 such levels would take a walk of 2^40 steps.
+    """
+    if () in arrays:
         array = value.numpy()
-        return array[()] if arrays[path] else array
-    if type(value) is dict:
-        return {key: _with_arrays(child, (*path, key), arrays) for key, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_arrays(child, (*path, i), arrays) for i, child in enumerate(value))
+        return array[()] if arrays[()] else array
+    below: dict[Any, dict[_Path, bool]] = {}
+    for (key, *rest), scalar in arrays.items():
+        below.setdefault(key, {})[tuple(rest)] = scalar
+    if below and type(value) in (dict, list, tuple):
+        items = value.copy() if type(value) is dict else list(value)
+        for key, inside in below.items():
+            with suppress(LookupError):  # a key that is not equal to itself, as nan
+                items[key] = _with_arrays(items[key], inside)
+        return tuple(items) if type(value) is tuple else items
     return value

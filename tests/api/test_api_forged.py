@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import tracemalloc
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +19,7 @@ import torch
 from checkpoints import model, training
 
 import bcp
-from bcp.container import encode_table, read_table, seal
+from bcp.container import digest, encode_table, read_table, seal
 from bcp.metadata import COMMIT, decode_metadata, encode_layout, encode_metadata, receipt_key
 from bcp.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
 from bcp.stages.staging import Lease
@@ -273,3 +275,39 @@ def test_a_dtype_that_torch_does_not_know_is_named_before_the_target_is_touched(
         with pytest.raises(bcp.DtypeMismatchError, match=f"model: b is .*float99.* in the checkpoint, .*{words}"):
             bcp.load(tmp_path, target, options=bcp.LoadOptions(cast=cast))
         assert not target["model"]["a"].any()
+
+
+def with_extra(path: Path, data: bytes) -> None:
+    """Replace the object of ``extra_states`` by other bytes, less than a block."""
+    (file,) = (path / "extra_states").iterdir()
+    whole = file.read_bytes()[:4096] + data
+    file.write_bytes(whole)
+    blocks = Blocks.build([len(whole)], [len(whole)], [digest(whole)])
+    forge(path, data_file(lambda old: replace(old, nbytes=len(whole), stored_nbytes=len(whole), blocks=blocks), kind=3))
+
+
+def test_an_archive_that_inflates_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"extra_states": {"step": 7}})
+    small, large = io.BytesIO(), io.BytesIO()
+    torch.save({"value": {"step": torch.zeros(10)}, "arrays": []}, small)
+    with zipfile.ZipFile(small) as source, zipfile.ZipFile(large, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in source.namelist():
+            made.writestr(name, bytes(64 << 20) if name.endswith("data/0") else source.read(name))
+    assert len(large.getvalue()) < 100_000
+    with_extra(tmp_path, large.getvalue())
+    with pytest.raises(bcp.CheckpointError, match=r"extra_states/\S+ cannot be read: .* would unpack to 671\d+ bytes"):
+        bcp.load(tmp_path, {"extra_states": {}})
+
+
+def test_an_object_that_contains_one_list_in_many_places_is_read_at_once(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"extra_states": {"step": 7}})
+    laugh: Any = [0]
+    for _ in range(60):
+        laugh = [laugh, laugh]
+    data = io.BytesIO()
+    torch.save({"value": {"laugh": laugh, "a": torch.ones(3)}, "arrays": [(("a",), False)]}, data)
+    with_extra(tmp_path, data.getvalue())
+    target: dict[str, Any] = {}
+    bcp.load(tmp_path, {"extra_states": target})
+    assert target["a"].tolist() == [1, 1, 1]
+    assert len(target["laugh"]) == 2
