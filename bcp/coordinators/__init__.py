@@ -13,12 +13,12 @@ from bcp._log import log
 from bcp.coordinators.memory import grpc_coordinators, memory_coordinators
 from bcp.coordinators.solo import SoloCoordinator
 from bcp.coordinators.store import StoreCoordinator
+from bcp.coordinators.tls import Tls
 from bcp.errors import InputError
 from bcp.protocols import Coordinator
 
 if TYPE_CHECKING:
     from bcp.coordinators.tree.coordinator import GrpcCoordinator
-    from bcp.coordinators.tree.edge import Tls
 
 __all__ = [
     "GrpcCoordinator",
@@ -80,8 +80,4 @@ def __getattr__(name: str) -> Any:
         from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- needs grpcio
 
         return GrpcCoordinator
-    if name == "Tls":
-        from bcp.coordinators.tree.edge import Tls  # noqa: PLC0415 -- needs grpcio
-
-        return Tls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ import anyio
 
 from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.tls import Tls, TlsContexts
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 from bcp.protocols import Buffer
@@ -29,6 +30,10 @@ class Channel(Protocol):
     @property
     def verdict(self) -> Exception | None:
         """The error that ends the operation here, once there is one."""
+
+    @property
+    def secret(self) -> bytes:
+        """A secret of the job that cards do not show; empty if there is none. Known once :meth:`cards` returns."""
 
     async def join(self) -> None:
         """Say hello."""
@@ -73,7 +78,9 @@ class Operation:
     The channel is watched beside the body. Its verdict cancels the body, and is raised where the context ends.
     """
 
-    def __init__(self, channel: Channel, hello: Hello, world_size: int, *, address: Callable[[], str]) -> None:
+    def __init__(
+        self, channel: Channel, hello: Hello, world_size: int, *, address: Callable[[], str], tls: Tls | None = None
+    ) -> None:
         """Prepare; nothing is sent before the context is entered.
 
         Args:
@@ -81,12 +88,14 @@ class Operation:
             hello: who this rank is and what it is about to do.
             world_size: how many ranks take part.
             address: returns this host's address in the job's network; called in a thread.
+            tls: certificates for bulk data; None: plain TCP.
 
         """
         self._channel = channel
         self._hello = hello
         self._world_size = world_size
         self._address = address
+        self._tls = tls
         self._mesh: Mesh | None = None
         self._card_of: CardOf
 
@@ -166,7 +175,10 @@ class Operation:
         if memoryview(send[self._hello.rank]).nbytes != receive[self._hello.rank]:
             raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
         if self._mesh is None:
-            self._mesh = Mesh(self._hello.rank, await in_thread(self._address))
+            address, contexts = await in_thread(self._where)
+            self._mesh = Mesh(
+                self._hello.rank, address, self._world_size, secret=lambda: self._channel.secret, tls=contexts
+            )
             self._group.start_soon(self._serve, self._mesh)
             self._card_of = await self._channel.cards("all_to_all", self._mesh.card)
         try:
@@ -174,6 +186,10 @@ class Operation:
         except PeerError as error:
             cause = f"{error.cause}, while rank {self._hello.rank} was in all_to_all"
             raise await self._channel.blame(error.rank, cause) from error
+
+    def _where(self) -> tuple[str, TlsContexts | None]:
+        """Return where to listen, and with which certificates."""
+        return self._address(), None if self._tls is None else self._tls.contexts()
 
     async def _serve(self, mesh: Mesh) -> None:
         """Accept connections; if that fails, the operation does."""

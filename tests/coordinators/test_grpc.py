@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
 from bcp.coordinators.group import private_connection
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.tree.edge import METHOD, SERVICE, metadata_of
+from bcp.coordinators.tree.edge import METHOD, SERVICE, metadata_of, proof_of
 from bcp.coordinators.tree.frames import Frame, Kind, pack_number
 from bcp.coordinators.tree.link import Link
 from bcp.coordinators.tree.node import Node
@@ -214,15 +214,22 @@ class Stranger:
         said = dict([*metadata_of(Hello.of(1, "")), *credentials_of(invitation, "another process")])
         said.update({f"bcp-{name.replace('_', '-')}": value for name, value in changes.items() if value is not None})
         gone = {f"bcp-{name.replace('_', '-')}" for name, value in changes.items() if value is None}
-        self._metadata = [(key, value) for key, value in said.items() if key not in gone]
+        self._token = said.pop("bcp-token", invitation.token)
+        self._said = {key: value for key, value in said.items() if key not in gone}
         self._address = address
 
     async def join(self, *frames: Frame) -> tuple[grpc.StatusCode | None, str, list[Frame]]:
         """Send frames; return how it ended, what it was told, and the frames that came before the first error."""
         async with grpc.aio.insecure_channel(self._address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=self._metadata)
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=list(self._said.items()))
             heard = []
             try:
+                challenge = str(dict(iter(await call.initial_metadata() or ())).get("bcp-challenge"))
+                if challenge == "None":
+                    await call.read()
+                await call.write(proof_of(self._token, "child", self._said, 0, challenge))
+                proof = await call.read()
+                assert proof[:32] == proof_of(self._token, "parent", self._said, 0, challenge)
                 for frame in frames:
                     await call.write(frame.pack())
                     heard.append(Frame.unpack(await call.read()))
@@ -254,7 +261,7 @@ async def job_with_a_door(stranger: dict[str, str | None], *frames: Frame, leave
     ("changes", "code", "reason"),
     [
         ({"token": "wrong"}, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong"),
-        ({"token": None}, grpc.StatusCode.UNAUTHENTICATED, "the job's token is missing"),
+        ({"nonce": None}, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing"),
         ({"rank": None}, grpc.StatusCode.INVALID_ARGUMENT, "does not say which rank"),
         ({"rank": "x"}, grpc.StatusCode.INVALID_ARGUMENT, "does not say which rank"),
         ({"rank": "7"}, grpc.StatusCode.PERMISSION_DENIED, r"rank 7 \(host .*, pid .*\) is no child of rank 0"),

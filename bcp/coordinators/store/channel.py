@@ -56,6 +56,11 @@ class StoreChannel:
         """The error that ends the operation, once there is one."""
         return self._watch.verdict
 
+    @property
+    def secret(self) -> bytes:
+        """None: who reads the store reads the cards, and would read a secret there as well."""
+        return b""
+
     async def join(self) -> None:
         """Delete what earlier operations have left behind, then say hello."""
         self._watch.start()

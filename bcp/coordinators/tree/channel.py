@@ -61,6 +61,11 @@ class GrpcChannel:
         """Show how far it is."""
         return f"<GrpcChannel of operation {self._number}, step {self._steps}, verdict {self.verdict!r}>"
 
+    @property
+    def secret(self) -> bytes:
+        """The job's token."""
+        return self._node.secret
+
     # -- coming and going ---------------------------------------------------------------------
 
     async def join(self) -> None:

@@ -160,7 +160,7 @@ class GrpcCoordinator:
         node, loop = self._connect()
         hello = Hello.of(self.rank, what)
         channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
-        return Operation(channel, hello, self.world_size, address=self._own_address)
+        return Operation(channel, hello, self.world_size, address=self._own_address, tls=self._tls)
 
     def close(self) -> None:
         """Say goodbye to the neighbours and let go of connections; blocks, for some seconds at most. Idempotent.

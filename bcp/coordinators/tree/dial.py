@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import hmac
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bcp.coordinators.hello import Hello
+from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.edge import (
     METHOD,
     SERVICE,
     CredentialsError,
     Receive,
-    Tls,
+    channel_credentials,
     channel_options,
     converse,
     hello_of,
     metadata_of,
+    proof_of,
 )
 from bcp.coordinators.tree.grpc_import import grpc
 from bcp.coordinators.tree.link import Link
@@ -47,6 +51,7 @@ async def dial(
     tls: Tls | None,
     hello: Hello,
     credentials: list[tuple[str, str]],
+    token: str,
     link: Link,
     *,
     receive: Receive,
@@ -60,12 +65,13 @@ async def dial(
     code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
     in_peace = False
     async with _channel(address, tls) as channel:
-        call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=(*metadata_of(hello), *credentials))
+        said = dict([*metadata_of(hello), *credentials])
+        call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(said.items()))
         try:
-            link.up(connection, hello_of(await call.initial_metadata()))
+            link.up(connection, await _introduced(call, said, token, link.rank))
             why = await converse(link, connection, call.read, call.write, receive)
             in_peace, reason = why is None, why or ""
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, CredentialsError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, CredentialsError) as error:
             code, reason = await _status(call, error)
         finally:
             call.cancel()
@@ -79,12 +85,25 @@ async def dial(
     return connected
 
 
+async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> Hello:
+    """Prove to the parent that this rank knows the job's token, and return who the parent is, which proves the same."""
+    challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
+    if challenge is None:
+        raise CredentialsError("it asks for no proof of the job's token, so it is no coordinator of this bcp")
+    await call.write(proof_of(token, "child", said, parent, challenge))
+    answer = await call.read()
+    expected = proof_of(token, "parent", said, parent, challenge)
+    if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
+        raise CredentialsError("it does not know the job's token, so it is no rank of this job")
+    return hello_of(map(tuple, json.loads(answer[len(expected) :])))
+
+
 def _channel(address: str, tls: Tls | None) -> Any:
     """Return a channel, which connects when it is used."""
     options = channel_options(tls)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, tls.of_client(), options)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options)
 
 
 async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode, str]:

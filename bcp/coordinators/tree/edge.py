@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bcp.coordinators.hello import Hello
+from bcp.coordinators.proof import proof
+from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.frames import FrameError
 from bcp.coordinators.tree.grpc_import import grpc
 from bcp.coordinators.tree.link import Link
@@ -18,10 +19,13 @@ __all__ = [
     "CredentialsError",
     "Receive",
     "Tls",
+    "channel_credentials",
     "channel_options",
     "converse",
     "hello_of",
     "metadata_of",
+    "proof_of",
+    "server_credentials",
     "server_options",
 ]
 
@@ -47,38 +51,20 @@ class CredentialsError(ValueError):
     """The other side lacks what it needs to come in; the message says what."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Mutual TLS: every rank shows a certificate, and takes only those of the one authority.
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Return the credentials of a rank with children."""
+    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], root_certificates=tls.ca, require_client_auth=True)
 
-    Attributes:
-        ca: the certificate of the authority that signed the ranks' certificates, PEM.
-        certificate: this rank's, PEM.
-        key: this rank's private key, PEM.
-        target_name: the name that the others' certificates are for, where it is not the address that is dialled.
-    """
 
-    ca: bytes
-    certificate: bytes
-    key: bytes = field(repr=False)
-    target_name: str | None = None
-
-    def of_server(self) -> grpc.ServerCredentials:
-        """Return what a rank with children needs."""
-        return grpc.ssl_server_credentials(
-            [(self.key, self.certificate)], root_certificates=self.ca, require_client_auth=True
-        )
-
-    def of_client(self) -> grpc.ChannelCredentials:
-        """Return what a rank with a parent needs."""
-        return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
+def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    """Return the credentials of a rank with a parent."""
+    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
 
 
 def server_options(children: int) -> Sequence[tuple[str, int]]:
     """Return the options of a server for so many children."""
     return [
         *_COMMON,
-        ("grpc.so_reuseport", 0),  # a port that is taken is an error, not to be shared with whoever has it
         # above 1,000 calls that are not accepted yet gRPC drops some, above 3,000 all; they would see CANCELLED
         ("grpc.server.max_pending_requests", 2 * children + 1_000),
         ("grpc.server.max_pending_requests_hard_limit", 4 * children + 3_000),
@@ -106,6 +92,21 @@ def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> Hello:
         return Hello(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
     except (KeyError, ValueError) as error:
         raise CredentialsError("it does not say which rank it is, so it is no coordinator of this bcp") from error
+
+
+def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
+    """Return the proof by which a side of a new stream shows that it knows the job's token.
+
+    Args:
+        token: the job's.
+        side: "child" or "parent".
+        said: the child's metadata, with its nonce.
+        parent: rank of the parent.
+        challenge: the parent's nonce.
+
+    """
+    facts = [said.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
+    return proof(token.encode(), side, parent, challenge, *facts)
 
 
 async def converse(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from bcp.coordinators.hello import Abort, Hello, describe
+from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.dial import RefusedError, dial
-from bcp.coordinators.tree.edge import Tls
 from bcp.coordinators.tree.frames import Frame, Kind, body_of_abort, pack_number
 from bcp.coordinators.tree.link import Link, Traffic
 from bcp.coordinators.tree.rendezvous import Invitation, Rendezvous
@@ -42,6 +42,7 @@ class Node:
         """Prepare; nothing is sent before the first operation."""
         self.rank = hello.rank
         self.place: Place | None = None
+        self.secret = b""  # the job's token, known with the place
         self._hello = hello
         self._rendezvous = rendezvous
         self._tls = tls
@@ -261,6 +262,7 @@ class Node:
         try:
             invitation = await self._rendezvous.invitation(self._heard)
             if self.place is None:
+                self.secret = invitation.token.encode()
                 self._take_place(invitation.place)
             if invitation.place.children and self._server is None:
                 await self._serve(invitation)
@@ -298,7 +300,14 @@ class Node:
             try:
                 credentials = credentials_of(invitation, self._name)
                 connected = await dial(
-                    address, self._tls, self._hello, credentials, link, receive=self.receive, lost=self.lost
+                    address,
+                    self._tls,
+                    self._hello,
+                    credentials,
+                    invitation.token,
+                    link,
+                    receive=self.receive,
+                    lost=self.lost,
                 )
             except RefusedError as error:
                 self._end_all(Abort(self.rank, str(error), disagreement=True))

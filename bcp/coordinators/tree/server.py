@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import hmac
+import json
+import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from bcp._log import log
 from bcp.coordinators.hello import Hello
-from bcp.coordinators.tree.edge import METHOD, SERVICE, CredentialsError, Receive, Tls, converse, hello_of, metadata_of
+from bcp.coordinators.tls import Tls
+from bcp.coordinators.tree.edge import (
+    METHOD,
+    SERVICE,
+    CredentialsError,
+    Receive,
+    converse,
+    hello_of,
+    metadata_of,
+    proof_of,
+    server_credentials,
+)
 from bcp.coordinators.tree.edge import server_options as options_for
+from bcp.coordinators.tree.gate import Gate
 from bcp.coordinators.tree.grpc_import import grpc
 from bcp.coordinators.tree.link import Link
 from bcp.coordinators.tree.rendezvous import Invitation
@@ -21,9 +35,12 @@ _STOP_SECONDS = 1.0  # how long streams have to end by themselves
 
 
 def credentials_of(invitation: Invitation, node: str) -> list[tuple[str, str]]:
-    """Return what a rank shows that wants to be let in; ``node`` tells it from others that claim its rank."""
+    """Return what a rank says that wants to be let in; ``node`` tells it from others that claim its rank.
+
+    The job's token is not said. The nonce is for the parent's proof that it knows it, see :func:`~.edge.proof_of`.
+    """
     return [
-        ("bcp-token", invitation.token),
+        ("bcp-nonce", secrets.token_hex(16)),
         ("bcp-session", invitation.session),
         ("bcp-world-size", str(invitation.place.world_size)),
         ("bcp-node", node),
@@ -59,6 +76,7 @@ class Server:
         self._lost = lost
         self._nodes: dict[int, str] = {}
         self._server: Any = None
+        self._gate: Gate
 
     def __repr__(self) -> str:
         """Show how many children are here."""
@@ -68,30 +86,39 @@ class Server:
 
     async def start(self, address: str, tls: Tls | None) -> int:
         """Listen on this address, and return the port. Raises InputError where that is not possible."""
+        self._gate = Gate(self._hello.rank, self._missing)
         self._server = grpc.aio.server(options=options_for(len(self._invitation.place.children)))
         handler = grpc.stream_stream_rpc_method_handler(self._join)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         try:
             if tls is None:
-                port = self._server.add_insecure_port(address)
+                self._gate.place(self._server.add_insecure_port)
             else:
-                port = self._server.add_secure_port(address, tls.of_server())
-        except RuntimeError as error:
+                self._gate.place(partial(self._server.add_secure_port, server_credentials=server_credentials(tls)))
+            await self._server.start()
+            return await self._gate.listen(address)
+        except (OSError, RuntimeError, ValueError) as error:
+            await self.aclose()
             raise InputError(f"{self._hello} cannot listen on {address}: {error}; give it another address") from error
-        await self._server.start()
-        return int(port)
 
     async def aclose(self) -> None:
         """End all connections, and stop to listen."""
         if self._server is not None:
             await self._server.stop(_STOP_SECONDS)  # all at once would make gRPC print a line on the other side
+            await self._gate.aclose()
+
+    def _missing(self) -> int:
+        """Count the children that are not here."""
+        return sum(self._links[child].connection is None for child in self._invitation.place.children)
 
     async def _join(self, _requests: object, context: Any) -> None:
         """Serve one stream from beginning to end."""
-        link = await self._admit(context)
+        said = {key: str(value) for key, value in context.invocation_metadata()}
+        answer = await self._proved(context, said)
+        link, child = await self._admit(context, said)
+        self._gate.admit(context.peer())
         connection = object()
-        child = hello_of(context.invocation_metadata())
-        await context.send_initial_metadata(metadata_of(self._hello))
+        await context.write(answer)
         link.up(connection, child)
         reason: str | None = "the connection broke"
         try:
@@ -99,12 +126,22 @@ class Server:
         finally:
             self._lost(link.rank, connection, reason)
 
-    async def _admit(self, context: Any) -> Link:
-        """Return the link of the child that wants to join; refuse whoever may not."""
-        said = {key: str(value) for key, value in context.invocation_metadata()}
-        if not hmac.compare_digest(said.get("bcp-token", "").encode(), self._invitation.token.encode()):
-            what = "wrong" if "bcp-token" in said else "missing"
-            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, f"the job's token is {what}")
+    async def _proved(self, context: Any, said: Mapping[str, str]) -> bytes:
+        """Let a child prove that it knows the job's token; return this rank's proof, and who it is."""
+        if "bcp-nonce" not in said:
+            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing")
+        challenge = secrets.token_hex(16)
+        await context.send_initial_metadata([("bcp-challenge", challenge)])
+        shown = await context.read()
+        token, rank = self._invitation.token, self._hello.rank
+        expected = proof_of(token, "child", said, rank, challenge)
+        if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
+            await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
+        who = json.dumps(metadata_of(self._hello)).encode()
+        return proof_of(token, "parent", said, rank, challenge) + who
+
+    async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, Hello]:
+        """Return the link of the child that wants to join, and who that is; refuse whoever may not."""
         try:
             child = hello_of(said.items())
         except CredentialsError as error:
@@ -118,7 +155,7 @@ class Server:
         if child.rank not in self._invitation.place.children:
             reason = f"{child} is no child of rank {self._hello.rank}"
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
-        return await self._renew(context, child, said.get("bcp-node", ""))
+        return await self._renew(context, child, said.get("bcp-node", "")), child
 
     async def _renew(self, context: Any, child: Hello, node: str) -> Link:
         """Let a child in whose earlier stream has ended, or which has given that up itself."""
@@ -133,7 +170,5 @@ class Server:
 
     async def _refuse(self, context: Any, code: grpc.StatusCode, reason: str) -> None:
         """End a stream with an error; gRPC raises at this."""
-        log.warning(
-            "refused a connection to the coordinator", peer=context.peer(), reason=reason, rank=self._hello.rank
-        )
+        self._gate.strangers.count(self._gate.peer(context.peer()), reason)
         await context.abort(code, reason)
