@@ -127,7 +127,7 @@ async def _read(
         stack.enter_context(being_loaded(targets.tensors))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         await loading.check_stored(job.backend, items, options.read_bytes, options.io_workers)
-        context = loading.load_context(job, agreement, reading, targets, lease)
+        context = loading.load_context(job, agreement, metadata, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0

@@ -99,7 +99,7 @@ class FormatVersionError(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """Stored bytes are not the bytes that were saved: truncated, bit-flipped or missing."""
+    """Stored bytes are not the bytes that were saved: truncated, bit-flipped or missing; or they changed in a load."""
 
 
 class MissingCodecError(CheckpointError):

@@ -15,7 +15,7 @@ from bcp._agree import agree
 from bcp._load.claims import file_of
 from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
-from bcp.metadata import Metadata
+from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
 from bcp.pipeline import Budget, planning
 from bcp.plan.columns import Ints, concat
@@ -29,9 +29,10 @@ from bcp.plan.lookup import find, resolve, resolve_all, rows_of
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
+from bcp.stages.check import SEAL_BYTES
 from bcp.stages.load_items import ReadItem
 
-__all__ = ["Reading", "budget_of", "plan_reads", "read_items"]
+__all__ = ["Reading", "budget_of", "key_of", "plan_reads", "read_items"]
 
 HEAD = struct.Struct("<2q")
 """Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
@@ -210,6 +211,8 @@ def read_items(
         items.append(ReadItem(name, chunk.nbytes, chunk, chunk.round, key, file, past_staging[chunk.number]))
     staged = [item for item in items if item.file is not None and not item.straight]
     room = max((item.stored_nbytes for item in staged), default=0)
+    if any(item.round >= 0 for item in staged):
+        room += SEAL_BYTES
     decoded = max((item.nbytes for item in staged), default=0) if metadata.commit.codecs else 0
     return [
         item if item.file is None or item.straight else replace(item, nbytes=room + decoded, room=room)
@@ -228,6 +231,13 @@ def _file(metadata: Metadata, receipts: Mapping[int, Receipt], row: int) -> tupl
             f"metadata {nbytes}; restore both"
         )
     return key, file
+
+
+def key_of(metadata: Metadata, file: int) -> str:
+    """Return the key of a data file, by its row in the layout."""
+    layout, commit = metadata.layout, metadata.commit
+    writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
+    return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
 
 
 def budget_of(options: LoadOptions, reading: Reading) -> Budget:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import eq
 
 import numpy as np
 
 from bcp._job import LoadJob
-from bcp._load.reads import Reading
+from bcp._load.reads import Reading, key_of
 from bcp._load.targets import Wanted
 from bcp.events import LoadReport
 from bcp.metadata import Metadata
@@ -61,7 +62,9 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
     return Targets(tensors, table.tensors.itemsize[table.tensor], dtypes, address, found, way, lanes)
 
 
-def load_context(job: LoadJob, agreement: Agreement, reading: Reading, targets: Targets, lease: Lease) -> LoadContext:
+def load_context(
+    job: LoadJob, agreement: Agreement, metadata: Metadata, reading: Reading, targets: Targets, lease: Lease
+) -> LoadContext:
     """Gather what the stages of the load share."""
     return LoadContext(
         rank=job.rank,
@@ -74,6 +77,8 @@ def load_context(job: LoadJob, agreement: Agreement, reading: Reading, targets: 
         codecs={codec.name: codec for codec in job.options.codecs},
         verify=job.options.verify,
         all_to_all=agreement.all_to_all,
+        edited=job.options.edit is not unchanged,
+        file_name=partial(key_of, metadata),
     )
 
 

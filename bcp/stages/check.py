@@ -13,7 +13,10 @@ from bcp.protocols import Buffer, Codec, flat_view
 from bcp.receipt import FileReceipt
 from bcp.stages.load_items import Stored
 
-__all__ = ["check", "decoded", "digests"]
+__all__ = ["SEAL_BYTES", "check", "check_seal", "decoded", "digests", "seal"]
+
+SEAL_BYTES = 16
+_UNSEALED = bytes(SEAL_BYTES)
 
 
 def check(stored: Stored, file: FileReceipt, rank: int) -> None:
@@ -51,8 +54,33 @@ def digests(outs: Sequence[memoryview], lengths: Sequence[int]) -> Iterator[byte
         yield state.digest()
 
 
+def seal(data: Buffer, *, verify: bool) -> bytes:
+    """Return the digest that travels behind the bytes of a chunk to other ranks; zeros if nothing is to be checked."""
+    view = flat_view(data)
+    return next(digests([view], [len(view)])) if verify else _UNSEALED
+
+
+def check_seal(data: memoryview, name: str, sender: int, rank: int) -> None:
+    """Compare bytes that another rank has sent with the digest behind them.
+
+    A sender that loads with ``verify=False`` sends none, and nothing is compared.
+
+    Raises:
+        CorruptError: they differ; names the sender, the file and the bytes.
+
+    """
+    sent = bytes(data[-SEAL_BYTES:])
+    found = seal(data[:-SEAL_BYTES], verify=True)
+    if sent not in (_UNSEALED, found):
+        raise CorruptError(
+            f"{name}: the {len(data) - SEAL_BYTES} bytes that rank {rank} received from rank {sender} have digest "
+            f"{found.hex()}, rank {sender} sent them with {sent.hex()}: they changed in the memory of one of the two "
+            "hosts or on the network between them; the checkpoint itself may be sound: load it again"
+        )
+
+
 def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank: int) -> torch.Tensor:
-    """Undo the codecs of every part, last one first; return the raw bytes, uint8.
+    """Undo the codecs of every part, last one first; return the raw bytes, uint8, and behind them room for a seal.
 
     Raises:
         CorruptError: a codec gave back another number of bytes than it was given.
@@ -60,7 +88,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
     """
     blocks, (view,), at, end = file.blocks, stored.outs, 0, 0
     rows = stored.item.rows
-    raw = np.empty(0, np.uint8)
+    raw = np.empty(SEAL_BYTES, np.uint8)
     for row in range(rows.start, rows.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
         data: Buffer = view[at : at + length]
@@ -72,7 +100,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
                 f"encoded (rank {rank}); decode() must be the exact inverse of encode()"
             )
         if not end:  # a part has decoded to the size that the receipt claims: only now is memory taken for all of them
-            raw = np.empty(int(blocks.raw_length[rows].sum()), np.uint8)
+            raw = np.empty(int(blocks.raw_length[rows].sum()) + SEAL_BYTES, np.uint8)
         raw[end : end + wanted] = np.frombuffer(data, np.uint8)
         at, end = at + length, end + wanted
     return torch.from_numpy(raw)

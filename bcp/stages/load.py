@@ -18,7 +18,7 @@ from bcp.pipeline import Pipeline, Stage, in_thread
 from bcp.plan.load.assign import Assignment, Chunk
 from bcp.protocols import Backend, Buffer, Codec, ScatterReader
 from bcp.receipt import FileReceipt
-from bcp.stages.check import check, decoded
+from bcp.stages.check import SEAL_BYTES, check, check_seal, decoded, seal
 from bcp.stages.device import Mark
 from bcp.stages.flat import bytes_of
 from bcp.stages.load_items import Loaded, ReadItem, Stored
@@ -45,6 +45,8 @@ class LoadContext:
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
         all_to_all: bytes to every rank for bytes from every rank.
+        edited: whether the caller has put in stages, which may change bytes after they were checked.
+        file_name: returns the key of a file, by its row in the layout.
         late: what the last round brought; it is placed while the next one is under way.
         touched: whether any tensor may have been written to; set before the first byte.
         placed_nbytes: bytes that are in their tensors by now.
@@ -62,6 +64,8 @@ class LoadContext:
     codecs: Mapping[str, Codec]
     verify: bool
     all_to_all: AllToAll
+    edited: bool = False
+    file_name: Callable[[int], str] = "file {}".format
     late: Sequence[tuple[Chunk, Buffer]] = field(default=())
     touched: bool = field(default=False)
     placed_nbytes: int = field(default=0)
@@ -104,7 +108,8 @@ async def _fetch(context: LoadContext, item: ReadItem, chunk: Chunk, file: FileR
         context.touched = True
         await context.scatter.read_scattered(item.key, start, outs)
         return Stored(item, nbytes, outs)
-    buffer = await in_thread(context.lease.take, max(nbytes, item.room))
+    room = nbytes if item.round < 0 else nbytes + SEAL_BYTES
+    buffer = await in_thread(context.lease.take, max(room, item.room))
     out = bytes_of(buffer)[:nbytes]
     await context.backend.read_into(item.key, start, out)
     return Stored(item, nbytes, [out], buffer)
@@ -123,15 +128,22 @@ def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
 
 
 def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileReceipt) -> Loaded:
-    if context.verify:
+    if context.verify and (stored.buffer is None or file.codecs):
         check(stored, file, context.rank)
     if stored.buffer is None:
         return Loaded(stored.item)
-    image = stored.buffer[: stored.nbytes]
-    if file.codecs:
-        image = decoded(stored, file, context.codecs, context.rank)
+    image = decoded(stored, file, context.codecs, context.rank) if file.codecs else stored.buffer
     skip = file.data_start + chunk.start - int(file.blocks.raw_start[stored.item.rows.start])
-    return Loaded(stored.item, image[skip : skip + chunk.nbytes], stored.buffer)
+    end = skip + chunk.nbytes
+    data, sealed = image[skip:end], None
+    if stored.item.round >= 0:
+        sealed = image[skip : end + SEAL_BYTES]
+        digest = seal(bytes_of(data), verify=context.verify)  # before the check: bytes that change after it are noticed
+    if context.verify and not file.codecs:
+        check(stored, file, context.rank)
+    if sealed is not None:
+        bytes_of(sealed)[-SEAL_BYTES:] = digest  # over stored bytes behind the chunk, which nobody needs any more
+    return Loaded(stored.item, data, stored.buffer, sealed=sealed)
 
 
 def require_codecs(names: Sequence[str], codecs: Sequence[Codec]) -> dict[str, Codec]:
@@ -201,12 +213,14 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     """Take part in one all-to-all; place meanwhile what the one before has brought."""
     assignment, number = context.assignment, loaded.item.round
     outgoing: list[Buffer] = [b""] * context.world_size
-    for peer in assignment.sends(number):
-        outgoing[peer] = bytes_of(loaded.data)
+    if peers := assignment.sends(number):
+        sealed = await in_thread(_sealed, context, loaded)
+        for peer in peers:
+            outgoing[peer] = sealed
     chunks = assignment.receives(number)
     sizes = [0] * context.world_size
     for chunk in chunks:
-        sizes[chunk.reader] = chunk.nbytes
+        sizes[chunk.reader] = chunk.nbytes + SEAL_BYTES
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_place_late, context, name="bcp placing a round")
@@ -217,12 +231,23 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     context.late = [(chunk, incoming[chunk.reader]) for chunk in chunks]
 
 
+def _sealed(context: LoadContext, loaded: Loaded) -> memoryview:
+    """Return the bytes of a chunk and their digest: that of when they were checked, if no stage was put in since."""
+    if loaded.sealed is None or context.edited:
+        digest = torch.frombuffer(bytearray(seal(bytes_of(loaded.data), verify=context.verify)), dtype=torch.uint8)
+        return bytes_of(torch.cat((loaded.data, digest)))
+    return bytes_of(loaded.sealed)
+
+
 async def _place_late(context: LoadContext) -> None:
     """Place what the last round has brought."""
     late, context.late = context.late, ()
     for chunk, data in late:
         context.received_nbytes += chunk.nbytes
-        await _reached(await _place(context, chunk, torch.frombuffer(data, dtype=torch.uint8)))
+        if context.verify:
+            name = f"{context.file_name(chunk.file)} data bytes {chunk.start} to {chunk.stop}"
+            await in_thread(check_seal, memoryview(data), name, chunk.reader, context.rank)
+        await _reached(await _place(context, chunk, torch.frombuffer(data, dtype=torch.uint8, count=chunk.nbytes)))
 
 
 async def _reached(mark: Mark) -> None:

@@ -81,12 +81,14 @@ class Loaded:
             bytes are in the tensors already.
         buffer: the staging memory behind it; None where there is none.
         mark: when the copies out of it are done.
+        sealed: the memory of ``data`` with the digest behind it, for other ranks; None for a chunk of this rank alone.
     """
 
     item: ReadItem
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     buffer: torch.Tensor | None = None
     mark: Mark = field(default_factory=Mark)
+    sealed: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
