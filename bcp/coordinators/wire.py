@@ -41,7 +41,7 @@ class Wire:
     def hang_up(self) -> None:
         """End the connection for both sides, also where a forked child holds the socket; tasks that wait go on."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own takes TLS from a waiting task
 
     def close(self) -> None:
         """End the connection, and give its descriptor back. Idempotent; no task may wait for it."""

@@ -92,7 +92,8 @@ class GrpcCoordinator:
             address: this host's, where nothing but this one is listened on; None: the one on the way to the store's
                 server.
             fanout: how many children a rank has, on its own host and on others; the same on all ranks.
-            tls: certificates, where the network is not to be trusted; on all ranks or on none.
+            tls: certificates, for a network that is not to be trusted; they cover the tree and the bulk data of loads.
+                On all ranks or on none.
 
         Raises:
             InputError: torch.distributed is not initialised, or this rank is not a member.
@@ -125,7 +126,8 @@ class GrpcCoordinator:
             token: a secret of this job, the same on all ranks, as from ``secrets.token_hex()``.
             hosts: a name for every rank's host, where the addresses do not tell.
             fanout: how many children a rank has, on its own host and on others; the same on all ranks.
-            tls: certificates, where the network is not to be trusted; on all ranks or on none.
+            tls: certificates, for a network that is not to be trusted; they cover the tree and the bulk data of loads.
+                On all ranks or on none.
 
         """
         rendezvous = Addresses(rank, addresses, token, fanout, hosts)
@@ -187,6 +189,8 @@ class GrpcCoordinator:
         """Return this rank's node; the first call makes it."""
         with self._lock:
             if self._node is None or self._loop is None:
+                if self._tls is not None:
+                    self._tls.check()
                 self._loop = current_loop()
                 self._node = Node(Hello.of(self.rank, ""), self._rendezvous, self._tls)
                 self._loop.residents.add(self._node)

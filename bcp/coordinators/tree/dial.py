@@ -39,6 +39,7 @@ _REFUSALS = frozenset(
 )
 
 
+_TLS_HINT = "; check tls= of both ranks: without TLS, or with a certificate that is not accepted, one is just closed"
 _STATUS_SECONDS = 1.0  # how long a parent that says nothing sensible may take to say why; it is there already
 
 
@@ -79,6 +80,8 @@ async def dial(
             if connected:
                 lost(link.rank, connection, None if in_peace else reason)
     if not connected:
+        if "Socket closed" in reason or "handshake failed" in reason:
+            reason += _TLS_HINT
         link.trouble = f"; rank {hello.rank} cannot connect to it at {address}: {reason}"
         if code in _REFUSALS:
             raise RefusedError(f"{link} at {address} refused {hello}: {reason}")
