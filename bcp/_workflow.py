@@ -78,7 +78,7 @@ async def _write(
             options.edit,
         )
         if not items:
-            snapshot.taken()
+            await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
         return await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
 

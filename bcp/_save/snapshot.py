@@ -14,13 +14,14 @@ from typing import Any, Self
 from bcp._job import SaveJob
 from bcp._save.held import Held, take_stock
 from bcp._save.memory import staging_nbytes
+from bcp._save.sample import Sample
 from bcp._save.steady import Steady
 from bcp.errors import InputError
-from bcp.pipeline import Budget
+from bcp.pipeline import Budget, in_thread
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.planners.guard import check_not_loading, check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
-from bcp.protocols import ObjectKey
+from bcp.protocols import LocalShards, ObjectKey
 from bcp.stages.device import cuda_devices, on_side_stream
 from bcp.stages.items import WriteItem
 
@@ -81,7 +82,8 @@ class Snapshot:
             held = self._hold_back(held)
         if self._job.options.guard:
             check_not_loading(held.shards, self._job.rank)
-            self._check = partial(check_unchanged, held.shards, versions(held.shards), self._job.rank)
+            sample = Sample(held.shards, held.address)
+            self._check = partial(_check, held.shards, versions(held.shards), sample, self._job.rank)
         if self._hold is not None:
             self._go_on()
         return held
@@ -92,14 +94,14 @@ class Snapshot:
         self.budget = Budget(max(nbytes, 1))
         return self.budget
 
-    def taken(self) -> None:
+    async def taken(self) -> None:
         """Take note that everything is copied.
 
         Raises:
             StateChangedError: something was written to meanwhile.
 
         """
-        self._check()
+        await in_thread(self._check)
         if self._hold is None:
             self._go_on()
         else:
@@ -134,6 +136,12 @@ class Snapshot:
                 address[at] = tensors[at].data_ptr() if address[at] else 0  # a copy's elements lie as those did
         kept = replace(shards, tensors=tensors, objects=_kept(shards.objects))
         return replace(held, shards=kept, address=address)
+
+
+def _check(shards: LocalShards, before: list[int], sample: Sample, rank: int) -> None:
+    """Compare with the state when stock was taken. Counted writes come first: that error says how many they are."""
+    check_unchanged(shards, before, rank)
+    sample.check(rank)
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ Checksums come last, because only the end of the save needs them, and storage is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -56,7 +56,7 @@ class SaveContext:
         block_bytes: unit of checksumming.
         fence: what the copies from devices have to wait for.
         count: how many parts there are.
-        on_snapshot: called once, when the last part is in host memory; may raise to refuse the snapshot.
+        on_snapshot: awaited once, when the last part is in host memory; may raise to refuse the snapshot.
         copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them
             for the cores.
         copied: how many parts are in host memory.
@@ -68,7 +68,7 @@ class SaveContext:
     block_bytes: int
     fence: Fence
     count: int
-    on_snapshot: Callable[[], None]
+    on_snapshot: Callable[[], Awaitable[None]]
     copies_first: bool = False
     copied: int = 0
     snapshot: anyio.Event = field(default_factory=anyio.Event)
@@ -99,7 +99,7 @@ def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
         part = await in_thread(_copy, item, context)
         context.copied += 1
         if context.copied == context.count:
-            context.on_snapshot()
+            await context.on_snapshot()
             context.snapshot.set()
         return part
 
