@@ -53,7 +53,8 @@ class Sample:
         pieces = [_blocks(address, shards.table.nbytes, few), _elements(shards.tensors, address, few * ELEMENTS)]
         self._row, self._at, self._nbytes = (concat(list(columns)) for columns in zip(*pieces, strict=True))
         self._rows = np.unique(self._row).tolist()
-        self._pointers = self._pointers_now()
+        known = zip(self._rows, address[self._rows].tolist(), strict=True)
+        self._pointers = [at or shards.tensors[row].data_ptr() for row, at in known]
         self._begin = np.cumsum(self._nbytes) - self._nbytes
         self._data = self._read()
 
