@@ -136,6 +136,7 @@ async def _read(
             load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
         )
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
+        await in_thread(loading.check_twins, wanted.twins, job.rank)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return context
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
+from bcp.plan.strided import overlaps_itself
 from bcp.planners.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key
 from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked
 from bcp.planners.placement import Leaf, Part, Sharded
@@ -70,11 +71,9 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
     """Return the view if writing into it changes exactly its own elements, else refuse."""
     if view.is_conj() or view.is_neg():
         raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
-    expanded = not view.is_contiguous() and any(
-        stride == 0 and count > 1 for stride, count in zip(view.stride(), view.shape, strict=True)
-    )
-    if expanded:
-        raise StateError(f"{label} is an expanded tensor whose elements share memory; load into a .contiguous() one")
+    if not view.is_contiguous() and overlaps_itself(view.shape, view.stride()):
+        how = "an expanded tensor" if 0 in view.stride() else "a view (as of unfold or as_strided)"
+        raise StateError(f"{label} is {how} whose elements share memory; load into a .contiguous() one")
     if view.is_inference():
         raise StateError(
             f"{label} was made under torch.inference_mode(), outside of which torch refuses to write to it; "

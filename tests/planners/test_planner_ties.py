@@ -38,12 +38,14 @@ def test_every_way_loads_strictly(tmp_path, saved_tied, target_tied):
     assert (target["tok"].weight is target["head"].weight) is target_tied
 
 
-def test_of_values_that_differ_the_first_name_wins(tmp_path):
+def test_values_that_differ_are_a_mismatch_and_a_rename_chooses_one(tmp_path):
     source, target = net(tied=False), net(tied=True, seed=9)
     bcp.save(tmp_path, {"model": source})
-    bcp.load(tmp_path, {"model": target}, strict=True)
-    assert torch.equal(target["tok"].weight, source["head"].weight)
-    assert not torch.equal(target["tok"].weight, source["tok"].weight)
+    with pytest.raises(bcp.MismatchError, match=r"'tok\.weight' and model tensor 'head\.weight'"):
+        bcp.load(tmp_path, {"model": target}, strict=True)
+    for left_out, taken in (("tok", "head"), ("head", "tok")):
+        bcp.load(tmp_path, {"model": target}, options=bcp.LoadOptions(rename={f"{left_out}.weight": None}))
+        assert torch.equal(target["tok"].weight, source[taken].weight)
 
 
 def test_a_name_that_the_checkpoint_lacks_is_not_missing_if_it_has_a_tied_one(tmp_path):
@@ -67,11 +69,28 @@ def test_optimizer_states_of_untied_weights_load_into_tied_ones(tmp_path, lr):
     optimizer, fresh = trained(source), optim.AdamW(target.parameters(), lr=0.5)
     optimizer.param_groups[0]["lr"] = lr
     bcp.save(tmp_path, {"model": source, "optimizer": optimizer})
-    report = bcp.load(tmp_path, {"model": target, "optimizer": fresh}, strict=True)
+    states = {"model": target, "optimizer": fresh}
+    with pytest.raises(bcp.MismatchError, match=r"'state\.tok\.weight\.exp_avg' and optimizer tensor 'state\.head"):
+        bcp.load(tmp_path, states, strict=True)
+    assert not fresh.state
+    report = bcp.load(tmp_path, states, strict=True, options=bcp.LoadOptions(rename={"tok.weight": None}))
     assert report.unexpected == ()
     assert fresh.param_groups[0]["lr"] == pytest.approx(0.1)
     moment = optimizer.state[source["head"].weight]["exp_avg"]
     assert torch.equal(fresh.state[target["tok"].weight]["exp_avg"], moment)
+
+
+def test_equal_optimizer_states_of_untied_weights_load_into_tied_ones(tmp_path):
+    source, target = net(tied=False), net(tied=True, seed=9)
+    optimizer, fresh = trained(source), optim.AdamW(target.parameters(), lr=0.5)
+    tok, head = source["tok"].weight, source["head"].weight
+    with torch.no_grad():
+        head.copy_(tok)
+    for key, value in optimizer.state[tok].items():
+        optimizer.state[head][key].copy_(value)
+    bcp.save(tmp_path, {"model": source, "optimizer": optimizer})
+    assert bcp.load(tmp_path, {"model": target, "optimizer": fresh}, strict=True).unexpected == ()
+    assert torch.equal(fresh.state[target["tok"].weight]["exp_avg"], optimizer.state[tok]["exp_avg"])
 
 
 def test_optimizer_states_of_tied_weights_load_into_untied_ones_that_have_none_yet(tmp_path):

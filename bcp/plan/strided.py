@@ -1,0 +1,117 @@
+"""Strided views of memory as numbers: whether two of them share a byte, and whether one has an element twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import gcd
+
+__all__ = ["Strided", "overlaps_itself"]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A view with at least one element; strides are not negative, as in torch.
+
+    Attributes:
+        start: address of the first byte.
+        itemsize: bytes of an element.
+        lengths: elements of each dimension.
+        strides: bytes from one element of a dimension to the next.
+
+    Example:
+        >>> left, right = (Strided(at, 4, (3, 2), (16, 4)) for at in (0, 8))  # columns of a 3 x 4 matrix
+        >>> left.meets(right)
+        False
+    """
+
+    start: int
+    itemsize: int
+    lengths: Sequence[int]
+    strides: Sequence[int]
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.start + self.itemsize + sum(stride * last for stride, last in self._steps)
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, int], ...]:
+        """(length, stride) of the fewest dimensions that have the same elements in the same order."""
+        found: list[tuple[int, int]] = []
+        for length, stride in zip(self.lengths, self.strides, strict=True):
+            if length == 1:
+                continue
+            if found and found[-1][1] == stride * length:
+                found[-1] = (found[-1][0] * length, stride)
+            else:
+                found.append((length, stride))
+        return tuple(found)
+
+    def meets(self, other: Strided) -> bool:
+        """Whether both have a byte in common; exact."""
+        if self.stop <= other.start or other.stop <= self.start:
+            return False
+        # start + steps + byte = other.start + its steps + its byte, with the right side counted from its end
+        terms = [*self._steps, *other._steps, (1, self.itemsize - 1), (1, other.itemsize - 1)]
+        return _solvable(terms, other.stop - 1 - self.start)
+
+    @property
+    def _steps(self) -> list[tuple[int, int]]:
+        return [(stride, length - 1) for length, stride in self.order]
+
+
+def overlaps_itself(lengths: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a view are the same memory; exact.
+
+    Args:
+        lengths: elements of each dimension.
+        strides: elements in memory from one element of a dimension to the next; not negative.
+
+    Example:
+        >>> overlaps_itself((4, 3), (1, 1))  # a sliding window
+        True
+
+    """
+    if 0 in lengths:
+        return False
+    steps = sorted((stride, length - 1) for length, stride in zip(lengths, strides, strict=True) if length > 1)
+    reach = accumulate((stride * last for stride, last in steps), initial=0)
+    if all(stride > before for (stride, _), before in zip(steps, reach, strict=False)):  # as a rule
+        return False
+    # Two elements differ first in dimension i, by 1 or more; in each later dimension by -last to last.
+    for number, (stride, last) in enumerate(steps):
+        later = steps[number + 1 :]
+        terms = [(stride, last - 1), *((step, 2 * most) for step, most in later)]
+        if _solvable(terms, sum(step * most for step, most in later) - stride):
+            return True
+    return False
+
+
+def _solvable(terms: Iterable[tuple[int, int]], target: int) -> bool:
+    """Whether factors 0 <= x <= bound exist for all (coefficient, bound) with which the coefficients sum to the target.
+
+    Coefficients are tried from the largest one down. What the smaller ones can reach leaves few factors to each, one or
+    two for views of one larger tensor.
+    """
+    bounds: dict[int, int] = {}
+    for coefficient, bound in terms:
+        if coefficient:
+            bounds[coefficient] = bounds.get(coefficient, 0) + bound
+    large_first = sorted(bounds.items(), reverse=True)
+    reach = list(accumulate((step * bound for step, bound in reversed(large_first)), initial=0))[::-1]
+    divisor = list(accumulate((step for step, _ in reversed(large_first)), gcd, initial=0))[::-1]
+
+    def search(number: int, rest: int) -> bool:
+        if number == len(large_first):
+            return rest == 0
+        if rest < 0 or rest % divisor[number]:
+            return False
+        coefficient, bound = large_first[number]
+        least = max(0, -(-(rest - reach[number + 1]) // coefficient))
+        most = min(bound, rest // coefficient)
+        return any(search(number + 1, rest - coefficient * factor) for factor in range(least, most + 1))
+
+    return search(0, target)
