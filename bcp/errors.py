@@ -107,7 +107,7 @@ class MissingCodecError(CheckpointError):
 
 
 class MismatchError(BcpError):
-    """The checkpoint and the target state disagree. Raised before the target is touched."""
+    """The checkpoint and the target state disagree. Raised before the target is touched, or with a note if not."""
 
 
 class FqnMismatchError(MismatchError, KeyError):

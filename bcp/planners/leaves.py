@@ -147,9 +147,9 @@ class Leaves:
     def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
 
-        Of several names that the checkpoint has, the first in sorted order is read: where they were saved untied, with
-        different values, its values win. The others are in the table without shards, so that they are known to be
-        wanted. Names that the checkpoint lacks are left out as long as it has one of the same memory.
+        Of several names that the checkpoint has, the first in sorted order gets the memory. The others are in the table
+        without shards: they are known to be wanted, and a load compares their values with those of the first. Names
+        that the checkpoint lacks are left out as long as it has one of the same memory.
 
         Raises:
             StateError: a leaf cannot be written to, or two leaves have one name.
