@@ -158,10 +158,10 @@ async def aload(
         FormatVersionError: the format is of another version.
         MismatchError: names, shapes or dtypes differ (:class:`FqnMismatchError`, :class:`ShapeMismatchError`,
             :class:`DtypeMismatchError`); the target has not been touched. Hyper-parameters that were saved as tensors,
-            and different values for two names of one target tensor, are compared when they are loaded: a note says
-            that the target is half loaded by then.
-        StateError: a leaf cannot be loaded into, as two targets that share a part of their memory; the target has not
-            been touched.
+            and values of targets that share memory, are compared when they are loaded: a note says that the target is
+            half loaded by then.
+        StateError: a leaf cannot be loaded into, as a tensor that has an element twice; the target has not been
+            touched.
         CorruptError: stored bytes are not those that were saved; a note says if the target is half loaded.
         MissingCodecError: the checkpoint needs a codec that ``options.codecs`` lacks.
         StageError: a stage failed; names stage and item.

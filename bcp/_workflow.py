@@ -124,7 +124,7 @@ async def _read(
         lanes = stack.enter_context(Lanes(devices))
         await in_thread(lanes.settle)
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
-        stack.enter_context(being_loaded(targets.tensors))
+        stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         await loading.check_stored(job.backend, items, options.read_bytes, options.io_workers)
         context = loading.load_context(job, agreement, metadata, reading, targets, lease)
@@ -136,7 +136,7 @@ async def _read(
             load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
         )
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
-        await in_thread(loading.check_twins, wanted.twins, job.rank)
+        await in_thread(loading.put_shared, wanted.shared, job.rank)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return context
 

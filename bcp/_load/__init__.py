@@ -2,7 +2,7 @@
 
 from bcp._load.claims import check_stored
 from bcp._load.opening import fetch_receipts, open_checkpoint
-from bcp._load.overlaps import check_twins
+from bcp._load.overlaps import put_shared
 from bcp._load.reads import Reading, budget_of, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
@@ -14,7 +14,6 @@ __all__ = [
     "ask",
     "budget_of",
     "check_stored",
-    "check_twins",
     "everyone_is_done",
     "fetch_receipts",
     "lay_out",
@@ -22,6 +21,7 @@ __all__ = [
     "needed_receipts",
     "open_checkpoint",
     "plan_reads",
+    "put_shared",
     "put_values",
     "read_items",
     "report",

@@ -1,4 +1,4 @@
-"""Targets that share memory: values for the same memory are compared with each other, other overlaps are refused."""
+"""Targets that share memory: their values are loaded beside it, and put there if all of them can be right."""
 
 from __future__ import annotations
 
@@ -6,74 +6,125 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from bcp.errors import MismatchError, StateError
+from bcp.errors import MismatchError
 from bcp.plan.columns import Ints, concat
 from bcp.plan.load.renamed import Renamed
 from bcp.plan.lookup import resolve_all
-from bcp.plan.shards import KINDS, ShardTable
+from bcp.plan.shards import ShardTable
 from bcp.plan.strided import Strided
 from bcp.protocols import LocalShards
-from bcp.stages.memory import addresses, stretch
+from bcp.stages.memory import addresses, stretch, written
 
-__all__ = ["Twin", "check_twins", "without_overlaps"]
+__all__ = ["Shared", "put_shared", "without_overlaps"]
 
 COMPARED_BYTES = 1 << 26
 """Bytes of two values that are compared at once."""
 
-SHOWN = 10  # pairs of names in an error message
+SHOWN = 10  # names in an error message
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
-    """A second value that the checkpoint has for the memory of a target.
+class Shared:
+    """Targets that share memory, each with at least one of the others.
 
     Attributes:
-        loaded: name of the value that is loaded into the target.
-        compared: name of the value that is compared with it.
-        memory: memory of the target.
-        second: host memory into which the second value is loaded.
+        names: name of each target.
+        targets: memory of each target.
+        values: host memory of its own for each target, into which the checkpoint's value is loaded.
     """
 
-    loaded: str
-    compared: str
-    memory: torch.Tensor
-    second: torch.Tensor
+    names: Sequence[str]
+    targets: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+
+    def differing(self) -> list[str]:
+        """Return names of targets that cannot all have their values; an empty list if they can."""
+        views = list(map(_strided, self.targets))
+        start, stop = min(view.start for view in views), max(view.stop for view in views)
+        whole = next(
+            (at for at, view in enumerate(views) if view.is_run and view.stop - view.start == stop - start), None
+        )
+        memory = np.zeros(stop - start, np.uint8) if whole is None else _bytes(self.values[whole]).reshape(-1)
+        placed = [_view(memory, view, start) for view in views]
+        if whole is None:
+            for place, value in zip(placed, self.values, strict=True):
+                place[...] = _bytes(value)
+        wrong = [at for at, value in enumerate(self.values) if not _equal(placed[at], _bytes(value))]
+        if not wrong:
+            return []
+        return list(self.names) if whole is None else [self.names[at] for at in sorted({whole, *wrong})]
+
+    def put(self) -> None:
+        """Copy the values into the targets."""
+        written(self.targets)  # a snapshot of this memory learns it before the first byte changes
+        for target, value in zip(self.targets, self.values, strict=True):
+            target.detach().copy_(value)
 
 
-def without_overlaps(
-    shards: LocalShards, source: Ints, names: Renamed, rank: int
-) -> tuple[LocalShards, tuple[Twin, ...]]:
-    """Return targets that share no memory: every second value of some memory gets host memory of its own.
+def without_overlaps(shards: LocalShards, source: Ints, names: Renamed) -> tuple[LocalShards, tuple[Shared, ...]]:
+    """Return targets that share no memory, and what is to be put into shared memory when all are loaded.
+
+    Targets of one tensor may share memory: its planner has put the same value into several places. So may two that are
+    the same elements in the same order, of a tensor that is stored once.
 
     Args:
         shards: targets of this rank.
         source: int64[n], row in ``names.saved.tensors`` of each of their tensors; -1 for those that are not loaded.
         names: the checkpoint, by the target's names.
-        rank: this rank, for messages.
-
-    Raises:
-        StateError: two targets share memory, and are not the same elements in the same order.
 
     """
+    if any(shards.table.tensors.tied_to):
+        shards = _with_tied(shards, source, _stored(source, names))
     table = shards.table
     address = addresses(shards.tensors, table) if shards.address is None else shards.address
-    shards = replace(shards, address=address)
-    same = list(_same_memory(shards, address, np.flatnonzero(source[table.tensor] >= 0), rank))
-    tied = list(_tied(table, source))
-    if not (same or tied):  # as a rule
-        return shards, ()
-    stored = _stored(source, names)
-    twins, tensors = [], list(shards.tensors)
-    for first, row in same:
-        if not _same_value(table, stored, first, row):
-            twins.append(_twin(shards, first, int(table.tensor[row])))
-            tensors[row] = twins[-1].second
-    more = [(row, tensor) for row, tensor in tied if stored[table.tensor[row]] != stored[tensor]]
-    twins += [_twin(shards, row, tensor) for row, tensor in more]
-    if not twins:
-        return shards, ()
+    stretches = list(_meeting(shards, address, np.flatnonzero(source[table.tensor] >= 0)))
+    if not stretches:  # as a rule
+        return replace(shards, address=address), ()
+    stored, tensors, shared = _stored(source, names), list(shards.tensors), []
+    for rows in (rows for stretch_rows in stretches for rows in _sharing(shards, stretch_rows, stored)):
+        targets = [tensors[row] for row in rows]
+        values = [torch.empty(target.shape, dtype=target.dtype, device="cpu") for target in targets]
+        shared.append(Shared([_name(table, row) for row in rows], targets, values))
+        for row, value in zip(rows, values, strict=True):
+            tensors[row] = value
+    return replace(shards, tensors=tensors, address=None if shared else address), tuple(shared)
+
+
+def put_shared(shared: Sequence[Shared], rank: int) -> None:
+    """Put values into memory that targets share.
+
+    Raises:
+        MismatchError: values disagree about some of that memory, of which nothing was written to then.
+
+    """
+    wrong = list(filter(None, (each.differing() for each in shared)))
+    if wrong:
+        texts = [f"{' and '.join(each[:SHOWN])}{' and others' if len(each) > SHOWN else ''}" for each in wrong]
+        more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        raise MismatchError(
+            f"rank {rank}: targets that share memory have different values for it in the checkpoint: "
+            f"{'; '.join(texts[:SHOWN])}{more}; give each target memory of its own (untie or .clone() it), or leave "
+            "all but one out of the load with rename={'its name in the checkpoint': None}"
+        )
+    with torch.no_grad():
+        for each in shared:
+            each.put()
+
+
+def _with_tied(shards: LocalShards, source: Ints, stored: Ints) -> LocalShards:
+    """Return the shards with further ones: of tied names that the checkpoint has a value of their own for."""
+    table, kinds = shards.table, shards.table.tensors.kind.tolist()
+    number = {name: at for at, name in enumerate(zip(kinds, table.tensors.fqn, strict=True))}
+    more: list[tuple[int, int]] = []
+    for at, tied_to in enumerate(table.tensors.tied_to):
+        first = number.get((kinds[at], tied_to)) if tied_to else None  # none if no element of it is on this rank
+        if first is not None and min(source[at], source[first]) >= 0 and stored[at] != stored[first]:
+            more += ((row, at) for row in np.flatnonzero(table.tensor == first).tolist())
     rows = np.array([*range(len(table)), *(row for row, _ in more)], np.int64)
     further = replace(
         table,
@@ -83,51 +134,8 @@ def without_overlaps(
         start=table.start[rows],
         stop=table.stop[rows],
     )
-    tensors += [twin.second for twin in twins[len(twins) - len(more) :]]
-    return replace(shards, table=further, tensors=tensors, address=None), tuple(twins)
-
-
-def check_twins(twins: Sequence[Twin], rank: int) -> None:
-    """Compare the second values of targets with the loaded ones, bit by bit.
-
-    Raises:
-        MismatchError: two of them differ; names both.
-
-    """
-    pairs = {f"{twin.compared} and {twin.loaded}": None for twin in twins if not _equal(twin.memory, twin.second)}
-    if pairs:
-        more = f"; and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
-        raise MismatchError(
-            f"rank {rank}: {len(pairs)} pairs of names are one tensor in the target, and differ in the checkpoint: "
-            f"{'; '.join(list(pairs)[:SHOWN])}{more}; untie them in the target, or leave one parameter of each pair "
-            "out of the load with rename={'its name in the checkpoint': None}"
-        )
-
-
-def _same_memory(shards: LocalShards, address: Ints, loaded: Ints, rank: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of targets that are the same memory: the one that is loaded, and another one. Refuse other overlaps.
-
-    Targets of one tensor are left out: its planner has put the same values into several places.
-    """
-    table, tensors = shards.table, shards.tensors
-    for rows in _meeting(shards, address, loaded):
-        active: list[tuple[int, Strided]] = []
-        for row in rows:
-            view = _strided(tensors[row])
-            active = [each for each in active if each[1].stop > view.start]
-            others = [each for each in active if table.tensor[each[0]] != table.tensor[row]]
-            twin = next((at for at, other in others if _alike(other, view, tensors[at], tensors[row])), None)
-            if twin is not None:
-                yield twin, row
-                continue
-            for at, other in others:
-                if other.meets(view):
-                    raise StateError(
-                        f"{_name(table, int(table.tensor[at]))} and {_name(table, int(table.tensor[row]))} on rank "
-                        f"{rank} share memory, and are not the same elements in the same order: loading one would "
-                        "overwrite a part of the other; load into memory of their own, made with .clone()"
-                    )
-            active.append((row, view))
+    address = None if shards.address is None else shards.address[rows]
+    return replace(shards, table=further, tensors=[shards.tensors[row] for row in rows.tolist()], address=address)
 
 
 def _meeting(shards: LocalShards, address: Ints, loaded: Ints) -> Iterator[list[int]]:
@@ -147,32 +155,22 @@ def _meeting(shards: LocalShards, address: Ints, loaded: Ints) -> Iterator[list[
             yield rows[bounds[group] : bounds[group + 1]].tolist()
 
 
-def _strided(tensor: torch.Tensor) -> Strided:
-    size = tensor.itemsize
-    return Strided(tensor.data_ptr(), size, tuple(tensor.shape), tuple(step * size for step in tensor.stride()))
-
-
-def _alike(one: Strided, other: Strided, tensor: torch.Tensor, its: torch.Tensor) -> bool:
-    """Whether two views are the same elements in the same order."""
-    return one.start == other.start and one.order == other.order and tensor.dtype is its.dtype
-
-
-def _tied(table: ShardTable, source: Ints) -> Iterator[tuple[int, int]]:
-    """Yield (row, tensor): a target, and a further name of its tensor for which the checkpoint has something too."""
-    if not any(table.tensors.tied_to):
-        return
-    kinds = table.tensors.kind.tolist()
-    number = {name: at for at, name in enumerate(zip(kinds, table.tensors.fqn, strict=True))}
-    for at, tied_to in enumerate(table.tensors.tied_to):
-        first = number.get((kinds[at], tied_to)) if tied_to else None  # none if no element of it is on this rank
-        if first is not None and source[at] >= 0 and source[first] >= 0:
-            yield from ((row, at) for row in np.flatnonzero(table.tensor == first).tolist())
-
-
-def _stored(source: Ints, names: Renamed) -> Ints:
-    """int64[n]: a number for each tensor that is equal for those whose values are stored once."""
-    count = len(names.layout.tensors)
-    return np.where(source < count, resolve_all(names.layout, np.where(source < count, source, -1)), source)
+def _sharing(shards: LocalShards, rows: Sequence[int], stored: Ints) -> Iterator[list[int]]:
+    """Yield groups of targets, by address, each of which shares bytes with another one of its group."""
+    table, groups = shards.table, {row: {row} for row in rows}
+    active: list[tuple[int, Strided]] = []
+    for row in rows:
+        view = _strided(shards.tensors[row])
+        active = [each for each in active if each[1].stop > view.start]
+        for at, other in active:
+            if groups[at] is groups[row] or table.tensor[at] == table.tensor[row] or not other.meets(view):
+                continue
+            if other.order == view.order and other.start == view.start and _same_value(table, stored, at, row):
+                continue
+            groups[at] |= groups[row]
+            groups.update(dict.fromkeys(groups[at], groups[at]))
+        active.append((row, view))
+    yield from (sorted(group) for group in {id(group): group for group in groups.values()}.values() if len(group) > 1)
 
 
 def _same_value(table: ShardTable, stored: Ints, one: int, other: int) -> bool:
@@ -181,17 +179,34 @@ def _same_value(table: ShardTable, stored: Ints, one: int, other: int) -> bool:
     return all(np.array_equal(column[one], column[other]) for column in columns)
 
 
-def _twin(shards: LocalShards, row: int, tensor: int) -> Twin:
-    """Give the value of a tensor that belongs into the memory of a target host memory of its own."""
-    table, memory = shards.table, shards.tensors[row]
-    second = torch.empty(memory.shape, dtype=memory.dtype, device="cpu")
-    return Twin(_name(table, int(table.tensor[row])), _name(table, tensor), memory, second)
+def _stored(source: Ints, names: Renamed) -> Ints:
+    """int64[n]: a number for each tensor, equal for those whose values are stored once."""
+    own = source < len(names.layout.tensors)
+    return np.where(own, resolve_all(names.layout, np.where(own, source, -1)), source)
 
 
-def _name(table: ShardTable, tensor: int) -> str:
-    return f"{KINDS[int(table.tensors.kind[tensor])]} tensor {table.tensors.fqn[tensor]!r}"
+def _name(table: ShardTable, row: int) -> str:
+    meta = table.meta(row)
+    return f"{meta.kind} tensor {meta.fqn!r}"
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = (each.detach().to("cpu").contiguous().flatten().view(torch.uint8) for each in (one, other))
-    return all(map(torch.equal, first.split(COMPARED_BYTES), second.split(COMPARED_BYTES)))
+def _strided(tensor: torch.Tensor) -> Strided:
+    size = tensor.itemsize
+    return Strided(tensor.data_ptr(), size, tuple(tensor.shape), tuple(step * size for step in tensor.stride()))
+
+
+def _bytes(value: torch.Tensor) -> Bytes:
+    """View a contiguous tensor in host memory as uint8[*shape, itemsize]."""
+    return value.flatten().view(torch.uint8).numpy().reshape(*value.shape, value.itemsize)
+
+
+def _view(memory: Bytes, view: Strided, start: int) -> Bytes:
+    """View bytes of memory, which begins at an address, as a target does."""
+    shape, strides = (*view.lengths, view.itemsize), (*view.strides, 1)
+    return np.ndarray(shape, np.uint8, memory, view.start - start, strides)
+
+
+def _equal(one: Bytes, other: Bytes) -> bool:
+    """Compare bytes; a part of the rows at once, as the result takes as much memory as they do."""
+    rows = max(1, COMPARED_BYTES * len(one) // one.nbytes)
+    return all(np.array_equal(one[at : at + rows], other[at : at + rows]) for at in range(0, len(one), rows))

@@ -95,7 +95,7 @@ def report(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, c
         rank=job.rank,
         world_size=job.world_size,
         saved_world_size=metadata.layout.world_size,
-        nbytes=context.placed_nbytes - sum(twin.second.nbytes for twin in wanted.twins),
+        nbytes=context.placed_nbytes,
         read_nbytes=context.read_nbytes + wanted.extras_nbytes,
         received_nbytes=context.received_nbytes,
         seconds=job.clock.seconds,

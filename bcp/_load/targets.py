@@ -12,7 +12,7 @@ import torch
 
 from bcp._job import LoadJob
 from bcp._load.near import advice
-from bcp._load.overlaps import Twin, without_overlaps
+from bcp._load.overlaps import Shared, without_overlaps
 from bcp._load.relocate import relocated
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
@@ -52,7 +52,7 @@ class Wanted:
         unmatched: kinds that this rank loads, of which the checkpoint has none of the wanted names.
         extras: the opaque objects of this rank, by kind.
         extras_nbytes: bytes that were read for them.
-        twins: second values of targets, to be compared when all are loaded.
+        shared: targets that share memory; their values are put there when all are loaded.
     """
 
     targets: LoadTargets
@@ -67,7 +67,7 @@ class Wanted:
     unmatched: tuple[str, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     extras_nbytes: int = 0
-    twins: Sequence[Twin] = ()
+    shared: Sequence[Shared] = ()
 
 
 def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
@@ -91,7 +91,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
             f"pass strict=False to load what both have{_advice(missing, names)}"
         )
     _check_shapes(tensors, names, source, job.rank)
-    shards, twins = without_overlaps(targets.shards, source, names, job.rank)
+    shards, shared = without_overlaps(targets.shards, source, names)
     shards, saved = relocated(shards, source, names)
     _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
     _check_dataloader(states, layout, job.world_size)
@@ -106,7 +106,7 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
         wants(layout, shards.table, saved),
         names,
         unmatched=_unmatched(states, names, tensors.kind[source >= 0], targets.shards, layout),
-        twins=twins,
+        shared=shared,
     )
 
 

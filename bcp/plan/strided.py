@@ -50,6 +50,11 @@ class Strided:
                 found.append((length, stride))
         return tuple(found)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether its elements are one run of bytes, in order."""
+        return len(self.order) <= 1 and all(stride == self.itemsize for _, stride in self.order)
+
     def meets(self, other: Strided) -> bool:
         """Whether both have a byte in common; exact."""
         if self.stop <= other.start or other.stop <= self.start:

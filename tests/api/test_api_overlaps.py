@@ -100,21 +100,53 @@ def interleaved() -> State:
 SHARED = {each.__name__: each for each in (half, transposed, inside, columns, integers, halves, real, interleaved)}
 
 
-@pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
-@pytest.mark.parametrize("kinds", [("model", "model"), ("model", "optimizer")], ids=["one kind", "two kinds"])
-def test_targets_that_share_a_part_of_their_memory_are_refused(
-    tmp_path: Path, make: Callable[[], State], kinds: tuple[str, str]
-) -> None:
-    target = make()
+two = pytest.mark.parametrize("kinds", [("model", "model"), ("model", "optimizer")], ids=["one kind", "two kinds"])
+shared = pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def divided(target: State, kinds: tuple[str, str]) -> dict[str, State]:
+    """Put two tensors into kinds."""
     states: dict[str, State] = {kind: {} for kind in kinds}
     for kind, (name, tensor) in zip(kinds, target.items(), strict=True):
         states[kind][name] = tensor
-    states["model"]["other"] = torch.zeros(3)
+    return states
+
+
+@two
+@shared
+def test_values_that_cannot_both_be_in_shared_memory_are_refused(
+    tmp_path: Path, make: Callable[[], State], kinds: tuple[str, str]
+) -> None:
+    target = make()
+    states = divided(target, kinds)
     saved(tmp_path, **states)
-    names = rf"({kinds[0]} tensor 'a' and {kinds[1]} tensor 'b'|{kinds[1]} tensor 'b' and {kinds[0]} tensor 'a')"
-    with pytest.raises(bcp.StateError, match=rf"^{names} on rank 0 share memory"):
-        bcp.load(tmp_path, states)
-    assert not any(tensor.any() for tensor in [*target.values(), states["model"]["other"]])
+    names = [f"{kind} tensor {name!r}" for kind, name in zip(kinds, target, strict=True)]
+    for strict in (True, False):
+        with pytest.raises(bcp.MismatchError, match="share memory have different values") as caught:
+            bcp.load(tmp_path, states, strict=strict)
+        assert all(name in str(caught.value) for name in names)
+    assert not any(tensor.any() for tensor in target.values())
+
+
+@two
+@shared
+def test_values_that_were_saved_of_shared_memory_are_loaded(
+    tmp_path: Path, make: Callable[[], State], kinds: tuple[str, str]
+) -> None:
+    source, target = make(), make()
+    for memory in {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in source.values()
+    }.values():
+        memory.copy_(torch.arange(memory.nbytes(), dtype=torch.int64).mul(37).to(torch.uint8).untyped_storage())
+    bcp.save(tmp_path, divided(source, kinds))
+    report = bcp.load(tmp_path, divided(target, kinds))
+    assert (report.missing, report.unexpected) == ((), ())
+    for name, tensor in target.items():
+        assert torch.equal(bits(tensor), bits(source[name]))
 
 
 def beside() -> State:
@@ -181,7 +213,8 @@ def test_any_two_views_of_one_buffer(tmp_path: Path) -> None:
             outcomes.append(None)
             assert len(set(used)) == len(used), target
             assert all(torch.equal(tensor, values[name]) for name, tensor in target.items())
-    assert {None, bcp.StateError} <= set(outcomes)
+        assert outcomes[-1] is None or not buffer.any(), "nothing is written"
+    assert {None, bcp.StateError, bcp.MismatchError} == set(outcomes)
 
 
 # -- two names of the same elements ------------------------------------------------------------------
@@ -235,7 +268,6 @@ def test_equal_values_that_were_saved_apart_are_loaded(tmp_path: Path, make: Cal
     bcp.save(tmp_path, states_of(apart, kind))
     report = bcp.load(tmp_path, states_of(target, kind))
     assert (report.missing, report.unexpected) == ((), ())
-    assert report.nbytes == target["a"].nbytes
     for name, tensor in target.items():
         torch.testing.assert_close(tensor, apart[name], rtol=0, atol=0, equal_nan=True)
 
@@ -249,15 +281,14 @@ def test_other_values_that_were_saved_apart_are_a_mismatch(
     apart = {name: torch.ones(each.shape, dtype=each.dtype) for name, each in target.items()}
     apart["b"].view(-1)[-1] = 2
     bcp.save(tmp_path, states_of(apart, kind))
-    for strict in (True, False):
-        with pytest.raises(bcp.MismatchError, match=rf"{kind} tensor 'b' and model tensor 'a'|'a' and .*'b'") as caught:
-            bcp.load(tmp_path, states_of(target, kind), strict=strict)
-        assert any("half loaded" in note for note in caught.value.__notes__)
+    with pytest.raises(bcp.MismatchError, match=rf"model tensor 'a' and {kind} tensor 'b'"):
+        bcp.load(tmp_path, states_of(target, kind))
+    assert not target["a"].any()
 
 
 def test_values_are_equal_only_bit_by_bit(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": {"a": torch.tensor([0.0]), "b": torch.tensor([-0.0])}})
-    with pytest.raises(bcp.MismatchError, match="1 pairs of names are one tensor in the target"):
+    with pytest.raises(bcp.MismatchError, match="different values"):
         bcp.load(tmp_path, {"model": dict.fromkeys("ab", torch.ones(1))})
 
 
@@ -269,7 +300,7 @@ def test_three_names_of_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(tied, values["a"])
     values["b"] = values["c"] = torch.zeros(5)
     bcp.save(tmp_path / "two", {"model": values})
-    with pytest.raises(bcp.MismatchError, match=r"2 pairs .*'b' and .*'a'; .*'c' and .*'a'"):
+    with pytest.raises(bcp.MismatchError, match=r"'a' and model tensor 'b' and model tensor 'c'; give"):
         bcp.load(tmp_path / "two", {"model": dict.fromkeys("abc", tied)})
 
 

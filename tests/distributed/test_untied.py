@@ -37,4 +37,4 @@ def test_values_that_differ_in_one_element_are_refused_on_every_rank(ranks4: Ran
     bcp.save(tmp_path, {"model": state}, overwrite=True)
     errors = [error for error, _ in ranks4.run(untied.load, tmp_path, how)]
     assert any(error.startswith("MismatchError") for error in errors)
-    assert all("'tok.weight' and model tensor 'head.weight'" in error for error in errors), errors
+    assert all("'head.weight' and model tensor 'tok.weight'" in error for error in errors), errors

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import bcp
 from bcp._load.overlaps import without_overlaps
-from bcp.errors import StateError
+from bcp.metadata import decode_metadata
 from bcp.plan.box import Box
+from bcp.plan.load.renamed import Renamed, renamed
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LocalShards
-
-NAMES: Any = None  # of the checkpoint: asked only about targets that are the same memory
 
 
 class OnDevice(torch.Tensor):
@@ -39,15 +39,28 @@ def shards(*tensors: torch.Tensor) -> LocalShards:
     return LocalShards(table, tensors, address=np.zeros(len(tensors), np.int64))
 
 
-def test_addresses_of_other_devices_are_other_memory() -> None:
+@pytest.fixture
+def names(tmp_path: Path) -> Renamed:
+    """Return a checkpoint of four tensors."""
+    bcp.save(tmp_path, {"model": {str(at): torch.zeros(1) for at in range(4)}})
+    layout = decode_metadata((tmp_path / "metadata.arrow").read_bytes(), "metadata.arrow").layout
+    return renamed(layout, None, ["model"])
+
+
+def test_addresses_of_other_devices_are_other_memory(names: Renamed) -> None:
     memory = torch.zeros(6)
     apart = shards(on("cuda:0", memory[:4]), on("cuda:1", memory[2:]), on("cpu", memory[1:]), on("cuda:0", memory[4:]))
-    assert without_overlaps(apart, np.arange(4), NAMES, 0) == (apart, ())
+    found, shared = without_overlaps(apart, np.arange(4), names)
+    assert found.tensors == apart.tensors
+    assert not shared
 
 
-def test_memory_of_one_device_is_told_apart_by_addresses() -> None:
+def test_memory_of_one_device_is_told_apart_by_addresses(names: Renamed) -> None:
     memory = torch.zeros(6)
     one = shards(on("cuda:0", memory[:4]), on("cpu", memory[4:]), on("cuda:0", memory[2:]))
-    with pytest.raises(StateError, match="model tensor '0' and model tensor '2' on rank 3 share memory"):
-        without_overlaps(one, np.arange(3), NAMES, 3)
-    assert without_overlaps(one, np.array([0, 1, -1]), NAMES, 3) == (one, ()), "what is not loaded"
+    found, (shared,) = without_overlaps(one, np.arange(3), names)
+    assert shared.names == ["model tensor '0'", "model tensor '2'"]
+    assert [found.tensors[0], found.tensors[2]] == shared.values
+    assert all(value.device.type == "cpu" for value in shared.values)
+    assert found.tensors[1] is one.tensors[1]
+    assert not without_overlaps(one, np.array([0, 1, -1]), names)[1], "what is not loaded"
