@@ -120,6 +120,9 @@ def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
     except RuntimeError:  # a tensor that is not strided may look like one that is, but for its address
         asked = (_address(leaf, memory[number], label, number) for number, leaf in enumerate(leaves))
         addresses = np.fromiter(asked, np.int64, len(memory))
+    for number in np.flatnonzero(addresses == 0).tolist():  # empty shards have none, and what torch.func wraps
+        if reason := unsupported(leaves[number]):
+            raise StateError(f"{label(number)} {reason}")
     return Looks(leaves, memory, forms, addresses, parts)
 
 
@@ -135,7 +138,7 @@ def _facts(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> objec
     if leaf is memory:
         return said
     if kind is Sharded:  # whose placement is there as long as the leaves are looked at, and no longer
-        return (id(leaf.placement), said) if memory is leaf.tensor else None
+        return (id(leaf.placement), said) if memory is leaf.tensor and not leaf.more else None
     if kind is not DTensor or (layout := layout_of(leaf, meshes)) is None:
         return None
     return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, said
@@ -166,7 +169,8 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
     parts, tensor = list(parts_of(leaf, label)), memory_of(leaf)
     # complex ones may be conjugated lazily, which is not asked each time
     as_it_is = type(memory) in PLAIN and not (is_hooked(memory) or memory.is_neg() or memory.is_complex())
-    whole = as_it_is and [part.view.shape for part in parts] == [memory.shape]
+    alone = not (isinstance(leaf, Sharded) and leaf.more)
+    whole = as_it_is and alone and [part.view.shape for part in parts] == [memory.shape]
     form = Form(
         dtype=tensor.dtype,
         shape=leaf.placement.shape if isinstance(leaf, Sharded) else tuple(tensor.shape),

@@ -18,13 +18,15 @@ from torch import nn
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
 from bcp.plan.load.saved import Saved
+from bcp.planners.dtensor import is_dtensor
 from bcp.planners.leaves import Leaves, probe
 from bcp.planners.model import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
-from bcp.planners.names import cleaner, walk
+from bcp.planners.names import cleaner, dotted, walk
 from bcp.planners.optimizer import OPTIMIZER, Slot, optimizers_in, slots_of
 from bcp.planners.placement import Placement, Sharded, Span
 from bcp.planners.plain import PlainPlanner
 from bcp.planners.seen import SeenStates
+from bcp.planners.sharded_tensor import is_sharded_tensor
 from bcp.protocols import ObjectKey, States
 
 if TYPE_CHECKING:  # as a torch without FSDP1 will do for everything else
@@ -89,11 +91,7 @@ class Fsdp1Planner(PlainPlanner):
         """Find the slots of the optimizers: of a flat parameter, one for each parameter in it."""
         optimizers = optimizers_in(states.get(OPTIMIZER))
         if optimizers is None:
-            if states.get(OPTIMIZER):
-                raise StateError(
-                    "states['optimizer'] is no torch optimizer: of the tensors in a state dict it cannot be told which "
-                    "parts of which parameters they are; pass the optimizer itself"
-                )
+            _check_placed(states.get(OPTIMIZER))
             return super()._slots(leaves, states, saved)
         known: Collection[ObjectKey] = saved.rows if saved else ()
         found = _placed(leaves)
@@ -266,6 +264,20 @@ def _drop_unsharded(handle: FlatParamHandle) -> None:
 
 
 # -- the optimizer ----------------------------------------------------------------------------
+
+
+def _check_placed(state: object) -> None:
+    """Raise StateError for an optimizer state dict with tensors that do not say which part of a parameter they are.
+
+    That of ``optim_state_dict()`` under ``SHARDED_STATE_DICT`` has ShardedTensors or DTensors, and 0-d step counts.
+    """
+    for path, leaf in walk(state, f"states[{OPTIMIZER!r}]"):
+        if isinstance(leaf, torch.Tensor) and not (is_sharded_tensor(leaf) or is_dtensor(leaf) or leaf.dim() == 0):
+            raise StateError(
+                f"states['optimizer'] is no torch optimizer: of the tensor {dotted(path)!r} in a state dict it cannot "
+                "be told which part of which parameter it is; pass the optimizer itself, or the state dict that "
+                "FullyShardedDataParallel.optim_state_dict() makes under SHARDED_STATE_DICT"
+            )
 
 
 def _placed(leaves: Leaves) -> dict[int, list[tuple[Sharded, list[str]]]]:

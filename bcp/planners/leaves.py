@@ -16,6 +16,7 @@ from bcp.errors import InputError, StateError
 from bcp.planners.forms import PLAIN, Looks, look_at
 from bcp.planners.memory import readable, unsupported, writable
 from bcp.planners.placement import Leaf, Sharded
+from bcp.planners.sharded_tensor import is_sharded_tensor, sharded_leaf
 from bcp.planners.stock import Stock, recall, remember
 from bcp.planners.tables import Rows
 from bcp.planners.ties import Ties, firsts_of, ties_of
@@ -32,6 +33,8 @@ Group = tuple[str, Sequence[str], Mapping[str, Any]]
 _ASKED_LATER = PLAIN | {DTensor, Sharded}
 """Types of tensor leaves that are looked at when all are there; those of others may be nothing that can be asked."""
 
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+
 
 def _rank() -> int:
     """Return this rank, 0 outside of torch.distributed."""
@@ -43,7 +46,8 @@ class Leaves:
     """The leaves of one rank's state, by kind and name.
 
     Attributes:
-        tensors: every tensor leaf as the user has it, or as a planner placed it; by kind, by FQN.
+        tensors: every tensor leaf as the user has it, or as a planner placed it; by kind, by FQN. Local shards of a
+            ``ShardedTensor`` are placed ones.
         objects: every other leaf, by kind, by FQN.
         groups: more of these, many of which have one value.
         aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
@@ -78,8 +82,12 @@ class Leaves:
             if type(value) in _ASKED_LATER:
                 tensors[fqn] = value
             elif isinstance(value, torch.Tensor):
-                self._check_readable((kind, fqn), value)
-                tensors[fqn] = value
+                tensors[fqn] = self._readable((kind, fqn), value)
+            elif isinstance(value, _STORAGES):
+                raise StateError(
+                    f"the {kind} leaf {fqn!r} on rank {self.rank} is a {type(value).__name__}, which has no shape; "
+                    "pass a tensor of it, as in torch.tensor([], dtype=torch.uint8).set_(storage)"
+                )
             else:
                 objects[fqn] = value
 
@@ -105,7 +113,7 @@ class Leaves:
 
     def also(self, kind: str, fqn: str, leaf: Leaf) -> None:
         """Say that a tensor that was taken has its values in a second place too, which a load has to fill as well."""
-        self._check_readable((kind, fqn), leaf)
+        self._readable((kind, fqn), leaf)
         self.copies.setdefault((kind, fqn), []).append(leaf)
 
     # -- what becomes of it ----------------------------------------------------------------------------------------
@@ -235,10 +243,13 @@ class Leaves:
             values += [*group.values()] * len(prefixes)
         return dict(zip(keys, values, strict=True))
 
-    def _check_readable(self, name: Name, leaf: Leaf) -> None:
-        """Refuse a tensor that has no plain memory here."""
+    def _readable(self, name: Name, leaf: Leaf) -> Leaf:
+        """Return a tensor leaf, of a ShardedTensor its local shards; refuse one without plain memory here."""
+        if is_sharded_tensor(leaf):
+            leaf = sharded_leaf(leaf, self._label(name))
         if reason := unsupported(leaf):
             raise StateError(f"{self._label(name)} {reason}")
+        return leaf
 
     def _named_twice(self, name: Name) -> StateError:
         """Return the error for two leaves of one name."""

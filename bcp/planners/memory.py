@@ -29,7 +29,7 @@ def memory(tensor: Leaf) -> object:
     Two DTensors, and two leaves that were placed, are the same if their local tensors are, and they are placed alike.
     """
     if isinstance(tensor, Sharded):
-        return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor)
+        return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor), *map(memory, tensor.more)
     if is_dtensor(tensor):
         spec = (tuple(tensor.shape), tuple(placement_key(placement) for placement in tensor.placements))
         return (*spec, memory(local_tensor(tensor)))
@@ -82,13 +82,31 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
     return view
 
 
-def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
+def unsupported(leaf: Leaf) -> str:
     """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
-    tensor = leaf.tensor if isinstance(leaf, Sharded) else leaf
+    if not isinstance(leaf, Sharded):
+        return _reason(leaf, None)
+    reasons = (_reason(each.tensor, each.placement.numel) for each in (leaf, *leaf.more))
+    return next(filter(None, reasons), "")
+
+
+def _reason(tensor: torch.Tensor, placed: int | None) -> str:
+    """Say why one tensor has no plain memory here; ``placed``: how many elements a planner placed, if one did."""
+    try:
+        return _known_reason(tensor, placed)
+    except Exception as error:  # noqa: BLE001 -- a subclass may run any code when it is asked for its layout
+        return (
+            f"is a {type(tensor).__name__}, which raises {type(error).__name__} when it is asked what it is; pass the "
+            "plain tensors inside it"
+        )
+
+
+def _known_reason(tensor: torch.Tensor, placed: int | None) -> str:  # noqa: PLR0911 -- one line a reason
+    """Say why one tensor has no plain memory here, as :func:`_reason`; raises whatever its subclass raises."""
     local = local_tensor(tensor)
     if is_lazy(tensor):
         return "is uninitialized; run one forward pass of its lazy module first"
-    if not isinstance(leaf, Sharded) and getattr(tensor, FLATTENED, False):
+    if placed is None and getattr(tensor, FLATTENED, False):
         return "is a part of an FSDP1 unit whose wrapper was not passed; pass the FullyShardedDataParallel module"
     if local.is_meta:
         return "is on the meta device and has no values; materialise it with to_empty() first"
@@ -105,7 +123,20 @@ def unsupported(leaf: Leaf) -> str:  # noqa: PLR0911 -- one line a reason
             f"is a {type(local).__name__}, which does not say where its memory is; "
             f"pass the plain tensors inside it, or give it {' and '.join(HOOKS)}"
         )
+    if placed != 0 and local.numel() and not is_hooked(local) and not _has_address(local):
+        return (
+            f"has {local.numel()} elements but no memory: its storage was freed, or it stands for another tensor "
+            "inside of torch.func or torch.compile; pass a .clone() of it that was made outside, or a new tensor"
+        )
     return ""
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are anywhere in memory."""
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # torch's word for a tensor without a storage
+        return False
 
 
 def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:

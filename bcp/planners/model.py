@@ -13,9 +13,10 @@ from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
 from bcp.planners.forms import is_flat
 from bcp.planners.leaves import Leaves, state_dict_of
-from bcp.planners.memory import memory
+from bcp.planners.memory import memory, unsupported
 from bcp.planners.names import Path, cleaned, cleaner, dotted, walk
 from bcp.planners.placement import Leaf, Sharded
+from bcp.planners.sharded_tensor import is_sharded_tensor, local_shards, shape_of
 from bcp.protocols import ObjectKey
 
 __all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "is_fsdp1_type", "put"]
@@ -34,7 +35,7 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
 
     Modules give their ``state_dict()``, persistent buffers included, or what ``take`` finds in them; they may also
-    stand inside containers.
+    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``.
 
     Returns:
         The function that puts loaded objects back into ``state``.
@@ -46,8 +47,13 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     where, add_module = f"states[{kind!r}]", take or _add_module
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
         return in_turn([add_module(leaves, kind, part, "") for part in state])
+    if isinstance(state, torch.Tensor):
+        leaves.add(kind, kind, state)
+        return in_turn([])
     if not isinstance(state, (nn.Module, Mapping, list, tuple)):
-        raise StateError(f"{where} is a {type(state).__name__}; pass a module, a list of modules or a nested mapping")
+        raise StateError(
+            f"{where} is a {type(state).__name__}; pass a module, a list of modules, a nested mapping or a tensor"
+        )
     if is_flat(state):
         leaves.add_all(kind, state.items())
         return in_turn([])
@@ -125,7 +131,7 @@ class ParamNames:
             names = self._by_memory.get(memory(parameter))
         if names is None:
             raise StateError(
-                f"states['optimizer'] has a parameter of shape {tuple(parameter.shape)} that is not in states['model'];"
+                f"states['optimizer'] has a parameter of shape {shape_of(parameter)} that is not in states['model'];"
                 " pass the model that the optimizer was built for as well: parameters get their names from it"
             )
         return names
@@ -184,12 +190,12 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
         leaves.add_object(kind, fqn, state[raw])
 
     def finish(loaded: Mapping[ObjectKey, Any]) -> None:
-        owned = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        owned = {key for tensor in (*module.parameters(), *module.buffers()) for key in _storages(tensor)}
         wanted: dict[str, Any] = {}
         for (raw, value), fqn in zip(state.items(), fqns, strict=True):
             if raw in extras or not isinstance(value, torch.Tensor):
                 wanted |= {raw: loaded[kind, fqn]} if (kind, fqn) in loaded else {}
-            elif _storage(value) not in owned:
+            elif not _storages(value) <= owned:
                 wanted[raw] = value
         if wanted:
             module.load_state_dict(wanted, strict=False)
@@ -234,13 +240,15 @@ def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
     return out
 
 
-def _storage(tensor: torch.Tensor) -> object:
-    """Return a key of the memory that a tensor looks at, of which it may use only a part."""
+def _storages(tensor: torch.Tensor) -> set[object]:
+    """Return keys of the memory that a tensor looks at, of which it may use only a part."""
+    if is_sharded_tensor(tensor):
+        return {key for shard in local_shards(tensor) for key in _storages(shard)}
     local = local_tensor(tensor)
     try:
-        return local.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
+        return {local.untyped_storage()._cdata}  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
     except (RuntimeError, ValueError):  # sparse, opaque, uninitialized ones have none; they are refused with a reason
-        return id(local)
+        return {id(local)}
 
 
 def _has_memory(tensor: Leaf) -> bool:
@@ -248,7 +256,7 @@ def _has_memory(tensor: Leaf) -> bool:
     if isinstance(tensor, Sharded):
         return False
     local = local_tensor(tensor)
-    return local.layout is torch.strided and not local.is_meta and local.numel() > 0
+    return not is_sharded_tensor(local) and not unsupported(local) and local.numel() > 0
 
 
 def _is_plain(value: object) -> bool:

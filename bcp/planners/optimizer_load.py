@@ -18,6 +18,7 @@ from bcp.planners.leaves import Leaves
 from bcp.planners.model import Check, Finish, put
 from bcp.planners.names import Path, dotted, split
 from bcp.planners.optimizer import MASTER, OPTIMIZER, STEP, Slot
+from bcp.planners.sharded_tensor import is_sharded_tensor
 from bcp.planners.values import encode_value, shown
 from bcp.protocols import ObjectKey
 
@@ -166,6 +167,11 @@ def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) 
             raise StateError(
                 f"the optimizer has no state yet, and {name[1]!r} of the checkpoint is nested, so that it cannot be "
                 "made up; take one step with learning rate 0 before loading"
+            )
+        if is_sharded_tensor(slot.parameter):
+            raise StateError(
+                f"the optimizer has no state yet, and its parameter {slot.fqn!r} is a ShardedTensor, for which no "
+                "states are made; take one step with learning rate 0 before loading"
             )
         if name in saved.rows:
             slot.state.setdefault(slot.parameter, {})[key] = _zeros(slot, key, saved.meta(name))

@@ -7,7 +7,7 @@ flat intervals of boxes, in one local tensor. A planner states which; nobody gat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,23 +85,36 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """A leaf of which a framework keeps parts in a local tensor.
+    """A leaf of which a framework keeps parts in a local tensor, or in several.
 
     Attributes:
         tensor: the live local memory.
         placement: where in the logical tensor it lies.
+        more: further local tensors, with other parts of the same logical tensor; these have no ``more`` themselves.
     """
 
     tensor: torch.Tensor
     placement: Placement
+    more: tuple[Sharded, ...] = ()
+
+    @classmethod
+    def joined(cls, leaves: Sequence[Sharded]) -> Sharded:
+        """Return one leaf of the leaves of one logical tensor, of which there is at least one."""
+        first, *others = leaves
+        return cls(first.tensor, first.placement, tuple(others))
 
     def parts(self, label: str) -> Iterator[Part]:
         """Yield one part per span, as views of the local memory.
 
         Raises:
-            StateError: the local tensor is not what the placement says, or its elements do not lie in a row.
+            StateError: a local tensor is not what its placement says, or its elements do not lie in a row.
 
         """
+        for leaf in (self, *self.more):
+            yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class
+
+    def _own_parts(self, label: str) -> Iterator[Part]:
+        """Yield the parts in ``tensor``."""
         local, placement = self.tensor.detach(), self.placement
         if tuple(local.shape) != placement.local:
             raise StateError(
@@ -126,9 +139,11 @@ Leaf = torch.Tensor | Sharded
 
 def numel_of(leaf: Leaf) -> int:
     """Return how many elements a leaf has: of a placed one here, of any other tensor in all."""
-    return leaf.placement.numel if isinstance(leaf, Sharded) else math.prod(leaf.shape)
+    if not isinstance(leaf, Sharded):
+        return math.prod(leaf.shape)
+    return sum(each.placement.numel for each in (leaf, *leaf.more))
 
 
 def memory_of(leaf: Leaf) -> torch.Tensor:
-    """Return the tensor behind a leaf."""
+    """Return the tensor behind a leaf, of several the first."""
     return leaf.tensor if isinstance(leaf, Sharded) else leaf
