@@ -116,6 +116,25 @@ class Leaves:
         self._readable((kind, fqn), leaf)
         self.copies.setdefault((kind, fqn), []).append(leaf)
 
+    def join(self, kind: str, fqn: str, part: Sharded) -> None:
+        """Add a further local tensor to a placed tensor: another part of the same logical tensor.
+
+        Raises:
+            StateError: the part has another global shape or dtype than the tensor, or it cannot be read.
+
+        """
+        first = self.tensors[kind][fqn]
+        if not isinstance(first, Sharded):
+            raise self._named_twice((kind, fqn))
+        shapes, dtypes = (first.placement.shape, part.placement.shape), (first.tensor.dtype, part.tensor.dtype)
+        if shapes[0] != shapes[1] or dtypes[0] != dtypes[1]:
+            raise StateError(
+                f"two shards of {self._label((kind, fqn))} are of tensors of shape {list(shapes[0])} and "
+                f"{list(shapes[1])}, with dtypes {dtypes[0]} and {dtypes[1]}; rename one of them, or correct it"
+            )
+        self._readable((kind, fqn), part)
+        self.tensors[kind][fqn] = Sharded.joined([first, *first.more, part])
+
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
     def to_save(self) -> LocalShards:

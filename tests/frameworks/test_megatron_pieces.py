@@ -224,6 +224,34 @@ def test_memory_of_one_name_and_place_is_filled_twice() -> None:
     assert [tensor.data_ptr() for tensor in leaves.to_save().tensors] == [first.data_ptr()]
 
 
+def test_shards_of_one_key_in_different_places_are_one_tensor() -> None:
+    low, high, again = torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1, 3)
+    leaves = Leaves()
+    shards = [(low, (0, 0), (0, 0, 0)), (high, (2, 0), (0, 0, 0)), (again, (2, 0), (1, 0, 0))]
+    add_model(leaves, Pieces(), [ShardedTensor("w", data, (3, 3), at, replica) for data, at, replica in shards])
+    held, wanted = leaves.to_save(), leaves.to_load({("model", "w")})
+    assert [held.table.box(row) for row in range(2)] == [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
+    assert [tensor.data_ptr() for tensor in held.tensors] == [low.data_ptr(), high.data_ptr()]
+    assert {tensor.data_ptr() for tensor in wanted.tensors} == {each.data_ptr() for each in (low, high, again)}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (ShardedTensor("w", torch.ones(1), (4,), (2,)), r"are of tensors of shape \[3\] and \[4\]"),
+        (ShardedTensor("w", torch.ones(1), (4,), (0,)), r"are of tensors of shape \[3\] and \[4\]"),
+        (ShardedTensor("w", torch.ones(1).half(), (3,), (2,)), "with dtypes torch.float32 and torch.float16"),
+        (ShardedTensor("w", torch.ones(1, device="meta"), (3,), (2,)), "is on the meta device"),
+        (torch.ones(1), "two leaves of model are named 'w'"),
+    ],
+)
+def test_shards_of_one_key_must_be_of_one_tensor(other: Any, words: str) -> None:
+    first = ShardedTensor("w", torch.ones(1), (3,), (0,))
+    state = [first, other] if isinstance(other, ShardedTensor) else {"a": first, "w": other}
+    with pytest.raises(StateError, match=rf"'w' on rank 0.*{words}|{words} on rank 0"):
+        add_model(Leaves(), Pieces(), state)
+
+
 def test_what_is_no_megatron_model_is_refused() -> None:
     with pytest.raises(StateError, match=r"has a Linear at 'head', which has no sharded_state_dict"):
         add_model(Leaves(), Pieces(), {"head": nn.Linear(1, 1)})

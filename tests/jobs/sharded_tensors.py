@@ -349,9 +349,10 @@ def ties(path: Path) -> dict[str, str]:
     whole = torch.arange(36.0).view(9, 4)
     first = sharded(whole, _dealt((9, 4), 4))
     partly = sharded(whole, _dealt((9, 4), 4))
-    for shard in partly.local_shards()[1:]:
-        shard.tensor = shard.tensor + 100  # of the first ones the memory is shared, of the others it is not
-    partly.local_shards()[0].tensor = first.local_shards()[0].tensor
+    for shard in partly.local_shards():
+        shard.tensor = shard.tensor + 100
+    for own, other in zip(partly.local_shards()[-1:], first.local_shards()[-1:], strict=True):
+        own.tensor = other.tensor  # of the lowest rows the memory is shared, of the others it is not
     states = {"a": first, "b": first, "c": partly, "d": sharded(whole + 7, _chunks((9, 4), 2, 0))}
     target = {name: sharded(torch.zeros(9, 4), _dealt((9, 4), 4)) for name in states}
     with strict_warnings():

@@ -16,7 +16,7 @@ from bcp.planners.leaves import Leaves
 from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
 from bcp.planners.model import Finish, put
 from bcp.planners.names import Path, dotted, walk
-from bcp.planners.placement import Sharded
+from bcp.planners.placement import Placement, Sharded
 from bcp.protocols import ObjectKey
 
 __all__ = ["MODEL", "Pieces", "add_model", "has_base", "unwrapped"]
@@ -165,20 +165,28 @@ def _add_leaf(leaves: Leaves, pieces: Pieces, path: Path, leaf: Any) -> ObjectKe
         for piece in pieces.take(leaf):
             _add_piece(leaves, piece, leaf.data, pieces.fresh.get(id(leaf.data)))
         return None
-    leaves.add(MODEL, dotted(path), leaf)
-    return None if isinstance(leaf, torch.Tensor) else (MODEL, dotted(path))
+    name = dotted(path) if path else MODEL
+    leaves.add(MODEL, name, leaf)
+    return None if isinstance(leaf, torch.Tensor) else (MODEL, name)
 
 
 def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[int, int] | None) -> None:
-    """Take one piece; what has the name and the place of another one (tied embeddings) is a copy of it."""
+    """Take one piece. Of several with one name, those of the same place (tied embeddings) are copies of the first."""
     placement = whole_placement(piece, local)
     if fresh is not None:
         placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
-    leaf, first = Sharded(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
-    if isinstance(first, Sharded) and first.placement.spans == placement.spans:
+    leaf, there = Sharded(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
+    if not isinstance(there, Sharded):
+        leaves.add(MODEL, piece.fqn, leaf)
+    elif any(_same_place(each.placement, placement) for each in (there, *there.more)):
         leaves.also(MODEL, piece.fqn, leaf)
     else:
-        leaves.add(MODEL, piece.fqn, leaf)
+        leaves.join(MODEL, piece.fqn, leaf)
+
+
+def _same_place(one: Placement, other: Placement) -> bool:
+    """Whether two local tensors have the same elements of a logical tensor."""
+    return (one.shape, one.spans) == (other.shape, other.spans)
 
 
 def _add_object(leaves: Leaves, leaf: Any, *, loading: bool) -> ObjectKey | None:
