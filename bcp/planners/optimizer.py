@@ -84,9 +84,12 @@ class Slot:
 
     @property
     def count(self) -> torch.Tensor | None:
-        """Its step count as a new tensor, where the optimizer has it as a number."""
+        """Its step count as a new tensor, if the optimizer has a number: float32, or float64 if that is too short."""
         steps = self.counter.get(STEP)
-        return torch.tensor(float(steps)) if isinstance(steps, (int, float)) else None
+        if not isinstance(steps, (int, float)):
+            return None
+        single = torch.tensor(float(steps), dtype=torch.float32)  # not in torch's default dtype, which may be bfloat16
+        return single if single.item() == steps else torch.tensor(float(steps), dtype=torch.float64)
 
     def leaves(self, rank: int) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed.
