@@ -18,6 +18,7 @@ from bcp.plan.box import Box
 from bcp.plan.load.moved import Moved
 from bcp.planners.megatron import MegatronRng
 from bcp.planners.megatron_names import MegatronNames
+from bcp.planners.random_states import RNGState
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
 from bcp.stages.items import HostPart
 
@@ -39,6 +40,7 @@ __all__ = [
     "Pending",
     "Pipeline",
     "Planner",
+    "RNGState",
     "SaveOptions",
     "SaveReport",
     "Stage",

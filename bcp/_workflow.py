@@ -38,7 +38,7 @@ async def asave(job: SaveJob) -> SaveReport:
             stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
-            values = await in_thread(saving.owned_values, held, plan)
+            values = await in_thread(saving.owned_values, held, plan, job.options)
             undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
                 stored = await _write(job, held, items, snapshot)

@@ -85,6 +85,8 @@ class SaveOptions:
             writes that autograd counts are seen. Other writes (through ``.data``, numpy, a raw pointer) are seen in
             host memory if they change a byte of a sample: 2 to 64 blocks of 64 bytes, evenly spaced in each tensor. An
             optimizer step is seen, a write to a few rows of a large tensor may not be. False: nothing is compared.
+        trust: pickle objects of any class in extra states, dataloader states and values. The load then needs
+            ``LoadOptions(trust=True)``. Without it such an object is a :class:`~bcp.errors.StateError`.
         observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
     """
 
@@ -102,6 +104,7 @@ class SaveOptions:
     ionice: Literal["best-effort", "idle"] | None = None
     timeout: float = field(default_factory=_timeout)
     guard: bool = True
+    trust: bool = False
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
@@ -138,7 +141,8 @@ class LoadOptions:
             leaves the tensor out. Optimizer states and hyper-parameters follow. The same on every rank.
         cast: convert where the dtype differs; without it that is an error.
         verify: check the checksum of every block that is read.
-        trust: unpickle user objects in extra states without restriction. Only for checkpoints that you wrote.
+        trust: unpickle objects of any class, which may run code. Only for checkpoints that you wrote, with
+            ``SaveOptions(trust=True)``.
         progress: draw a progress bar on rank 0 (needs ``bcp-checkpoint[cli]``).
         edit: takes the load graph and returns the one to run. The stages are ``read``, ``deserialize``,
             ``h2d`` and ``exchange``.

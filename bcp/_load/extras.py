@@ -14,7 +14,7 @@ from bcp.pipeline import in_thread
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
-from bcp.planners.extras import unpack
+from bcp.planners.packed import unpack
 from bcp.protocols import Stateful, States
 from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.check import SEAL_BYTES, check, decoded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,13 @@ def _texts(
 
 
 def put_values(wanted: Wanted, states: States) -> None:
-    """Set what is not a tensor in the target; called when every rank has all its tensors."""
+    """Set values, dataloader, extra states, random states, in this order; called when every rank has all its tensors.
+
+    The owners of each kind take their states in the order of their keys, so that they may communicate.
+    """
     wanted.targets.finish(wanted.objects)
+    last: list[Callable[[], None]] = []
     for kind, value in wanted.extras.items():
-        restore(states[kind], value, kind)
+        restore(states[kind], value, kind, last)
+    for function in last:
+        function()

@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 from bcp._job import SaveJob
 from bcp.plan.columns import Ints
 from bcp.plan.shards import OPAQUE_KINDS, ShardTable
-from bcp.planners.extras import collect, pack
+from bcp.planners.extras import check_changeable, collect
+from bcp.planners.packed import pack
+from bcp.planners.random_states import undisturbed
 from bcp.protocols import LocalShards
 from bcp.stages.memory import addresses
 
@@ -40,9 +42,14 @@ class Held:
 
 def take_stock(job: SaveJob) -> Held:
     """Ask the planner what this rank holds, and pack what no planner looks into."""
-    planner = job.planner()
-    shards = planner.local_shards(job.states)
-    extras = {kind: pack(collect(job.states[kind], kind), kind) for kind in OPAQUE_KINDS if kind in job.states}
+    opaque = {kind: job.states[kind] for kind in OPAQUE_KINDS if kind in job.states}
+    for kind, value in opaque.items():
+        check_changeable(value, kind)
+    with undisturbed(*opaque.values()) as random_states:
+        planner = job.planner()
+        shards = planner.local_shards(job.states)
+        collected = {kind: collect(value, kind, random_states) for kind, value in opaque.items()}
+    extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), address, extras)
 

@@ -32,9 +32,9 @@ from bcp.stages.memory import addresses
 __all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
-def owned_values(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
+def owned_values(held: Held, plan: SavePlan, options: SaveOptions) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
-    return encode_values(held.shards.objects, plan.objects)
+    return encode_values(held.shards.objects, plan.objects, trust=options.trust)
 
 
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:

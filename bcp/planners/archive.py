@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterable
 
-__all__ = ["check_archive", "check_paths"]
+__all__ = ["check_archive"]
 
 
 def check_archive(data: io.BytesIO) -> None:
@@ -27,9 +26,3 @@ def check_archive(data: io.BytesIO) -> None:
     nbytes, most = sum(record.file_size for record in records), data.getbuffer().nbytes
     if nbytes > most or any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(f"its {most} bytes would unpack to {nbytes} bytes, which torch.save does not write")
-
-
-def check_paths(paths: Iterable[tuple[object, ...]], nbytes: int) -> None:
-    """Check that paths have no more parts than an archive has bytes. Raises ValueError: one path is repeated."""
-    if sum(map(len, paths)) > nbytes:
-        raise ValueError(f"its {nbytes} bytes name more places than they can hold")

@@ -1,142 +1,110 @@
 """Extra states and dataloader states: one compact byte object each (paper sec. 3.2).
 
-``collect`` takes a snapshot and ``pack`` turns it into bytes; ``unpack`` and ``restore`` are their inverses. Bytes are
-read with ``torch.load(weights_only=True)`` unless the caller trusts them; numpy's numbers travel as tensors, so that
-its random state needs no trust.
+``collect`` asks all owners for their states, ``restore`` gives these back. In between are bytes, see
+:mod:`bcp.planners.packed`. Owners are asked, and given their states, in the order of their keys: it is the same on all
+ranks, so that they may communicate.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from copy import copy
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
-from bcp.errors import CheckpointError, StateError
-from bcp.planners.archive import check_archive, check_paths
+from bcp.errors import BcpError, StateError
+from bcp.planners.forms import PLAIN
 from bcp.planners.leaves import state_dict_of
+from bcp.planners.native import is_generator, same_generator, set_generator
+from bcp.planners.packed import keeps_type
+from bcp.planners.random_states import RNGState
 from bcp.protocols import Stateful
 
-__all__ = ["check_changeable", "collect", "pack", "restore", "unpack"]
+__all__ = ["check_changeable", "collect", "restore"]
 
-_NUMPY_DTYPES = frozenset(
-    {
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64", "complex64", "complex128"),
-    }
-)
-"""Those that torch has, too."""
-
-_Path = tuple[Any, ...]
+_NONE: Mapping[int, Any] = {}
 
 
-def collect(value: Any, where: str = "extra_states") -> Any:
-    """Take a deep snapshot: later changes of ``value`` do not show in it.
+def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = _NONE) -> Any:
+    """Return a value with the states of all owners in it; nothing else is copied.
 
     What has ``state_dict`` and ``load_state_dict``, at any level of mappings, lists and tuples, gives its state.
-    Mappings become dicts. Tensors are copied to the CPU.
-
-    Raises:
-        StateError: a tensor in it is a DTensor or on the meta device: extra states are this rank's own, whole values;
-            or a ``state_dict()`` raised, or a value cannot be copied, or contains itself.
-
-    """
-    try:
-        return _collected(value, where)
-    except RecursionError as error:
-        raise StateError(f"{where} is nested too deep; does it contain itself?") from error
-
-
-def _collected(value: Any, where: str) -> Any:
-    """Do it, level by level."""
-    if isinstance(value, Stateful):
-        return _collected(state_dict_of(value, where), where)
-    if isinstance(value, torch.Tensor):
-        return _plain(value, where).to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: _collected(child, f"{where}.{key}") for key, child in value.items()}
-    if isinstance(value, list) or type(value) is tuple:
-        items = [_collected(child, f"{where}.{index}") for index, child in enumerate(value)]
-        return tuple(items) if type(value) is tuple else items
-    if isinstance(value, np.ma.MaskedArray):
-        raise StateError(
-            f"{where} is a masked array, of which only the values would be kept; pass its data and its mask"
-        )
-    try:
-        return copy.deepcopy(value)
-    except RecursionError:
-        raise
-    except Exception as error:
-        raise StateError(
-            f"{where} is a {type(value).__name__} that cannot be copied: {type(error).__name__}: {error}; "
-            "pass plain values"
-        ) from error
-
-
-def pack(obj: Any, where: str = "extra_states") -> bytes:
-    """Serialize a snapshot into one byte object.
-
-    Raises:
-        StateError: something in it cannot be pickled, or is a DTensor or on the meta device.
-
-    """
-    arrays: dict[_Path, bool] = {}
-    out = io.BytesIO()
-    try:
-        value = _without_arrays(obj, (), arrays, where)
-        torch.save({"value": value, "arrays": list(arrays.items())}, out)
-    except StateError:
-        raise
-    except Exception as error:
-        raise StateError(f"{where} cannot be serialized: {type(error).__name__}: {error}; pass plain values") from error
-    return out.getvalue()
-
-
-def unpack(data: bytes | bytearray | memoryview, *, trust: bool, where: str) -> Any:
-    """Read what :func:`pack` wrote; tensors are on the CPU.
+    Mappings that :mod:`~bcp.planners.packed` does not store with their type become dicts.
 
     Args:
-        data: the bytes.
-        trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
-        where: what is read, for messages.
+        value: what the user passed.
+        where: what it is, for messages.
+        known: states that were read before, by the id of their owner.
 
     Raises:
-        CheckpointError: the bytes are damaged, or hold objects that only ``trust=True`` reads.
+        StateError: a ``state_dict()`` raised, or a container contains itself.
 
     """
     try:
-        stream = io.BytesIO(data)
-        check_archive(stream)
-        stream.seek(0)
-        packed = torch.load(stream, map_location="cpu", weights_only=not trust)
-        check_paths((path for path, _ in packed["arrays"]), len(data))
-        return _with_arrays(packed["value"], dict(packed["arrays"]))
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
-        advice = "" if trust else "; if you wrote this checkpoint yourself, trust=True reads objects of any class"
-        raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}{advice}") from error
+        return _collected(value, where, known)
+    except RecursionError as error:
+        raise StateError(f"{where} is nested too deep; does it contain itself? Pass plain values") from error
 
 
-def restore(target: Any, loaded: Any, where: str = "extra_states") -> None:
+def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
+    """Do it, level by level."""
+    if isinstance(value, Stateful):
+        state = known[id(value)] if id(value) in known else state_dict_of(value, where)
+        return _collected(state, where, known)
+    if isinstance(value, Mapping):
+        found = {key: _collected(value[key], f"{where}.{key}", known) for key in _in_order(value)}
+        return _like(value, {key: found[key] for key in value})
+    if type(value) in (list, tuple):
+        return type(value)(_collected(child, f"{where}.{index}", known) for index, child in enumerate(value))
+    return value
+
+
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    """Return keys in an order that does not depend on the one in which they were inserted."""
+    return sorted(keys, key=lambda key: (str(key), type(key).__name__))
+
+
+def _like(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
+    """Return the collected items in a mapping of the type of ``value``, if that is stored with its type."""
+    if type(value) is dict or not keeps_type(value):
+        return found
+    made: Any = copy(value)
+    if not isinstance(value, defaultdict):
+        vars(made).update(vars(value))
+    for key, child in found.items():  # update() of a Counter would add
+        made[key] = child
+    return made
+
+
+def restore(
+    target: Any, loaded: Any, where: str = "extra_states", last: list[Callable[[], None]] | None = None
+) -> None:
     """Put a loaded value back into ``target``, in place.
 
     Mappings are updated key by key (keys that the checkpoint lacks stay, new ones are added), lists take the loaded
-    items, what is :class:`~bcp.protocols.Stateful` takes its state; other values are replaced where they stand, a
-    tensor of the same shape and dtype by copying into it.
+    items, what is :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor
+    takes the values of one with its shape and dtype. Other values are replaced in their container.
+
+    Args:
+        target: what the user passed.
+        loaded: what :func:`collect` had returned.
+        where: what it is, for messages.
+        last: takes the functions that set random states, which the caller calls when all else is restored; None: they
+            are called here.
 
     Raises:
         StateError: ``target`` itself cannot be changed, or not into what was loaded.
 
     """
     check_changeable(target, where)
-    if _restored(target, loaded, where) is not target:
+    later: list[Callable[[], None]] = [] if last is None else last
+    if _Restoring(later).restored(target, loaded, where) is not target:
         raise _unchangeable(target, where, f"a loaded {type(loaded).__name__}")
+    for function in later if last is None else ():
+        function()
 
 
 def check_changeable(target: object, where: str) -> None:
@@ -146,7 +114,7 @@ def check_changeable(target: object, where: str) -> None:
         StateError: nothing can be.
 
     """
-    if not isinstance(target, (Stateful, MutableMapping, list, torch.Tensor)):
+    if not isinstance(target, (Stateful, MutableMapping, list, torch.Tensor)) and not is_generator(target):
         raise _unchangeable(target, where, "what is loaded")
 
 
@@ -157,92 +125,94 @@ def _unchangeable(target: object, where: str, loaded: str) -> StateError:
     )
 
 
-def _restored(target: Any, loaded: Any, where: str) -> Any:
-    """Return ``target`` after it took the loaded value, or the value that is to stand in its place."""
-    if isinstance(target, Stateful):
-        return _stateful_restored(target, loaded, where)
-    if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
-        for key, value in loaded.items():
-            target[key] = _restored(target[key], value, f"{where}.{key}") if key in target else value
+class _Restoring:
+    """Puts loaded values into targets, random states last."""
+
+    def __init__(self, last: list[Callable[[], None]]) -> None:
+        self._last = last
+
+    def restored(self, target: Any, loaded: Any, where: str) -> Any:
+        """Return ``target`` after it took the loaded value, or the value that is to stand in its place."""
+        if isinstance(target, Stateful):
+            give = partial(_give_state, target, loaded, where)
+            if isinstance(target, RNGState):
+                self._last.append(give)
+            else:
+                give()
+            return target
+        if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
+            return self._mapping(target, loaded, where)
+        if isinstance(target, (list, tuple)) and isinstance(loaded, (list, tuple)):
+            return self._sequence(target, loaded, where)
+        if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+            return _tensor_restored(target, loaded)
+        if same_generator(target, loaded):
+            set_generator(target, loaded)
+            return target
+        return loaded
+
+    def _mapping(self, target: MutableMapping[Any, Any], loaded: Mapping[Any, Any], where: str) -> Any:
+        """Restore the items in the order of their keys; new ones are added in the order in which they were saved."""
+        found = {}
+        for key in _in_order(loaded):
+            value = loaded[key]
+            found[key] = self.restored(target[key], value, f"{where}.{key}") if key in target else value
+        for key in loaded:
+            try:
+                target[key] = found[key]
+            except BcpError:
+                raise
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                raise StateError(
+                    f"{where}.{key} cannot be set in a {type(target).__name__}: {said}; pass a dict"
+                ) from error
         return target
-    if isinstance(target, (list, tuple)) and isinstance(loaded, (list, tuple)):
-        return _sequence_restored(target, loaded, where)
-    if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return _tensor_restored(target, loaded)
-    return loaded
+
+    def _sequence(self, target: Any, loaded: Any, where: str) -> Any:
+        """Restore item by item if both have equally many, so that a list of schedulers works; else take the items."""
+        items = list(loaded)
+        if len(target) == len(items):
+            pairs = enumerate(zip(target, loaded, strict=True))
+            items = [self.restored(old, new, f"{where}.{index}") for index, (old, new) in pairs]
+        if isinstance(target, list):
+            target[:] = items
+            return target
+        return tuple(items) if type(target) is tuple else loaded
 
 
-def _stateful_restored(target: Stateful, loaded: Any, where: str) -> Stateful:
-    """Give a state to its owner; what that raises says which one it was."""
+def _give_state(target: Stateful, loaded: Any, where: str) -> None:
+    """Give a state to its owner; a note says which one it was that raised."""
     try:
         target.load_state_dict(loaded)
     except Exception as error:
         error.add_note(f"bcp: raised while the {type(target).__name__} at {where} took its state")
         raise
-    return target
-
-
-def _sequence_restored(target: Any, loaded: Any, where: str) -> Any:
-    """Restore item by item where both have equally many, so that a list of schedulers works; else take the items."""
-    items = list(loaded)
-    if len(target) == len(items):
-        pairs = enumerate(zip(target, loaded, strict=True))
-        items = [_restored(old, new, f"{where}.{index}") for index, (old, new) in pairs]
-    if isinstance(target, list):
-        target[:] = items
-        return target
-    return tuple(items) if type(target) is tuple else loaded
 
 
 def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one."""
-    if target.shape != loaded.shape or target.dtype != loaded.dtype or target.is_meta:
+    if not _is_writable(target) or not _is_writable(loaded):
+        return loaded
+    if target.shape != loaded.shape or target.dtype != loaded.dtype:
         return loaded
     with torch.no_grad():
         target.copy_(loaded)
     return target
 
 
-def _plain(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Refuse a tensor that is not whole here; return any other without its autograd history."""
-    if isinstance(tensor, DTensor):
-        raise StateError(f"{where} is a DTensor; put it under states['model'], which reshards it, or pass to_local()")
-    if tensor.is_meta:
-        raise StateError(f"{where} is on the meta device and has no values; materialise it with to_empty() first")
-    return tensor.detach()
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether ``copy_`` writes each element of a tensor once, and nothing else."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return not (tensor.is_meta or tensor.is_inference() or _may_overlap(tensor))
 
 
-def _without_arrays(value: Any, path: _Path, arrays: dict[_Path, bool], where: str) -> Any:
-    """Return the value with numpy's numbers as tensors; note where they were, and whether they were scalars."""
-    if isinstance(value, torch.Tensor):
-        plain = _plain(value, where)
-        whole = plain.layout is not torch.strided or plain.untyped_storage().nbytes() == plain.nbytes
-        return plain if whole else plain.clone()  # torch.save would store all of the memory that a view looks into
-    if isinstance(value, (np.ndarray, np.generic)) and str(value.dtype) in _NUMPY_DTYPES:
-        arrays[path] = isinstance(value, np.generic)
-        return torch.from_numpy(np.array(value))
-    if type(value) is dict:
-        return {k: _without_arrays(child, (*path, k), arrays, f"{where}.{k}") for k, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_arrays(child, (*path, i), arrays, where) for i, child in enumerate(value))
-    return value
-
-
-def _with_arrays(value: Any, arrays: Mapping[_Path, bool]) -> Any:
-    """Undo :func:`_without_arrays`; only containers on the way to an array are visited.
-
-    A hostile value may contain one list in many places: 1.8 KB of 40 such levels would take a walk of 2^40 steps.
-    """
-    if () in arrays:
-        array = value.numpy()
-        return array[()] if arrays[()] else array
-    below: dict[Any, dict[_Path, bool]] = {}
-    for (key, *rest), scalar in arrays.items():
-        below.setdefault(key, {})[tuple(rest)] = scalar
-    if below and type(value) in (dict, list, tuple):
-        items = value.copy() if type(value) is dict else list(value)
-        for key, inside in below.items():
-            with suppress(LookupError):  # a key that is not equal to itself, as nan
-                items[key] = _with_arrays(items[key], inside)
-        return tuple(items) if type(value) is tuple else items
-    return value
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as in an expanded tensor."""
+    reach = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count > 1 and stride < reach:
+            return True
+        reach += stride * (count - 1)
+    return False

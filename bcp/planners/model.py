@@ -15,8 +15,10 @@ from bcp.planners.forms import is_flat
 from bcp.planners.leaves import Leaves, state_dict_of
 from bcp.planners.memory import memory, unsupported
 from bcp.planners.names import Path, cleaned, cleaner, dotted, walk
+from bcp.planners.native import same_generator, set_generator
 from bcp.planners.placement import Leaf, Sharded
 from bcp.planners.sharded_tensor import is_sharded_tensor, local_shards, shape_of
+from bcp.planners.values import same_value
 from bcp.protocols import ObjectKey
 
 __all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "is_fsdp1_type", "put"]
@@ -152,7 +154,10 @@ def put(container: Any, path: Path, value: object, where: str) -> Any:
     key, rest = path[0], path[1:]
     old = container.get(key) if isinstance(container, Mapping) else container[key]
     new = put(old, rest, value, where)
-    if new is old or (_is_plain(new) and type(new) is type(old) and new == old):
+    if new is old or (_is_plain(new) and same_value(new, old)):
+        return container
+    if same_generator(old, new):
+        set_generator(old, new)
         return container
     if isinstance(container, (MutableMapping, list)):
         container[key] = new
@@ -260,5 +265,5 @@ def _has_memory(tensor: Leaf) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether ``==`` of such values is one bool."""
-    return value is None or isinstance(value, (bool, int, float, str, bytes))
+    """Whether a value is a number or text, which is compared sooner than set."""
+    return type(value) in (bool, int, float, str, bytes)

@@ -17,9 +17,10 @@ from bcp.plan.shards import TensorMeta
 from bcp.planners.leaves import Leaves
 from bcp.planners.model import Check, Finish, put
 from bcp.planners.names import Path, dotted, split
+from bcp.planners.native import same_generator, set_generator
 from bcp.planners.optimizer import MASTER, OPTIMIZER, STEP, Slot
 from bcp.planners.sharded_tensor import is_sharded_tensor
-from bcp.planners.values import encode_value, shown
+from bcp.planners.values import same_value, shown
 from bcp.protocols import ObjectKey
 
 __all__ = ["scalar_device", "slot_targets"]
@@ -268,7 +269,7 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
                 "wrap with use_orig_params=True"
             )
     return [
-        (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) else int(steps))
+        (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) or steps % 1 else int(steps))
         for slot, steps in found.values()
     ]
 
@@ -298,7 +299,7 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
             continue
         group = slots[fqn].group
         other, (_, _, agreed) = first.setdefault((id(group), key), (fqn, (group, key, value)))
-        if value is agreed or _same(value, agreed):
+        if value is agreed or same_value(value, agreed):
             continue
         if key not in group:
             foreign.add((id(group), key))
@@ -308,13 +309,6 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
                 f"{key}={shown(value)}; put them into different groups before loading"
             )
     return [change for place, (_, change) in first.items() if place not in foreign]
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether two hyper-parameters are equal, nan and types included."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return encode_value(one) == encode_value(other)
 
 
 def _set_states(
@@ -341,6 +335,8 @@ def _set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
             current.copy_(torch.as_tensor(value))
     elif isinstance(value, torch.Tensor):
         group[key] = value.item() if isinstance(current, (int, float)) else value
+    elif same_generator(current, value):
+        set_generator(current, value)
     else:
         group[key] = value
 

@@ -289,7 +289,7 @@ def with_extra(path: Path, data: bytes) -> None:
 def test_an_archive_that_inflates_to_gigabytes_is_refused(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"extra_states": {"step": 7}})
     small, large = io.BytesIO(), io.BytesIO()
-    torch.save({"value": {"step": torch.zeros(10)}, "arrays": []}, small)
+    torch.save({"value": {"step": torch.zeros(10)}}, small)
     with zipfile.ZipFile(small) as source, zipfile.ZipFile(large, "w", zipfile.ZIP_DEFLATED) as made:
         for name in source.namelist():
             made.writestr(name, bytes(64 << 20) if name.endswith("data/0") else source.read(name))
@@ -299,15 +299,13 @@ def test_an_archive_that_inflates_to_gigabytes_is_refused(tmp_path: Path) -> Non
         bcp.load(tmp_path, {"extra_states": {}})
 
 
-def test_an_object_that_contains_one_list_in_many_places_is_read_at_once(tmp_path: Path) -> None:
+def test_an_object_that_contains_one_list_in_many_places_is_refused_at_once(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"extra_states": {"step": 7}})
     laugh: Any = [0]
     for _ in range(60):
         laugh = [laugh, laugh]
     data = io.BytesIO()
-    torch.save({"value": {"laugh": laugh, "a": torch.ones(3)}, "arrays": [(("a",), False)]}, data)
+    torch.save({"value": {"laugh": laugh}}, data)
     with_extra(tmp_path, data.getvalue())
-    target: dict[str, Any] = {}
-    bcp.load(tmp_path, {"extra_states": target})
-    assert target["a"].tolist() == [1, 1, 1]
-    assert len(target["laugh"]) == 2
+    with pytest.raises(bcp.CheckpointError, match=r"cannot be read: .* name more values than they can hold"):
+        bcp.load(tmp_path, {"extra_states": {}})

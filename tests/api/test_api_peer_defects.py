@@ -240,7 +240,8 @@ def test_no_code_runs_from_a_hostile_checkpoint(tmp_path: Path, where: str) -> N
     states["extra_states"] = {"step": 1, **({"bomb": Bomb(marker)} if where == "extra state" else {})}
     if where == "value":
         states["model"]["bomb"] = Bomb(marker)
-    bcp.save(path, states)
+    bcp.save(path, states, options=bcp.SaveOptions(trust=True))
+    assert not marker.exists()
     places = {"metadata": "metadata.arrow", "receipt": "receipts/*", "data": "extra_states/*"}
     for file in path.glob(places[where]) if where in places else ():
         file.write_bytes(pickle.dumps(Bomb(marker)))

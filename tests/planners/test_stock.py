@@ -17,6 +17,7 @@ from torch import nn, optim
 
 from bcp._save.held import take_stock
 from bcp.errors import StateError
+from bcp.options import SaveOptions
 from bcp.plan.save.wire import digest
 from bcp.planners import PlainPlanner, forms, stock
 from bcp.protocols import LocalShards, States
@@ -395,7 +396,7 @@ def test_a_parameter_that_fsdp1_took_is_refused_although_it_was_saved_before():
 
 
 def test_extras_do_not_make_a_table_anew(states):
-    job = SimpleNamespace(planner=lambda: PLAIN, states={**states, "extra_states": {"step": 1}})
+    job = SimpleNamespace(planner=lambda: PLAIN, states={**states, "extra_states": {"step": 1}}, options=SaveOptions())
     first, again = take_stock(job), take_stock(job)
     assert first.shards.table.extras == ["extra_states"]
     assert again.shards.table is first.shards.table

@@ -1,0 +1,344 @@
+"""Any value as bytes that ``torch.load(weights_only=True)`` reads, with the type that it had.
+
+Containers, numbers and text are pickled as they are. Types that the restricted reader refuses, or gives back as
+another type, become a *form*: a tuple of a mark, the form's name and its content, which is plain again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from bcp.errors import CheckpointError, StateError
+from bcp.planners.archive import check_archive
+from bcp.planners.forms import PLAIN
+from bcp.planners.native import take_apart, together
+
+__all__ = ["keeps_type", "pack", "unpack"]
+
+_MAPPINGS = (OrderedDict, Counter, defaultdict)
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, bytes, tuple, list, dict, set)}
+
+_UNKNOWN = "?"
+_MARK = "bcp"
+_AS_IT_IS = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
+_MOST_BITS = 2000
+"""The restricted reader knows integers of up to 255 bytes."""
+
+_WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
+"""By name: to import these classes takes longer than a save."""
+
+
+def pack(obj: Any, where: str = "extra_states", *, trust: bool = False) -> bytes:
+    """Serialize a value into one byte object, with its types, bit by bit.
+
+    Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
+    ``Parameter`` is kept. Two references to one object become two objects.
+
+    Args:
+        obj: the value.
+        where: what it is, for messages.
+        trust: pickle objects of any class as well, which only :func:`unpack` with ``trust`` reads.
+
+    Raises:
+        StateError: something in it cannot be serialized, or not be read again; the message names it.
+
+    """
+    packer = _Packer(trust=trust)
+    try:
+        data = _saved({"value": packer.plain(obj, where)})
+    except StateError:
+        raise
+    except RecursionError as error:
+        raise StateError(f"{where} is nested too deep; does it contain itself? Pass plain values") from error
+    except Exception as error:
+        packer.blame(error)
+        raise _unserializable(where, error) from error
+    packer.check()
+    return data
+
+
+def unpack(data: bytes | bytearray | memoryview, *, trust: bool, where: str) -> Any:
+    """Read what :func:`pack` wrote; tensors are on the CPU.
+
+    Args:
+        data: the bytes.
+        trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
+        where: what is read, for messages.
+
+    Raises:
+        CheckpointError: the bytes are damaged, or hold objects that only ``trust=True`` reads.
+
+    """
+    try:
+        return _Reader(len(data)).value(_loaded(data, trust=trust)["value"])
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
+        advice = "" if trust else "; if you wrote this checkpoint yourself, trust=True reads objects of any class"
+        raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}{advice}") from error
+
+
+def keeps_type(value: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is stored with its type: dict, OrderedDict, Counter, and defaultdict of a builtin type."""
+    kind = type(value)
+    return kind is dict or (
+        kind in _MAPPINGS and (not isinstance(value, defaultdict) or _factory(value) is not _UNKNOWN)
+    )
+
+
+def _factory(value: defaultdict[Any, Any]) -> str | None:
+    """Return the name of the factory, None if there is none, or that of a factory that is not stored."""
+    factory = value.default_factory
+    return next((name for name, known in _FACTORIES.items() if known is factory), None if factory is None else _UNKNOWN)
+
+
+def _saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def _loaded(data: bytes | bytearray | memoryview, *, trust: bool) -> Any:
+    stream = io.BytesIO(data)
+    check_archive(stream)
+    stream.seek(0)
+    return torch.load(stream, map_location="cpu", weights_only=not trust)
+
+
+class _Packer:
+    """Makes values plain, and remembers those of which it is not known whether they can be serialized and read."""
+
+    def __init__(self, *, trust: bool) -> None:
+        self._trust = trust
+        self._doubtful: list[tuple[str, Any]] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._storages: set[int] = set()
+        self._known: dict[type, Callable[[Any, str], Any]] = {
+            int: self._int,
+            bytes: self._bytes,
+            list: self._items,
+            tuple: self._tuple,
+            dict: self._dict,
+            **dict.fromkeys(_MAPPINGS, self._mapping),
+        }
+
+    def plain(self, value: Any, where: str) -> Any:
+        """Return a value with every other type in it as a form; ``where`` names it."""
+        kind = type(value)
+        if kind in _AS_IT_IS:
+            return value
+        if kind in self._known:
+            return self._known[kind](value, where)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        parts = take_apart(value)
+        return self._opaque(value, where) if parts is None else (_MARK, parts[0], self.plain(parts[1], where))
+
+    def check(self) -> None:
+        """Refuse what was serialized and cannot be read again: try those that leave a doubt, unless they are trusted.
+
+        Raises:
+            StateError: the message names the value and its class.
+
+        """
+        for where, value in () if self._trust else self._doubtful:
+            try:
+                kind = type(_loaded(_saved(value), trust=False))
+            except Exception as error:
+                raise _unreadable(value, where) from error
+            if kind is not type(value):
+                raise StateError(f"{where} is a {_name_of(value)} and would be loaded as a {kind}; pass plain values")
+
+    def blame(self, error: Exception) -> None:
+        """Raise StateError for the value that raised, if it does so by itself."""
+        for where, value in (*self._doubtful, *self._tensors):
+            try:
+                _saved(value)
+            except Exception as own:  # noqa: BLE001 -- whatever it is, it is told with the value's name
+                raise _unserializable(where, own) from error
+
+    def _int(self, value: int, _: str) -> Any:
+        return value if value.bit_length() < _MOST_BITS else (_MARK, "int", hex(value))
+
+    def _bytes(self, value: bytes, _: str) -> Any:
+        return value or (
+            _MARK,
+            "bytes",
+            bytearray(),
+        )  # pickled as a call of bytes(), which the restricted reader refuses
+
+    def _tuple(self, value: tuple[Any, ...], where: str) -> Any:
+        items = self._items(value, where)
+        return (_MARK, "tuple", items) if _looks_marked(value) else tuple(items)
+
+    def _items(self, values: Iterable[Any], where: str) -> list[Any]:
+        return [
+            value if type(value) in _AS_IT_IS else self.plain(value, f"{where}.{index}")
+            for index, value in enumerate(values)
+        ]
+
+    def _dict(self, value: dict[Any, Any], where: str) -> Any:
+        pairs = self._pairs(value, where)
+        same = all(pair[0] is key for pair, key in zip(pairs, value, strict=True))
+        return dict(pairs) if same else (_MARK, "dict", pairs)
+
+    def _mapping(self, value: Any, where: str) -> Any:
+        if not keeps_type(value):
+            return self._opaque(value, where)
+        pairs = self._pairs(value, where)
+        more = _factory(value) if isinstance(value, defaultdict) else self.plain(vars(value), where)
+        return _MARK, type(value).__name__, (pairs, more)
+
+    def _pairs(self, value: Mapping[Any, Any], where: str) -> list[Any]:
+        key_of = f"a key of {where}"
+        return [[self.plain(key, key_of), self.plain(child, f"{where}.{key}")] for key, child in value.items()]
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        """Return a tensor of the CPU that torch stores without other tensors' memory."""
+        try:
+            _check_memory(tensor, where)
+            plain = tensor.detach().to("cpu")
+            if _is_strided(plain):
+                storage = plain.untyped_storage()
+                shared = storage._cdata in self._storages  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
+                if shared or (storage.nbytes() != plain.nbytes and type(tensor) in PLAIN):
+                    plain = plain.clone()
+                self._storages.add(plain.untyped_storage()._cdata)  # noqa: SLF001 -- as above
+                exotic = type(tensor) not in PLAIN
+            else:
+                exotic = True
+        except StateError:
+            raise
+        except Exception as error:
+            raise _unserializable(where, error) from error
+        (self._doubtful if exotic else self._tensors).append((where, plain))
+        return plain
+
+    def _opaque(self, value: Any, where: str) -> Any:
+        """Return a value that is pickled by itself, if at all."""
+        if isinstance(value, torch.UntypedStorage):
+            raise StateError(f"{where} is an UntypedStorage, which torch loads as a TypedStorage; pass a tensor of it")
+        if not self._trust and isinstance(value, np.ndarray):
+            raise _unreadable(value, where)
+        self._doubtful.append((where, value))
+        return value
+
+
+def _looks_marked(value: tuple[Any, ...]) -> bool:
+    return len(value) > 0 and type(value[0]) is str and value[0] == _MARK
+
+
+def _check_memory(tensor: torch.Tensor, where: str) -> None:
+    """Refuse a tensor whose values are not here.
+
+    Raises:
+        StateError: the message says why, and what to do.
+
+    """
+    if isinstance(tensor, DTensor):
+        raise StateError(f"{where} is a DTensor; put it under states['model'], which reshards it, or pass to_local()")
+    if is_lazy(tensor):
+        raise StateError(f"{where} is uninitialized; run one forward pass of its lazy module first")
+    if tensor.is_meta:
+        raise StateError(f"{where} is on the meta device and has no values; materialise it with to_empty() first")
+    if not _WITHOUT_MEMORY.isdisjoint(base.__name__ for base in type(tensor).__mro__):
+        raise StateError(
+            f"{where} is a {type(tensor).__name__}, which has no values; pass the tensor that it stands for"
+        )
+    if type(tensor) in PLAIN and _is_strided(tensor) and _too_short(tensor):
+        raise StateError(
+            f"{where} has lost its memory: its storage was resized to fewer bytes; pass a tensor that has it"
+        )
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are where its strides say, one after another."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _too_short(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor reaches beyond the end of its storage."""
+    steps = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + steps + 1) * tensor.element_size()
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < needed
+
+
+_TRUST = "save with SaveOptions(trust=True) and load with LoadOptions(trust=True)"
+
+
+def _name_of(value: object) -> str:
+    """Return the class of a value with its module."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _unreadable(value: object, where: str) -> StateError:
+    """Return the error for a value that only ``trust=True`` would read."""
+    if isinstance(value, np.ma.MaskedArray):
+        return StateError(f"{where} is a masked array; pass its data and its mask, or {_TRUST}")
+    if isinstance(value, np.ndarray):
+        return StateError(
+            f"{where} is a {_name_of(value)} of dtype {value.dtype}, which only trust=True would read again; pass a "
+            f"numpy.ndarray of numbers or text, or {_TRUST}"
+        )
+    return StateError(
+        f"{where} is a {_name_of(value)}, which only trust=True would read again; pass plain values, or {_TRUST}"
+    )
+
+
+def _unserializable(where: str, error: Exception) -> StateError:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return StateError(f"{where} cannot be serialized: {type(error).__name__}: {reason}; pass plain values")
+
+
+class _Reader:
+    """Undoes :meth:`_Packer.plain`.
+
+    An honest archive has a byte at least for every value in it. A hostile one may hold one list in many places: 1.8 KB
+    with 40 such levels would take 2^40 steps.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = self._left = nbytes
+
+    def value(self, data: Any) -> Any:
+        """Return the value of plain data."""
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"its {self._nbytes} bytes name more values than they can hold")
+        kind = type(data)
+        if kind is list:
+            return [self.value(child) for child in data]
+        if kind is dict:
+            return {key: self.value(child) for key, child in data.items()}
+        if kind is not tuple:
+            return data
+        if not _looks_marked(data):
+            return tuple(map(self.value, data))
+        _, name, content = data
+        content = self.value(content)
+        return _COLLECTIONS[name](content) if name in _COLLECTIONS else together(name, content)
+
+
+def _with_attributes(made: Any, attributes: Mapping[str, Any]) -> Any:
+    vars(made).update(attributes)
+    return made
+
+
+_COLLECTIONS: dict[str, Any] = {
+    "int": lambda text: int(text, 16),
+    "bytes": bytes,
+    "tuple": tuple,
+    "dict": dict,
+    "OrderedDict": lambda content: _with_attributes(OrderedDict(content[0]), content[1]),
+    "Counter": lambda content: _with_attributes(Counter(dict(content[0])), content[1]),
+    "defaultdict": lambda content: defaultdict(_FACTORIES.get(content[1]), content[0]),
+}
