@@ -129,12 +129,11 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
     mesh = parallelise(model, dp=args.dp, tp=args.tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)  # TP mixes meshes
     scheduler = LambdaLR(optimizer, lambda step: rate(step, args.steps))
-    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": torch.get_rng_state()}
+    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": bcp.RNGState()}
     states = {"model": model, "optimizer": optimizer, "extra_states": extra}
 
     if args.resume:
         loaded = resume(args.out if args.resume == "auto" else Path(args.resume), states)
-        torch.set_rng_state(extra["rng"])
         log(file, resumed=loaded, step=extra["step"])
 
     data, pending, saves = corpus(), None, 0
@@ -153,7 +152,7 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
             if pending is not None:
                 log_save(file, pending.wait())  # one save at a time
             saves += 1
-            extra.update(step=step + 1, rng=torch.get_rng_state())
+            extra["step"] = step + 1
             pending = bcp.save(
                 args.out / f"step-{step + 1:06d}",
                 states,

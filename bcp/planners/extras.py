@@ -26,6 +26,7 @@ from bcp.protocols import Stateful
 __all__ = ["check_changeable", "collect", "restore"]
 
 _NONE: Mapping[int, Any] = {}
+_LEAVES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor})
 
 
 def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = _NONE) -> Any:
@@ -51,6 +52,8 @@ def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = 
 
 def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
     """Do it, level by level."""
+    if type(value) in _LEAVES:  # to ask for the methods of a Stateful takes 2 us
+        return value
     if isinstance(value, Stateful):
         state = known[id(value)] if id(value) in known else state_dict_of(value, where)
         return _collected(state, where, known)

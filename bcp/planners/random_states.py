@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ def _accelerators() -> Iterator[tuple[str, Any]]:
 @contextmanager
 def undisturbed(*roots: Any) -> Iterator[Mapping[int, Any]]:
     """Read the state of every :class:`RNGState` in some extra states, by id, and undo all that happens to it inside."""
-    found = {id(owner): owner for root in roots for owner in _owners(root, 0)}
+    found = {id(owner): owner for owner in _owners(roots)}
     states = {number: owner.state_dict() for number, owner in found.items()}
     try:
         yield states
@@ -78,15 +78,14 @@ def undisturbed(*roots: Any) -> Iterator[Mapping[int, Any]]:
             owner.load_state_dict(states[number])
 
 
-_DEEPEST = 100
-
-
-def _owners(value: Any, depth: int) -> Iterator[RNGState]:
-    """Find the owners of random states; what is nested deeper, or in itself, is refused with its name later."""
-    if isinstance(value, RNGState):
-        yield value
-    elif isinstance(value, Stateful) or depth > _DEEPEST:
-        return
-    elif isinstance(value, (Mapping, list, tuple)):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _owners(child, depth + 1)
+def _owners(roots: Iterable[Any]) -> Iterator[RNGState]:
+    """Find the owners of random states in containers, each of which is looked at once: it may contain itself."""
+    seen: dict[int, Any] = {}
+    waiting = [*roots]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, RNGState):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen and not isinstance(value, Stateful):
+            seen[id(value)] = value
+            waiting += value.values() if isinstance(value, Mapping) else value

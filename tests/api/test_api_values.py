@@ -290,6 +290,27 @@ def test_a_generator_of_another_kind_is_replaced(tmp_path: Path) -> None:
     assert exactly_alike(target["rng"], saved)
 
 
+def test_a_container_that_refuses_an_item_is_named(tmp_path: Path) -> None:
+    class Fixed(collections.UserDict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            if key in self:
+                raise TypeError("it is fixed")
+            super().__setitem__(key, value)
+
+    bcp.save(tmp_path, {"extra_states": {"a": Fixed(step=1)}})
+    with pytest.raises(
+        bcp.StateError, match=r"^extra_states\.a\.step cannot be set in a Fixed: TypeError: it is fixed"
+    ):
+        bcp.load(tmp_path, {"extra_states": {"a": Fixed(step=2)}})
+
+
+def test_extra_states_that_contain_themselves_are_refused(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"rng": bcp.RNGState()}
+    extra["self"] = [extra, extra]
+    with pytest.raises(bcp.StateError, match="extra_states is nested too deep; does it contain itself"):
+        bcp.save(tmp_path, {"extra_states": extra})
+
+
 # -- random states -------------------------------------------------------------------------------------
 
 
@@ -347,6 +368,52 @@ def test_random_states_are_left_alone_by_a_save_that_fails(tmp_path: Path) -> No
     with pytest.raises(bcp.StateError, match=r"extra_states\.z"):
         bcp.save(tmp_path, {"extra_states": {"a": Drawing(), "rng": bcp.RNGState(), "z": Config()}})
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Devices:
+    """Stands for torch.cuda, with a generator for each of its devices."""
+
+    def __init__(self, count: int, *, used: bool = True) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+        self.used = used
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.generators[device].set_state(state)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_random_states_of_accelerators_that_were_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    def runs_on(devices: Devices) -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+
+    states = {"rng": bcp.RNGState()}
+    runs_on(Devices(2, used=False))
+    assert "cuda" not in states["rng"].state_dict()
+    saved, there = Devices(2), Devices(count)
+    runs_on(saved)
+    wanted = [torch.rand(3, generator=generator) for generator in saved.generators]
+    saved = Devices(2)
+    runs_on(saved)
+    bcp.save(tmp_path, {"extra_states": states}, framework="plain")
+    for generator in there.generators:
+        torch.rand(5, generator=generator)
+    runs_on(there)
+    bcp.load(tmp_path, {"extra_states": states}, framework="plain")
+    for generator, numbers in zip(there.generators, wanted, strict=False):
+        assert torch.equal(torch.rand(3, generator=generator), numbers)
 
 
 def test_random_states_without_a_target_come_as_values(tmp_path: Path) -> None:
