@@ -9,14 +9,15 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
+from torch.distributed import Store, TCPStore, distributed_c10d
 
 from bcp.coordinators.mesh import own_address
+from bcp.coordinators.store_client import StoreClient, innermost
 from bcp.errors import InputError
 
 __all__ = ["GroupSeat", "address_towards", "private_connection", "reconnected"]
 
-_CALL_SECONDS = 30.0  # how long one call to the store may take; nothing in here waits for a key
+_CALL_SECONDS = 30.0  # torch's own limit for a call, as far as it keeps one; nothing in here waits for a key
 _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 
 
@@ -25,13 +26,13 @@ class GroupSeat:
     """This rank's seat in a process group, for one coordinator.
 
     Attributes:
-        store: a private connection to the group's own store.
+        store: a private connection to the group's own store, which is made at the first call.
         rank: this rank in the group.
         world_size: how many ranks the group has.
         prefix: of keys that no other coordinator has: group, restart of the job, and how many seats came before.
     """
 
-    store: Store
+    store: StoreClient
     rank: int
     world_size: int
     prefix: str
@@ -40,27 +41,32 @@ class GroupSeat:
     def of(cls, group: dist.ProcessGroup | None) -> GroupSeat:
         """Take a seat in a group, None for the default one. Every member has to do so equally often.
 
+        Nothing is sent, so this never waits for the store.
+
         Raises:
-            InputError: torch.distributed is not initialised, or this rank is not a member.
+            InputError: torch.distributed is not initialised, the group was destroyed, or this rank is not a member.
 
         """
         if not dist.is_initialized():
-            raise InputError("there is no process group yet; call torch.distributed.init_process_group first")
+            raise InputError("there is no process group; call torch.distributed.init_process_group first")
         group = distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 -- no public name
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise InputError("this rank is not a member of the process group")
-        shared = distributed_c10d._get_process_group_store(group)  # noqa: SLF001 -- no public name
+        try:
+            rank = dist.get_rank(group)
+            shared = None if rank < 0 else distributed_c10d._get_process_group_store(group)  # noqa: SLF001 -- same
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{group!r} was destroyed, or never was a process group; pass one in use") from error
+        if shared is None:
+            raise InputError("this rank is not a member of the process group; only members can take part")
         number = next(_numbers.setdefault(group, itertools.count()))
         # torchrun may keep its store over restarts of the workers, and older keys with it
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"bcp/{group.group_name}/{attempt}/{number}"
-        return cls(private_connection(shared), rank, dist.get_world_size(group), prefix)
+        return cls(StoreClient(shared, private_connection), rank, dist.get_world_size(group), prefix)
 
 
 def address_towards(store: Store) -> str:
     """Return this host's address in the network of the store's server."""
-    inner = _innermost(store)
+    inner = innermost(store)
     return own_address((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
 
 
@@ -68,12 +74,14 @@ def private_connection(store: Store) -> Store:
     """Return a connection of our own to a store, so that nobody's long wait holds up our signs of life.
 
     A TCPStore client does one call at a time, and ``init_process_group`` and ``new_group`` wait for minutes in one.
-    Stores without connections are returned as they are.
+    Stores without connections are returned as they are. Blocks, for ever if the server is stopped: see
+    :class:`~bcp.coordinators.store_client.StoreClient`.
     """
+    if not isinstance(innermost(store), TCPStore):
+        return store
     clone = getattr(store, "clone", None)  # torch 2.13 has it
     private: Store = reconnected(store) if clone is None else clone()
-    if isinstance(_innermost(private), TCPStore):
-        private.set_timeout(timedelta(seconds=_CALL_SECONDS))
+    private.set_timeout(timedelta(seconds=_CALL_SECONDS))
     return private
 
 
@@ -82,14 +90,8 @@ def reconnected(store: Store) -> Store:
 
     Prefixes are lost: torch does not tell them.
     """
-    inner = _innermost(store)
+    inner = innermost(store)
     if not isinstance(inner, TCPStore):
         return store
-    return TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False)
-
-
-def _innermost(store: Store) -> Store:
-    """Return the store inside of all prefixes."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+    limit = timedelta(seconds=_CALL_SECONDS)
+    return TCPStore(inner.host, inner.port, None, is_master=False, wait_for_workers=False, timeout=limit)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import anyio
-from anyio import to_thread
 
 from bcp.coordinators.hello import Abort, Hello, error_of
 from bcp.coordinators.operation import CardOf
 from bcp.coordinators.store.mailbox import Mailbox
-from bcp.coordinators.store.watch import STORE_ERRORS, Watch, call_store
+from bcp.coordinators.store.watch import Watch
 
 __all__ = ["StoreChannel"]
 
@@ -64,7 +63,7 @@ class StoreChannel:
     async def join(self) -> None:
         """Delete what earlier operations have left behind, then say hello."""
         self._watch.start()
-        await call_store(self._join)
+        await self._watch.call(self._join)
 
     async def run(self, end: Callable[[], None]) -> None:
         """Watch until this rank leaves, or there is a verdict; then call ``end``."""
@@ -84,8 +83,7 @@ class StoreChannel:
 
     async def farewell(self) -> None:
         """Leave; not for long, and whether or not this task is cancelled."""
-        with anyio.move_on_after(_FAREWELL_SECONDS, shield=True), suppress(*STORE_ERRORS):
-            await to_thread.run_sync(self._mailbox.leave, abandon_on_cancel=True)
+        if await self._watch.say(self._mailbox.leave, seconds=_FAREWELL_SECONDS):
             self._left.append(self._mailbox)
 
     def _join(self) -> None:
@@ -103,21 +101,23 @@ class StoreChannel:
         rank = self._hello.rank
         with self._step(verb) as number:
             message = _with_head([self._hello.what, verb], mine)
-            await call_store(self._mailbox.post, _in(number, rank), message)
+            await self._watch.call(self._mailbox.post, _in(number, rank), message)
             answer = f"{number}/out" if common else f"{number}/out/{rank}"
             await self._arrival({0: answer})
-            return await call_store(self._mailbox.take, answer, self._world_size - 1 if common else 1)
+            return await self._watch.call(self._mailbox.take, answer, self._world_size - 1 if common else 1)
 
     async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
         """Return what every rank has given, by rank; on rank 0."""
         with self._step(verb) as number:
             names = {rank: _in(number, rank) for rank in self._others}
             await self._arrival(names)
-            abort = await call_store(self._mailbox.aborted)  # ranks may have given up since they sent: decide nothing
+            abort = await self._watch.call(
+                self._mailbox.aborted
+            )  # ranks may have given up since they sent: decide nothing
             if abort is not None:
                 raise error_of(abort)
             gathered = [mine]
-            for rank, message in enumerate(await call_store(self._take_all, list(names.values())), start=1):
+            for rank, message in enumerate(await self._watch.call(self._take_all, list(names.values())), start=1):
                 head, data = _without_head(message)
                 for theirs, ours in zip(head, [self._hello.what, verb], strict=True):
                     if theirs != ours:
@@ -128,26 +128,26 @@ class StoreChannel:
     async def reply(self, number: int, answer: bytes) -> None:
         """Publish one answer for all."""
         if self._others:
-            await call_store(self._mailbox.post, f"{number}/out", answer)
+            await self._watch.call(self._mailbox.post, f"{number}/out", answer)
 
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
         """Publish an answer for each."""
-        await call_store(self._post_all, {f"{number}/out/{rank}": answers[rank] for rank in self._others})
+        await self._watch.call(self._post_all, {f"{number}/out/{rank}": answers[rank] for rank in self._others})
 
     async def cards(self, verb: str, mine: bytes) -> CardOf:
         """Publish this rank's card; those of others are looked up when they are wanted."""
         with self._step(verb):
-            await call_store(self._mailbox.publish, "card", mine)
+            await self._watch.call(self._mailbox.publish, "card", mine)
         return self._card_of
 
     async def blame(self, rank: int, cause: str) -> Exception:
         """Tell all ranks that ``rank`` is to blame; a rank that fails itself aborts before it closes its sockets."""
-        abort = await call_store(self._mailbox.aborted)
+        abort = await self._watch.call(self._mailbox.aborted)
         return await self._watch.blame(rank, cause) if abort is None else error_of(abort)
 
     async def _card_of(self, rank: int) -> bytes:
         pause = _FIRST_PAUSE
-        while (card := await call_store(self._mailbox.published, "card", rank)) is None:
+        while (card := await self._watch.call(self._mailbox.published, "card", rank)) is None:
             await anyio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return card
@@ -167,10 +167,10 @@ class StoreChannel:
         pause = _FIRST_PAUSE
         while names:
             left = self._watch.liveness.left & names.keys()  # before the look: who has left sends nothing any more
-            if await call_store(self._mailbox.posted, list(names.values())):
+            if await self._watch.call(self._mailbox.posted, list(names.values())):
                 break
             for rank in left:
-                if not await call_store(self._mailbox.posted, [names[rank]]):
+                if not await self._watch.call(self._mailbox.posted, [names[rank]]):
                     raise await self._watch.blame(rank, f"{self._watch.name(rank)} has left early")
             await anyio.sleep(pause)
             # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often

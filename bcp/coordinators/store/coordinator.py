@@ -19,7 +19,8 @@ from bcp.coordinators.hello import Hello
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.store.channel import StoreChannel
 from bcp.coordinators.store.mailbox import Mailbox
-from bcp.errors import InputError
+from bcp.coordinators.store_client import StoreClient
+from bcp.errors import InputError, PeerError
 from bcp.protocols import Agreement
 
 __all__ = ["StoreCoordinator"]
@@ -41,7 +42,7 @@ class StoreCoordinator:
     _lingering: ClassVar[WeakSet[StoreCoordinator]] = WeakSet()
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, prefix: str = "bcp", address: str | None = None
+        self, store: Store | StoreClient, rank: int, world_size: int, prefix: str = "bcp", address: str | None = None
     ) -> None:
         """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator.
 
@@ -52,7 +53,7 @@ class StoreCoordinator:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
-        self._store = store
+        self._client = StoreClient.of(store)
         self._prefix = prefix
         self._address = address
         self._numbers = itertools.count()
@@ -90,20 +91,20 @@ class StoreCoordinator:
                 f"{self!r} was made in process {self._pid} and this is its fork {os.getpid()}: only the rank itself "
                 "can take part; pass coordinator=SoloCoordinator() to save or load alone"
             )
-        mailbox = Mailbox(self._store, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
+        mailbox = Mailbox(self._client, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
         hello = Hello.of(self.rank, what)
         channel = StoreChannel(mailbox, hello, self.world_size, timeout, left=self._left)
         return Operation(channel, hello, self.world_size, address=self._own_address)
 
     def _own_address(self) -> str:
         """Return the given address, or this host's in the network of the store's server."""
-        return self._address or address_towards(self._store)
+        return self._address or address_towards(self._client.shared)
 
     def _linger(self, deadline: float) -> None:
         """Wait until all ranks have left the operations that this one has left."""
-        with suppress(RuntimeError, OSError):
-            while self._left and os.getpid() == self._pid and time.monotonic() < deadline:
-                if self._left[0].sweep():
+        with suppress(PeerError):
+            while self._left and os.getpid() == self._pid and (left := deadline - time.monotonic()) > 0:
+                if self._client.call_blocking(self._left[0].sweep, seconds=left):
                     self._left.popleft()
                 else:
                     time.sleep(0.01)

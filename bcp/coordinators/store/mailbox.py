@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bcp.coordinators.hello import Abort, Hello
 from bcp.coordinators.liveness import LEFT
+from bcp.coordinators.store_client import StoreClient
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -20,15 +21,19 @@ _CHUNK_BYTES = 4 << 20  # TCPStore's server drops a connection that sends a valu
 
 
 class Mailbox:
-    """One rank's access to the keys of one operation. Every method blocks, shortly: nothing waits for a key.
+    """One rank's access to the keys of one operation. Nothing waits for a key.
 
+    Every method blocks until the store has answered, and is called in the client's thread.
     Payloads are deleted by whoever reads them last, all other keys by the last rank that leaves. So nobody ever
     gets a key that may have been deleted since it was checked; ``Store.get`` would block for minutes.
+
+    Attributes:
+        client: calls the store.
     """
 
-    def __init__(self, store: Store, operation: str, rank: int, world_size: int) -> None:
+    def __init__(self, client: StoreClient, operation: str, rank: int, world_size: int) -> None:
         """Open the operation's mailbox; ``operation`` is its prefix, and different for every operation."""
-        self._store = store
+        self.client = client
         self._operation = operation
         self._rank = rank
         self._world_size = world_size
@@ -130,6 +135,10 @@ class Mailbox:
         return data
 
     # -- keys ---------------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> Store:
+        return self.client.store
 
     def _present(self, keys: list[str]) -> list[str]:
         """Return those keys that are there: one call where all are, else one for each."""

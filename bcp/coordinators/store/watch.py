@@ -8,21 +8,16 @@ from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 import anyio
-from anyio import to_thread
 
 from bcp.coordinators.hello import Abort, Hello, different, error_of
 from bcp.coordinators.liveness import Liveness
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_thread
 
-__all__ = ["STORE_ERRORS", "Watch", "call_store"]
+__all__ = ["Watch"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-STORE_ERRORS = (RuntimeError, OSError)
-"""What a store raises; torch's DistStoreError and DistNetworkError are RuntimeErrors."""
 
 _LOOK_SECONDS = 0.25  # how often a rank looks for an abort; the others' bodies end about as soon
 _BEAT_SECONDS = 1.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
@@ -71,6 +66,23 @@ class Watch:
         """Look no more; there will be no verdict after this."""
         self._leaving.set()
 
+    async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Call a function of the mailbox; a store that does not answer within the timeout is rank 0's end."""
+        return await self._mailbox.client.call(function, *args, seconds=self._timeout)
+
+    async def say(self, function: Callable[[*Ts], object], *args: *Ts, seconds: float) -> bool:
+        """Do the same for a last word, whether or not this task is cancelled; return whether it was said.
+
+        A store that has just been given up is not asked again.
+        """
+        client = self._mailbox.client
+        if client.stuck:
+            return False
+        with anyio.CancelScope(shield=True), suppress(PeerError):
+            await client.call(function, *args, seconds=min(seconds, self._timeout))
+            return True
+        return False
+
     async def run(self, end: Callable[[], None]) -> None:
         """Watch until this rank leaves, or there is a verdict; then call ``end``."""
         beat_seconds = min(_BEAT_SECONDS, self._timeout / 10)
@@ -96,7 +108,7 @@ class Watch:
 
     async def _look(self, *, beat: bool) -> None:
         """Look once; sets the verdict if there is one."""
-        signs, abort = await call_store(partial(self._exchange_signs, beat=beat))
+        signs, abort = await self.call(partial(self._exchange_signs, beat=beat))
         if self._leaving.is_set():  # the abort may be our own
             return
         if abort is not None:
@@ -155,14 +167,4 @@ class Watch:
         """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""
         if not self._told:
             self._told = True
-            with anyio.move_on_after(_TELL_SECONDS, shield=True), suppress(*STORE_ERRORS):
-                await to_thread.run_sync(self._mailbox.abort, abort, abandon_on_cancel=True)
-
-
-async def call_store(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Call a blocking function of a mailbox in a thread; a store that is gone is rank 0's end."""
-    try:
-        return await in_thread(function, *args)
-    except STORE_ERRORS as error:
-        cause = f"the store does not answer: {error}; it usually lives in the process of rank 0, which may have died"
-        raise PeerError(0, cause) from error
+            await self.say(self._mailbox.abort, abort, seconds=_TELL_SECONDS)

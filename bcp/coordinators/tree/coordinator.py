@@ -102,7 +102,7 @@ class GrpcCoordinator:
         seat = GroupSeat.of(group)
 
         def own() -> str:
-            return address or address_towards(seat.store)
+            return address or address_towards(seat.store.shared)
 
         rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, own)
         return cls(seat.rank, seat.world_size, rendezvous, own, tls)

@@ -161,6 +161,10 @@ class Node:
         """Return a rank for which the tree waits."""
         return self._rendezvous.absent()
 
+    def silence(self, seconds: float) -> str:
+        """Say that the way to ranks without a connection is silent, as a cause; or nothing."""
+        return self._rendezvous.silence(seconds)
+
     def announce(self, number: int, abort: Abort) -> None:
         """Tell those who have no place in the tree yet that an operation has ended."""
         task = asyncio.create_task(self._announce(number, abort))

@@ -56,6 +56,9 @@ class Rendezvous(Protocol):
     def absent(self) -> int | None:
         """Return a rank that has not come yet and is waited for by this one; None where it knows none."""
 
+    def silence(self, seconds: float) -> str:
+        """Say that the way to the others has been silent for so many seconds or more, as a cause; or nothing."""
+
 
 def new_token() -> str:
     """Return a secret that nobody can guess."""
@@ -108,6 +111,11 @@ class Addresses:
     def absent(self) -> int | None:
         """Return None: nobody waits for a place."""
         return None
+
+    def silence(self, seconds: float) -> str:
+        """Say nothing: no server stands between the ranks."""
+        del seconds
+        return ""
 
 
 class _Board:
@@ -169,3 +177,8 @@ class MemoryRendezvous:
     def absent(self) -> int | None:
         """Return None: nobody waits for a place."""
         return None
+
+    def silence(self, seconds: float) -> str:
+        """Say nothing: no server stands between the ranks."""
+        del seconds
+        return ""

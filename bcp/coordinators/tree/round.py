@@ -107,7 +107,7 @@ class Round:
             rank, seconds, joined = lost
             if joined:
                 self.blame(rank, f"{self._seat.name(rank)} has given no sign of life for {seconds:.1f} s")
-            else:
+            elif not self._blame_server(self._vigil):
                 self.blame(rank, f"{self._late(rank, seconds)}{self._seat.trouble(rank)}")
 
     def leave(self) -> None:
@@ -252,10 +252,17 @@ class Round:
 
     def _look_for_absent(self, vigil: Vigil) -> None:
         """Blame who keeps this rank waiting for its place in the tree, once the time is over."""
-        if vigil.awake <= vigil.timeout:
+        if vigil.awake <= vigil.timeout or self._blame_server(vigil):
             return
         absent = self._seat.absent()
         if absent is not None:
             self.blame(absent, f"{self._late(absent, vigil.awake)}{self._seat.trouble(absent)}")
         elif vigil.awake > 2 * vigil.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
             self.blame(0, f"rank 0 has not told the others their places in the tree after {vigil.awake:.1f} s")
+
+    def _blame_server(self, vigil: Vigil) -> bool:
+        """Blame who serves the store if that, and no rank, has kept this one waiting; return whether it has."""
+        silence = self._seat.silence(vigil.timeout / 2)  # a store that was heard since then is not why
+        if silence:
+            self.blame(0, silence)
+        return bool(silence)

@@ -38,6 +38,9 @@ class Seat(Protocol):
     def absent(self) -> int | None:
         """Return a rank for which the tree waits that this rank has no place in yet; None if nobody knows one."""
 
+    def silence(self, seconds: float) -> str:
+        """Say that the way to ranks without a connection was silent for so many seconds, as a cause; or nothing."""
+
     def announce(self, number: int, abort: Abort) -> None:
         """Tell those who have no place in the tree yet that an operation has ended."""
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from bcp.coordinators.hello import Abort
-from bcp.coordinators.store.watch import call_store
+from bcp.coordinators.store_client import StoreClient
 from bcp.coordinators.tree.rendezvous import Ended, Invitation, new_token
 from bcp.coordinators.tree.topology import Place, Tree
 
@@ -22,16 +22,24 @@ __all__ = ["StoreRendezvous"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks; doubles
 _AT_ONCE = 256  # keys in one look
+_ANNOUNCE_SECONDS = 5.0  # how long a rank tries to tell the others that an operation has ended
 
 
 class StoreRendezvous:
     """Every rank says on which host it is; rank 0 grows the tree and tells every rank its place.
 
+    A silent store is waited for without a limit: an operation's round ends that wait, after the operation's timeout.
     No call waits for a key. A rank's keys are its host, its place, and its address if it has children.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, world_size: int, fanout: int, address: Callable[[], str]
+        self,
+        store: Store | StoreClient,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        fanout: int,
+        address: Callable[[], str],
     ) -> None:
         """Prepare; nothing is sent before :meth:`invitation`.
 
@@ -44,7 +52,7 @@ class StoreRendezvous:
             address: returns this host's address in the job's network.
 
         """
-        self._store = store
+        self._client = StoreClient.of(store)
         self._prefix = prefix
         self._rank = rank
         self._world_size = world_size
@@ -59,10 +67,10 @@ class StoreRendezvous:
 
     async def invitation(self, ended: Ended) -> Invitation:
         """Say where this rank is, and wait for its place; on rank 0, wait for all hosts and grow the tree."""
-        await call_store(self._set, self._key("host", self._rank), socket.gethostname())
+        await self._client.call(self._set, self._key("host", self._rank), socket.gethostname())
         look = self._grow if self._rank == 0 else self._find
         pause = _FIRST_PAUSE
-        while (found := await call_store(look)) is None:
+        while (found := await self._client.call(look)) is None:
             await self._listen(ended)
             pause = await self._rest(pause)
         return found
@@ -75,22 +83,27 @@ class StoreRendezvous:
     async def publish(self, port: int) -> None:
         """Let the children know where this rank listens."""
         address = self.bind_address().rpartition(":")[0]
-        await call_store(self._set, self._key("address", self._rank), f"{address}:{port}")
+        await self._client.call(self._set, self._key("address", self._rank), f"{address}:{port}")
 
     async def address_of(self, rank: int) -> str:
         """Return where a rank listens, once it does."""
         pause = _FIRST_PAUSE
-        while (address := await call_store(self._get, self._key("address", rank))) is None:
+        while (address := await self._client.call(self._get, self._key("address", rank))) is None:
             pause = await self._rest(pause)
         return address.decode()
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Tell those who still wait for their place that an operation has ended."""
-        await call_store(self._set, self._key("ended"), json.dumps([number, asdict(abort)]))
+        text = json.dumps([number, asdict(abort)])
+        await self._client.call(self._set, self._key("ended"), text, seconds=_ANNOUNCE_SECONDS)
 
     def absent(self) -> int | None:
         """Return the lowest rank that has not come; only rank 0 knows of others than rank 0."""
         return self._here if self._here < (self._world_size if self._rank == 0 else 1) else None
+
+    def silence(self, seconds: float) -> str:
+        """Say that the store has not answered for so many seconds or more, or nothing."""
+        return self._client.silence(seconds)
 
     # -- rank 0 -------------------------------------------------------------------------------
 
@@ -103,23 +116,23 @@ class StoreRendezvous:
         hosts: list[str] = []
         for start in ranks[::_AT_ONCE]:
             keys = [self._key("host", rank) for rank in ranks[start : start + _AT_ONCE]]
-            hosts.extend(bytes(host).decode() for host in self._store.multi_get(keys))
+            hosts.extend(bytes(host).decode() for host in self._client.store.multi_get(keys))
         token, session = new_token(), secrets.token_hex(8)
         first, *others = Tree.of(hosts, self._fanout).places()
         for start in range(0, len(others), _AT_ONCE):
             places = others[start : start + _AT_ONCE]
             texts = [json.dumps([place.parent, place.children, place.sizes, token, session]) for place in places]
             keys = [self._key("place", place.rank) for place in places]
-            self._store.multi_set(keys, texts)  # type: ignore[attr-defined]  # its stub lacks it
+            self._client.store.multi_set(keys, texts)  # type: ignore[attr-defined]  # its stub lacks it
         return Invitation(first, token, session)
 
     def _count(self, end: int) -> None:
         """Move on over the ranks that have come; every rank is looked for once, however often this is called."""
         while self._here < end:
             upcoming = range(self._here, min(self._here + _AT_ONCE, end))
-            if self._store.check([self._key("host", rank) for rank in upcoming]):
+            if self._client.store.check([self._key("host", rank) for rank in upcoming]):
                 self._here = upcoming.stop
-            elif self._store.check([self._key("host", self._here)]):
+            elif self._client.store.check([self._key("host", self._here)]):
                 self._here += 1
             else:
                 return
@@ -140,7 +153,7 @@ class StoreRendezvous:
 
     async def _listen(self, ended: Ended) -> None:
         """Pass on what has been announced since the last look."""
-        text = await call_store(self._get, self._key("ended"))
+        text = await self._client.call(self._get, self._key("ended"))
         if text is not None and text != self._seen:
             self._seen = text
             number, abort = json.loads(text)
@@ -156,8 +169,8 @@ class StoreRendezvous:
         return "/".join((self._prefix, *map(str, names)))
 
     def _set(self, key: str, text: str) -> None:
-        self._store.set(key, text)
+        self._client.store.set(key, text)
 
     def _get(self, key: str) -> bytes | None:
         """Return a value, or None where there is none yet."""
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        return bytes(self._client.store.get(key)) if self._client.store.check([key]) else None

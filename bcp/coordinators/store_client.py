@@ -1,0 +1,258 @@
+"""A connection to a torch Store whose calls cannot block the caller for longer than it is willing to wait.
+
+A call of a TCPStore client cannot be cancelled, and torch's own timeouts do not end it. Connecting to a dead server
+takes twice the process group's timeout. A server that is stopped lets clients connect and never answers, so every call
+but ``set`` blocks for ever (torch 2.13). So each client calls its store in one daemon thread. It is abandoned when it
+does not come back in time. The thread reads no tensor memory, and does not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar, TypeVarTuple
+from weakref import WeakSet
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
+
+from bcp.errors import PeerError
+
+__all__ = ["STORE_ERRORS", "StoreClient", "innermost"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+STORE_ERRORS = (RuntimeError, OSError)
+"""Errors of a store: torch's DistStoreError and DistNetworkError are RuntimeErrors."""
+
+_LEAST_SECONDS = 1.0  # a store that answers after less is slow, not dead, whatever the operation's timeout
+_LOOKS = 10  # parts of a wait: a process that was itself stopped loses one of them, not all
+_EXIT_SECONDS = 1.0  # how long the end of the process waits for calls: one that returns during it may crash in torch
+
+_clients: WeakSet[StoreClient] = WeakSet()
+
+
+class _Call(Generic[T]):
+    """One call of a store: what to call, and what came of it.
+
+    Attributes:
+        ended: done when the call has returned; cancelled if it was given up before it began.
+        began: ``time.monotonic()`` when the thread came to it.
+        outcome: the result or the error, in a list, so that whoever takes it out holds the only reference.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.ended = Future[None]()
+        self.began = 0.0
+        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []
+        self._function = function
+
+    def run(self) -> None:
+        if self.ended.set_running_or_notify_cancel():
+            try:
+                self.outcome.append((self._function(), None))
+            except Exception as error:  # noqa: BLE001 -- raised again by who waits
+                self.outcome.append((None, error))
+            del self._function
+            self.ended.set_result(None)
+
+
+def _as_it_is(store: Store) -> Store:
+    return store
+
+
+class StoreClient:
+    """A store, and the one thread that calls it; connects at the first call.
+
+    Calls run one after another, as they do in a TCPStore's client. A call that hangs holds up the later ones, which
+    wait for as long as each of them may, so there is never a second thread.
+
+    Attributes:
+        shared: the store as it was given; it is asked for nothing but its host and port.
+        name: names the store in messages, with host and port, and whoever serves it.
+    """
+
+    def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
+        """Prepare; ``connect(shared)`` is called in the thread, before the first call, and again where it failed."""
+        self.shared = shared
+        self.name = _name_of(shared)
+        self._connect = connect
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call[Any]] = deque()
+        self._current: _Call[Any] | None = None
+        self._given_up: _Call[Any] | None = None
+        self._thread: threading.Thread | None = None
+        _clients.add(self)
+
+    @classmethod
+    def of(cls, store: Store | StoreClient) -> StoreClient:
+        """Return a client of this very store, which nobody else should wait on; a client as it is."""
+        return store if isinstance(store, StoreClient) else cls(store)
+
+    def __repr__(self) -> str:
+        """Show the store, and how many calls wait."""
+        state = "not connected" if self._store is None else "connected"
+        return f"<StoreClient of {self.name}: {state}, {len(self._waiting)} calls wait>"
+
+    @property
+    def store(self) -> Store:
+        """The store itself, for functions that run in the thread; connects if there is no connection yet."""
+        if self._store is None:
+            self._store = self._connect(self.shared)
+        return self._store
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call that somebody has given up is still under way: the next one would have to wait for it."""
+        return self._given_up is not None and self._given_up is self._current
+
+    async def call(self, function: Callable[[*Ts], T], *args: *Ts, seconds: float | None = None) -> T:
+        """Call a blocking function of the store in the thread and return its result.
+
+        Whoever is cancelled or waits for longer than ``seconds`` leaves the call behind: one that has not begun is
+        never made, one that has begun ends by itself, and its result is dropped. None waits for ever.
+
+        Raises:
+            PeerError: the store failed, or did not answer in time. Rank 0 is to blame: it serves the store as a rule.
+
+        """
+        started = time.monotonic()
+        call = self._submit(partial(function, *args))
+        waiter = asyncio.wrap_future(call.ended)
+        try:
+            await _wait(waiter, seconds)
+            if not waiter.done():
+                self._given_up = self._current
+                raise PeerError(0, self._silence(time.monotonic() - started))
+        finally:
+            self._leave(call)
+            waiter.cancel()
+        return self._result(call, started)
+
+    def call_blocking(self, function: Callable[[*Ts], T], *args: *Ts, seconds: float) -> T:
+        """Do the same from ordinary code."""
+        started = time.monotonic()
+        call = self._submit(partial(function, *args))
+        with suppress(TimeoutError):
+            call.ended.result(seconds)
+            return self._result(call, started)
+        self._leave(call)
+        raise PeerError(0, self._silence(seconds))
+
+    def silence(self, seconds: float) -> str:
+        """Say that the call under way has lasted for so many seconds or more, as the cause of an error; or nothing."""
+        current = self._current
+        lasted = 0.0 if current is None else time.monotonic() - current.began
+        return self._silence(lasted) if lasted >= seconds else ""
+
+    def _silence(self, seconds: float) -> str:
+        return (
+            f"{self.name} has not answered for {seconds:.1f} s: its server is dead, stopped or cut off from this host; "
+            "restart the job if it does not come back"
+        )
+
+    def _result(self, call: _Call[T], started: float) -> T:
+        """Return what a call returned, or raise its error as one of bcp's."""
+        result, error = call.outcome.pop()
+        if error is None:
+            return result  # type: ignore[return-value]  # the first of the two forms of an outcome
+        try:
+            if not isinstance(error, STORE_ERRORS):
+                raise error
+            cause = (
+                f"{self.name} failed after {time.monotonic() - started:.1f} s: {type(error).__name__}: {error}; "
+                "its server has probably died: restart the job if it does not come back"
+            )
+            raise PeerError(0, cause) from error
+        finally:
+            del error  # it would hold this frame and the frame it
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _submit(self, function: Callable[[], T]) -> _Call[T]:
+        """Let the thread make a call after all earlier ones; start it where there is none."""
+        call = _Call(function)
+        with self._lock:
+            self._waiting.append(call)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="bcp-store", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._waiting.remove(call)
+                    self._thread = None
+                    raise PeerError(0, f"no thread can be had to call {self.name}: {error}") from error
+        return call
+
+    def _leave(self, call: _Call[Any]) -> None:
+        """Wait for a call no longer; one that has not begun is forgotten."""
+        if call.ended.cancel():
+            with self._lock, suppress(ValueError):
+                self._waiting.remove(call)
+
+    def _work(self) -> None:
+        """Make the calls that wait; end when there is none."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = self._current = None
+                    return
+                call = self._waiting.popleft()
+                call.began, self._current = time.monotonic(), call
+            call.run()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until no call is under way, for so long at most."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
+
+def innermost(store: Store) -> Store:
+    """Return the store inside of all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+async def _wait(waiter: asyncio.Future[None], seconds: float | None) -> None:
+    """Wait until it is done, for so many seconds of this process's own time at most."""
+    if seconds is None:
+        await asyncio.wait([waiter])
+        return
+    for _ in range(_LOOKS):
+        done, _ = await asyncio.wait([waiter], timeout=max(seconds, _LEAST_SECONDS) / _LOOKS)
+        if done:
+            return
+
+
+def _name_of(store: Store) -> str:
+    """Name a store and whoever serves it."""
+    inner = innermost(store)
+    if isinstance(inner, TCPStore):
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_agents = agent and os.environ.get("MASTER_PORT") == str(inner.port)
+        server = "by torchrun's agent on that host" if is_agents else "as a rule by the process of rank 0"
+        return f"the store at {inner.host}:{inner.port} (served {server})"
+    if isinstance(inner, FileStore):
+        return f"the store in the file {inner.path}"  # type: ignore[attr-defined]  # torch's stub lacks it
+    return f"the store ({type(inner).__name__})"
+
+
+def _settle_at_exit() -> None:
+    """Let calls return that are under way: a thread that comes back to a Python that is gone may abort in C++."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for client in list(_clients):
+        client.settle(max(deadline - time.monotonic(), 0.0))
+
+
+atexit.register(_settle_at_exit)

@@ -1,0 +1,79 @@
+"""The server of the job's store dies or is stopped: every call ends after its own timeout, and says who it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import silent_store
+from ranks import ended, started
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "moment", "call", "number"),
+    [
+        (2, "grpc", "first", "save", KILL),
+        (4, "grpc", "first", "asave", STOP),
+        (4, "store", "first", "save", KILL),
+        (2, "store", "first", "asave", STOP),
+        (3, "grpc", "second", "save", STOP),
+        (2, "store", "second", "save", KILL),
+        (3, "store", "second", "asave", STOP),
+    ],
+)
+def test_every_call_ends_when_the_server_of_the_store_is_silent(
+    tmp_path: Path, size: int, kind: str, moment: str, call: str, number: signal.Signals
+) -> None:
+    processes = started(size, silent_store.main, size, tmp_path, kind, moment, call, number)
+    codes = ended(processes[1:], 60)
+    ended(processes[:1], 0.0)
+    assert codes == [0] * (size - 1)
+    for rank in range(1, size):
+        outcomes, threads = json.loads((tmp_path / str(rank)).read_text())
+        for error, blamed, text in outcomes:
+            assert (error, blamed) == ("PeerError", 0), text
+            if kind == "store" or moment == "first":
+                port = (tmp_path / "port").read_text()
+                assert f"the store at 127.0.0.1:{port} (served as a rule by the process of rank 0)" in text
+                assert " s: " in text
+                assert "restart the job" in text
+        assert threads <= 1
+
+
+def test_torchruns_agent_is_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(silent_store.TORCHRUN)
+    here = Path(silent_store.__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = subprocess.run(  # noqa: S603 -- our own program
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+            program,
+            tmp_path,
+            "save",
+        ],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    for rank in range(2):
+        (error, blamed, text), later = json.loads((tmp_path / str(rank)).read_text())
+        assert (error, blamed) == ("PeerError", 0), text
+        assert "served by torchrun's agent on that host) has not answered for" in text
+        assert later[0] == "saved", later

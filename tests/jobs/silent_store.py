@@ -1,0 +1,112 @@
+"""One rank of a job whose store falls silent: its server is killed or stopped before or after the first save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake": no connections
+from ranks import HOST
+from torch import distributed as dist
+from torch.distributed import TCPStore
+
+import bcp
+from bcp.coordinators import StoreCoordinator
+
+TIMEOUT = 1.5  # seconds of silence
+JOINING_SECONDS = 60.0
+
+
+def main(rank: int, size: int, folder: Path, kind: str, moment: str, call: str, number: int) -> None:
+    """Save once or twice after rank 0 has sent itself the signal; write down what came of each save."""
+    store = _store(rank, folder)
+    dist.init_process_group(
+        "fake", rank=rank, world_size=size, store=dist.PrefixStore("a", dist.PrefixStore("b", store))
+    )
+    ranks = StoreCoordinator.over() if kind == "store" else None
+    if moment == "second":
+        bcp.save(folder / "first", states(), coordinator=ranks)
+    store.set(f"ready/{rank}", str(os.getpid()))
+    if rank == 0:
+        store.wait([f"ready/{other}" for other in range(size)])
+        os.kill(os.getpid(), number)
+        os._exit(1)
+    server = int((folder / "server").read_text())
+    wait_until(lambda: state_of(server) in "TZX")
+    outcomes = [outcome(call, folder / "second", ranks) for _ in range(2)]
+    threads = sum(thread.name == "bcp-store" for thread in threading.enumerate())
+    (folder / str(rank)).write_text(json.dumps([outcomes, threads]))
+
+
+def states() -> dict[str, Any]:
+    return {"model": {"w": torch.arange(8.0)}}
+
+
+def outcome(call: str, path: Path, ranks: Any = None) -> list[Any]:
+    """Return the type, rank and text of what a save raises."""
+    options = bcp.SaveOptions(timeout=TIMEOUT)
+    try:
+        if call == "save":
+            bcp.save(path, states(), options=options, coordinator=ranks)
+        else:
+            anyio.run(lambda: bcp.asave(path, states(), options=options, coordinator=ranks))
+    except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
+        return [type(error).__name__, getattr(error, "rank", None), str(error)]
+    return ["saved", None, ""]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once something is so that no event tells of."""
+    while not condition():
+        time.sleep(0.001)
+
+
+def state_of(process: int) -> str:
+    """Return the letter for the state of a process: T for a stopped one, Z or X for one that was killed."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _store(rank: int, folder: Path) -> TCPStore:
+    """Return the job's store, which rank 0 serves."""
+    if rank == 0:
+        store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
+        (folder / "server").write_text(str(os.getpid()))
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+        return store
+    wait_until((folder / "port").exists)
+    return TCPStore(HOST, int((folder / "port").read_text()), None, is_master=False, wait_for_workers=False)
+
+
+TORCHRUN = """
+import json, os, signal, sys
+from pathlib import Path
+from torch import distributed as dist
+from silent_store import outcome, state_of, wait_until
+
+dist.init_process_group("gloo")
+agent, folder = os.getppid(), Path(sys.argv[1])
+dist.barrier()
+os.kill(agent, signal.SIGSTOP)
+try:
+    wait_until(lambda: state_of(agent) == "T")
+    said = outcome(sys.argv[2], folder / "ckpt")
+    dist.barrier()
+finally:
+    os.kill(agent, signal.SIGCONT)
+(folder / os.environ["RANK"]).write_text(json.dumps([said, outcome(sys.argv[2], folder / "ckpt")]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+"""A rank of torchrun's: the store is its agent's, which is stopped before the first save and goes on after it."""
