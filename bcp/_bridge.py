@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
@@ -61,10 +62,11 @@ class Background(Generic[T]):
         what: names the operation in messages.
     """
 
+    _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
+
     def __init__(self, what: str) -> None:
         """Prepare the operation called ``what``; :func:`start` makes and launches one."""
         self.what = what
-        self._pid = os.getpid()
         self._loop: Loop | None = None
         self._task: asyncio.Task[Outcome[T]] | None = None
         self._started: Future[bool] = Future()  # False: ended before it got so far
@@ -76,6 +78,7 @@ class Background(Generic[T]):
         self._ended = False
         self._cancelled = False
         self._seen = False
+        self._pid = os.getpid()
 
     def wait_started(self) -> None:
         """Block until the operation says that the caller may go on, or has ended; raise its error if it failed before.
@@ -152,11 +155,12 @@ class Background(Generic[T]):
         """Block until it has ended, well or not; never raises what it ended with."""
         wait_for(self._finished)
 
-    def tell_unseen(self) -> None:
+    def tell_unseen(self, log: logging.Logger = log, cancelled: type[BaseException] = CancelledError) -> None:
         """Log an error that nobody has asked for. A cancellation that was asked for is none."""
-        asked = self._cancelled and isinstance(self._error, CancelledError)
-        if self._error is not None and not self._seen and not asked:
-            self._seen = True
+        if self._error is None or self._seen:
+            return
+        self._seen = True
+        if not (self._cancelled and isinstance(self._error, cancelled)):
             log.error("%s failed, and nobody waited for it", self.what, exc_info=self._error)
 
     def __repr__(self) -> str:
@@ -169,9 +173,15 @@ class Background(Generic[T]):
             state = "done" if self._error is None else repr(self._error)
         return f"<Background {self.what}: {state}>"
 
-    def __del__(self) -> None:
-        """Do not let an error go unnoticed."""
-        if self._pid == os.getpid():
+    def __del__(
+        self, getpid: Callable[[], int] = os.getpid, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        """Do not let an error go unnoticed.
+
+        Defaults stand in for module globals, which may be None while the interpreter ends. Errors that nobody asked for
+        have been logged by then: see :func:`bcp._loop._finish_at_exit`.
+        """
+        if self._pid == getpid() and not is_finalizing():
             self.tell_unseen()
 
     # -- the caller's side ---------------------------------------------------------------------

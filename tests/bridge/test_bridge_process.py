@@ -327,6 +327,59 @@ def test_a_failure_that_nobody_waited_for_is_told_at_the_end(tmp_path: Path) -> 
     assert "OSError: disk full" in ended.err
 
 
+ENDED = """
+    async def operation(started):
+        started()
+        return await in_thread(int, 7)
+    async def failing(started):
+        raise OSError("disk full")
+    kept = [_bridge.start(operation, what="save")]
+    assert kept[0].wait() == 7
+"""
+
+OUTLIVING = {  # what keeps a module alive has it cleared: its globals are None when the last things are deleted
+    "a global": "",
+    "an extension": "import ctypes; signal.kept = kept; [ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))"
+    " for module in (_bridge, _loop, signal)]",  # modules are cleared last in, first out
+    "a cycle": "kept.append((kept, _bridge)); sys.kept = kept; del kept",
+    "a daemon thread": "threading.Thread(target=lambda kept: time.sleep(100), args=(kept,), daemon=True).start()",
+    "an error": "sys.last_value = ValueError(kept, _bridge)",
+    "nothing": "del kept",
+}
+
+
+@pytest.mark.parametrize("keeper", OUTLIVING)
+def test_what_outlives_the_modules_says_nothing(tmp_path: Path, keeper: str) -> None:
+    ended = program(tmp_path, ENDED + f"\n    {OUTLIVING[keeper]}\n")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+
+
+def test_what_is_forgotten_after_the_modules_were_cleared_says_what_it_has_to(tmp_path: Path) -> None:
+    ended = program(
+        tmp_path,
+        ENDED
+        + """
+    unseen = _bridge.start(failing, what="save to /ckpt/9")
+    unseen.wait_ended()
+    broken = _bridge.Background.__new__(_bridge.Background)  # its making was interrupted
+    _loop._current.failed.clear()
+    import gc
+    for module in (_bridge, _loop):
+        for name in vars(module):
+            vars(module)[name] = None
+    del kept, broken
+    gc.collect()
+    say("quiet")
+    del unseen
+    gc.collect()
+    os._exit(0)
+    """,
+    )
+    assert ended.out == "quiet\n"
+    assert ended.err.startswith("save to /ckpt/9 failed, and nobody waited for it\nTraceback")
+    assert "Exception ignored" not in ended.err
+
+
 @needs_late_threads
 def test_ctrl_c_at_the_end_cancels_what_is_running(tmp_path: Path) -> None:
     ended = program(

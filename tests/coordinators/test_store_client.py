@@ -215,7 +215,7 @@ async def test_the_first_operation_ends_after_its_timeout(
     client._connect = lambda _: hung
     with anyio.fail_after(60):
         for _ in range(2):
-            with pytest.raises(PeerError, match="the store .* has not answered for") as caught:
+            with pytest.raises(PeerError, match=r"the store .* has not answered for") as caught:
                 async with ranks.begin("save", 0.5) as agreement:
                     await agreement.decide("commit", b"", None)
             assert caught.value.rank == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import anyio
 import torch
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake": no connections
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake": no connections
 from ranks import HOST
 from torch import distributed as dist
 from torch.distributed import TCPStore
