@@ -11,31 +11,31 @@ import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from bcp import errors
 from bcp.errors import BcpError, PeerError, StageError
 from bcp.protocols import Agreement
 
-__all__ = ["agree", "agree_shares", "attempt", "own_errors", "together"]
+__all__ = ["agree", "agree_shares", "attempt", "own_errors", "refuse", "together"]
 
 T = TypeVar("T")
 BYTES, ERROR = b"\0", b"\1"
-Mine = bytes | BcpError
+Mine = bytes | Exception
 
 
 class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
     """An error that every rank knows of already."""
 
-    def __init__(self, error: BcpError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
-        self.error: BcpError | None = error
+        self.error: Exception | None = error
 
 
 @asynccontextmanager
 async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
     """Take part in an operation; errors that all ranks agreed on are raised once this rank has left it in peace."""
-    agreed: BcpError | None = None
+    agreed: Exception | None = None
     async with operation as agreement:
         try:
             yield agreement
@@ -48,6 +48,28 @@ async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIt
             raise agreed
         finally:
             del agreed
+
+
+async def refuse(operation: AbstractAsyncContextManager[Agreement], step: str, rank: int, error: Exception) -> NoReturn:
+    """Tell all ranks in the first step of an operation that this rank's arguments were refused; raise the error.
+
+    ``step`` names that step. If the others cannot be told, the error says so in a note.
+    """
+    try:
+        async with together(operation) as agreement:
+            await agree(agreement, step, rank, error, _nothing)
+    except Exception as outcome:  # noqa: BLE001 -- this rank's own error comes first
+        if outcome is not error:
+            error.add_note(f"meanwhile, the operation had ended: {outcome}")
+    try:
+        raise error
+    finally:
+        del error  # its traceback leads here
+
+
+async def _nothing(_: Sequence[bytes]) -> bytes:
+    """Answer nothing: a rank has an error, and that is the answer."""
+    return b""
 
 
 async def attempt(work: Awaitable[T]) -> T | BcpError:
@@ -127,10 +149,10 @@ async def agree_shares(
 
 
 def _message(mine: Mine) -> bytes:
-    return _failure(mine, None) if isinstance(mine, BcpError) else BYTES + mine
+    return _failure(mine, None) if isinstance(mine, Exception) else BYTES + mine
 
 
-def _failure(error: BcpError, rank: int | None) -> bytes:
+def _failure(error: Exception, rank: int | None) -> bytes:
     """Write down an error; ``rank`` is the one to blame, None where all ranks have the same error."""
     return ERROR + json.dumps([rank, type(error).__name__, str(error)]).encode()
 
@@ -148,7 +170,7 @@ def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
     """Return the reply's bytes, or raise what it says."""
     if reply[:1] == BYTES:
         return reply[1:]
-    if isinstance(mine, BcpError):
+    if isinstance(mine, Exception):
         raise _Agreed(mine)
     guilty, name, text = json.loads(reply[1:])
     if guilty is not None and guilty != rank:

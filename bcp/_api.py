@@ -8,15 +8,12 @@ import anyio
 from anyio.abc import TaskStatus
 
 from bcp import _bridge
-from bcp._calls import Framework, Path, load_job, prepare_job, require_asyncio, save_job
+from bcp._calls import Framework, Path, load_call, prepare_call, require_asyncio, save_call
 from bcp._pending import Pending
 from bcp._plain import plain, warn_if_nothing
-from bcp._workflow import aload as _aload
-from bcp._workflow import aprepare as _aprepare
-from bcp._workflow import asave as _asave
 from bcp.errors import BcpError
 from bcp.events import LoadReport, SaveReport
-from bcp.options import LoadOptions, SaveOptions, with_overrides
+from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Coordinator, States
 
 __all__ = ["aload", "aprepare", "asave", "load", "prepare", "save"]
@@ -99,7 +96,7 @@ async def asave(
 
     Raises:
         InputError: the states, options or path cannot be saved (:class:`StateError`, :class:`StateChangedError`);
-            nothing has been written.
+            nothing has been written. The other ranks raise :class:`PeerError` at once.
         ExistsError: a committed checkpoint is there and ``overwrite`` is not set; nothing has been written.
         CoverageError: the ranks' shards of a tensor leave a gap or overlap; nothing has been written.
         StageError: a stage failed; names stage and item.
@@ -109,16 +106,24 @@ async def asave(
     """
     try:
         require_asyncio()
-        options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-        job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
+        call = save_call(
+            path,
+            states,
+            framework,
+            role,
+            options,
+            coordinator,
+            background=async_checkpoint,
+            overwrite=overwrite,
+            progress=progress,
+            snapshot=snapshot,
+        )
         if async_checkpoint:
-            background = _bridge.start(
-                lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
-            )
+            background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
             await background.astarted()
             return Pending(background)
         goes_on = task_status is not anyio.TASK_STATUS_IGNORED
-        return await _asave(job(on_snapshot=task_status.started, goes_on=goes_on))
+        return await call.run(on_snapshot=task_status.started, goes_on=goes_on)
     except BcpError as error:
         raise plain(error) from error.__cause__
 
@@ -153,6 +158,8 @@ async def aload(
         coordinator: as for :func:`asave`.
 
     Raises:
+        InputError: an argument cannot be used; the target has not been touched. The other ranks raise
+            :class:`PeerError` at once.
         NotACheckpointError: nothing that bcp wrote is at ``path``.
         UncommittedError: a save began there and never committed.
         FormatVersionError: the format is of another version.
@@ -172,11 +179,19 @@ async def aload(
 
     """
     try:
-        options = with_overrides(
-            options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
-        )
         require_asyncio()
-        report = await _aload(load_job(path, states, framework, role, options, coordinator))
+        call = load_call(
+            path,
+            states,
+            framework,
+            role,
+            options,
+            coordinator,
+            strict=strict,
+            overlap_loading=overlap_loading,
+            progress=progress,
+        )
+        report = await call.run()
     except BcpError as error:
         raise plain(error) from error.__cause__
     warn_if_nothing(report, 2)
@@ -213,8 +228,8 @@ async def aprepare(
     """
     try:
         require_asyncio()
-        job = prepare_job(states, framework, options or SaveOptions(), coordinator)
-        background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+        call = prepare_call(states, framework, options, coordinator)
+        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
         await background.astarted()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -272,13 +287,21 @@ def save(
     errors are those of :func:`asave`.
     """
     try:
-        options = with_overrides(options or SaveOptions(), overwrite=overwrite, progress=progress, snapshot=snapshot)
-        job = save_job(path, states, framework, role, options, coordinator, background=async_checkpoint)
-        if not async_checkpoint:
-            return _bridge.run(lambda: _asave(job(on_snapshot=_nothing, goes_on=False)))
-        background = _bridge.start(
-            lambda started: _asave(job(on_snapshot=started, goes_on=True)), what=f"save to {path}"
+        call = save_call(
+            path,
+            states,
+            framework,
+            role,
+            options,
+            coordinator,
+            background=async_checkpoint,
+            overwrite=overwrite,
+            progress=progress,
+            snapshot=snapshot,
         )
+        if not async_checkpoint:
+            return _bridge.run(lambda: call.run(on_snapshot=_nothing, goes_on=False))
+        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -299,11 +322,18 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint from ordinary code. Arguments and errors are those of :func:`aload`."""
     try:
-        options = with_overrides(
-            options or LoadOptions(), strict=strict, overlap_loading=overlap_loading, progress=progress
+        call = load_call(
+            path,
+            states,
+            framework,
+            role,
+            options,
+            coordinator,
+            strict=strict,
+            overlap_loading=overlap_loading,
+            progress=progress,
         )
-        job = load_job(path, states, framework, role, options, coordinator)
-        report = _bridge.run(lambda: _aload(job))
+        report = _bridge.run(call.run)
     except BcpError as error:
         raise plain(error) from error.__cause__
     warn_if_nothing(report, 2)
@@ -322,8 +352,8 @@ def prepare(
     Arguments, promises and errors are those of :func:`aprepare`.
     """
     try:
-        job = prepare_job(states, framework, options or SaveOptions(), coordinator)
-        background = _bridge.start(lambda started: _aprepare(job(on_snapshot=started, goes_on=True)), what="prepare")
+        call = prepare_call(states, framework, options, coordinator)
+        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
+from structlog.stdlib import BoundLogger
 
 from bcp import _loop
 from bcp._log import log
@@ -155,7 +156,7 @@ class Background(Generic[T]):
         """Block until it has ended, well or not; never raises what it ended with."""
         wait_for(self._finished)
 
-    def tell_unseen(self, log: logging.Logger = log, cancelled: type[BaseException] = CancelledError) -> None:
+    def tell_unseen(self, log: BoundLogger = log, cancelled: type[BaseException] = CancelledError) -> None:
         """Log an error that nobody has asked for. A cancellation that was asked for is none."""
         if self._error is None or self._seen:
             return

@@ -1,7 +1,7 @@
-"""The moment of a call, in the caller's thread.
+"""The moment of a call, in the caller's thread; the same for the synchronous and the asynchronous calls.
 
-Choosing planner, backend and coordinator, taking this rank's place in the order of operations, marking the CUDA stream:
-what has to happen before anything else does, and is the same for the synchronous and the asynchronous calls.
+Arguments are checked, planner, backend and coordinator are chosen, the CUDA stream is marked, and this rank takes its
+place in the order of operations.
 """
 
 from __future__ import annotations
@@ -10,100 +10,197 @@ import asyncio
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
 
+from bcp._agree import refuse
 from bcp._job import LoadJob, SaveJob
+from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import InputError
-from bcp.options import LoadOptions, SaveOptions
+from bcp.events import LoadReport, SaveReport
+from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
 from bcp.planners import planner as planner_for
-from bcp.protocols import Backend, Coordinator, Planner, States
+from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
 from bcp.stages.device import record_fence
 from bcp.telemetry.timeline import Timeline
 
-__all__ = ["Framework", "Path", "load_job", "prepare_job", "require_asyncio", "save_job"]
+__all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]
 
+T = TypeVar("T")
 Path = str | os.PathLike[str] | Backend
 Framework = str | Planner | None
 ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 RESERVED = (*KINDS, "receipts")
 
 
-def save_job(
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A call of the public API on one rank, which has its place among the operations of all ranks.
+
+    A call whose arguments were refused has its place, too: it tells the other ranks, and raises the error.
+
+    Attributes:
+        what: names the call in messages.
+        run: does the work. A save's takes ``on_snapshot`` and ``goes_on`` of :class:`~bcp._job.SaveJob`.
+    """
+
+    what: str
+    run: Callable[..., Awaitable[T]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A call whose arguments are right: its name, the words all ranks agree on, the job but for its operation."""
+
+    name: str
+    does: str
+    job: Callable[..., Any]
+    timeout: float
+
+
+def save_call(
+    path: Path,
+    states: States,
+    framework: Framework,
+    role: str | None,
+    options: SaveOptions | None,
+    given: Coordinator | None,
+    *,
+    background: bool,
+    **overrides: object,
+) -> Call[SaveReport]:
+    """Take this rank's place in a save. Raises only where there is no way to tell the other ranks."""
+    ranks = coordinator_for(given)
+
+    def check() -> _Checked:
+        chosen = with_overrides(SaveOptions, options, overrides)
+        return _check_save(path, states, framework, role, chosen, ranks, background=background)
+
+    return _take_place(ranks, "begin", options, check, asave)
+
+
+def prepare_call(
+    states: States, framework: Framework, options: SaveOptions | None, given: Coordinator | None
+) -> Call[None]:
+    """Take this rank's place in the first part of a save, to an empty place that is forgotten after it."""
+    ranks = coordinator_for(given)
+
+    def check() -> _Checked:
+        chosen = with_overrides(SaveOptions, options, {})
+        checked = _check_save(MemoryBackend("prepare()"), states, framework, None, chosen, ranks, background=True)
+        return replace(checked, name="prepare")
+
+    return _take_place(ranks, "begin", options, check, aprepare)
+
+
+def load_call(
+    path: Path,
+    states: States,
+    framework: Framework,
+    role: str | None,
+    options: LoadOptions | None,
+    given: Coordinator | None,
+    **overrides: object,
+) -> Call[LoadReport]:
+    """Take this rank's place in a load. Raises only where there is no way to tell the other ranks."""
+    ranks = coordinator_for(given)
+
+    def check() -> _Checked:
+        chosen = with_overrides(LoadOptions, options, overrides)
+        common = _common(path, states, framework, role, chosen, ranks)
+        does = f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading}"
+        return _Checked(f"load of {path}", does, partial(LoadJob, **common, options=chosen), chosen.timeout)
+
+    return _take_place(ranks, "open", options, check, aload)
+
+
+def _take_place(
+    ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked], work: Callable[[Any], Awaitable[T]]
+) -> Call[T]:
+    """Take this rank's place in the next operation, whether or not its arguments are right.
+
+    Args:
+        ranks: the ranks that take part.
+        step: name of the operation's first step, in which errors are told.
+        options: as the caller passed them.
+        check: checks the arguments.
+        work: does the work of a job.
+
+    """
+    try:
+        checked = check()
+    except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
+        return _refused(ranks, step, timeout_of(options), error)
+    operation = ranks.begin(checked.does, checked.timeout)
+    return Call(checked.name, lambda **moment: work(checked.job(operation=operation, **moment)))
+
+
+def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) -> Call[Any]:
+    """Take this rank's place only to tell the other ranks of an error in the first step, and to raise it."""
+    operation = ranks.begin(REFUSED, timeout)
+    errors = [error]
+
+    async def run(**_: object) -> NoReturn:
+        await refuse(operation, step, ranks.rank, errors.pop())  # the caller's frame keeps the call, not the error
+
+    return Call(REFUSED, run)
+
+
+def _check_save(
     path: Path,
     states: States,
     framework: Framework,
     role: str | None,
     options: SaveOptions,
-    given: Coordinator | None,
+    ranks: Coordinator,
     *,
     background: bool,
-) -> Callable[..., SaveJob]:
-    """Prepare a save; what is left open is whom to tell that training may go on."""
+) -> _Checked:
+    """Check the arguments of a save."""
     if options.snapshot == "lazy" and not background:
         raise InputError(
             "snapshot='lazy' needs async_checkpoint=True: training goes on while the state is copied in the background"
         )
-    where, backend, opened = _place(path, states, role)
-    ranks = coordinator_for(given)
+    common = _common(path, states, framework, role, options, ranks)
     codecs = [codec.name for codec in options.codecs]
-    what = (
-        f"save {where} with world_size={ranks.world_size} overwrite={options.overwrite} balance={options.balance} "
-        f"part_bytes={options.part_bytes} codecs={codecs}"
+    does = (
+        f"save {common['path']} with world_size={ranks.world_size} overwrite={options.overwrite} "
+        f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs}"
     )
-    return partial(
-        SaveJob,
-        path=where,
-        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
-        backend=backend,
-        opened=opened,
-        states=states,
-        planner=_chooser(framework, states),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        operation=ranks.begin(what, options.timeout),
-        clock=Timeline(options.observe),
-        options=options,
-        fence=record_fence(),
-    )
+    job = partial(SaveJob, **common, options=options, fence=record_fence())
+    return _Checked(f"save to {path}", does, job, options.timeout)
 
 
-def prepare_job(
-    states: States, framework: Framework, options: SaveOptions, given: Coordinator | None
-) -> Callable[..., SaveJob]:
-    """Prepare the first part of a save, to an empty place that is forgotten after it."""
-    return save_job(MemoryBackend("prepare()"), states, framework, None, options, given, background=True)
-
-
-def load_job(
+def _common(
     path: Path,
     states: States,
     framework: Framework,
     role: str | None,
-    options: LoadOptions,
-    given: Coordinator | None,
-) -> LoadJob:
-    """Prepare a load."""
-    where, backend, opened = _place(path, states, role)
-    ranks = coordinator_for(given)
-    what = f"load {where} with world_size={ranks.world_size} overlap_loading={options.overlap_loading}"
-    return LoadJob(
-        path=where,
-        place=f"{where} {id(path)}" if isinstance(path, Backend) else where,
-        backend=backend,
-        opened=opened,
-        states=states,
-        planner=_chooser(framework, states),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        operation=ranks.begin(what, options.timeout),
-        clock=Timeline(options.observe),
-        options=options,
-    )
+    options: SaveOptions | LoadOptions,
+    ranks: Coordinator,
+) -> dict[str, Any]:
+    """Check the arguments that a save and a load have in common; return those fields of their jobs."""
+    clock = Timeline(options.observe)
+    _check_states(states)
+    planner = _chooser(framework, states)
+    where, backend, opened = _place(path, role)
+    return {
+        "path": where,
+        "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,
+        "backend": backend,
+        "opened": opened,
+        "states": states,
+        "planner": planner,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "clock": clock,
+    }
 
 
 def _words(path: Path) -> str:
@@ -133,8 +230,8 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     return lambda: framework
 
 
-def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
-    """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
+def _check_states(states: States) -> None:
+    """Refuse states that are no mapping from kinds."""
     if not isinstance(states, Mapping):
         raise InputError(
             f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any of them, as in "
@@ -142,13 +239,24 @@ def _place(path: Path, states: States, role: str | None) -> tuple[str, Backend, 
         )
     unknown = sorted(map(str, set(states) - set(KINDS)))
     if unknown or not states:
-        raise InputError(f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them")
+        raise InputError(
+            f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them; a rank that "
+            "holds nothing passes {'model': {}}"
+        )
+
+
+def _place(path: Path, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
+    """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
+    if not isinstance(path, str | os.PathLike | Backend):
+        raise InputError(
+            f"path={path!r} is of type {type(path).__name__}; pass a directory, a URL, or an object with all "
+            "methods of bcp.protocols.Backend"
+        )
     if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"
         )
-    backend = resolve(path)
-    where = _words(path)
+    where, backend = _words(path), resolve(path)
     opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
     return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
@@ -14,10 +14,11 @@ from bcp.pipeline import Pipeline
 from bcp.plan.load.rename import Rename, blocks_of
 from bcp.protocols import Codec
 
-__all__ = ["Graph", "LoadOptions", "SaveOptions", "with_overrides"]
+__all__ = ["Graph", "LoadOptions", "SaveOptions", "timeout_of", "with_overrides"]
 
 MIB = 1 << 20
 MAX_NICE = 19
+DEFAULT_TIMEOUT = 120.0
 Graph = Pipeline[Any, Any]
 """A save or load graph, as ``SaveOptions(edit=...)`` and ``LoadOptions(edit=...)`` get and return it."""
 O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
@@ -33,7 +34,7 @@ def _workers() -> int:
 
 def _timeout() -> float:
     """Return ``$BCP_TIMEOUT`` in seconds, or 120.0."""
-    return _number("BCP_TIMEOUT", 120)
+    return _number("BCP_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 def _number(variable: str, fallback: float) -> float:
@@ -200,9 +201,27 @@ def _codecs(codecs: Sequence[Codec]) -> None:
             raise InputError(f"codecs has {codec!r}, which is no bcp.Codec; pass bcp.Codec(name, encode, decode)")
 
 
-def with_overrides(options: O, **overrides: object) -> O:
-    """Return the options with those keywords replaced that are not None."""
+def with_overrides(kind: type[O], options: O | None, overrides: Mapping[str, object]) -> O:
+    """Return the options, None for the defaults, with those keywords replaced that are not None.
+
+    Raises:
+        InputError: the options are of another kind, or a value is none of those that are allowed.
+
+    """
+    if options is not None and not isinstance(options, kind):
+        raise InputError(f"options is a {type(options).__name__}; pass bcp.{kind.__name__}(...) with the same keywords")
+    options = kind() if options is None else options
     return replace(options, **{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]  # names are the callers' own keywords
+
+
+def timeout_of(options: object) -> float:
+    """Return the timeout in seconds of a call whose arguments, the options perhaps among them, were refused."""
+    if isinstance(options, SaveOptions | LoadOptions):
+        return options.timeout
+    try:
+        return LoadOptions().timeout
+    except InputError:  # of an environment variable
+        return DEFAULT_TIMEOUT
 
 
 def _positive(options: object, *names: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bcp.plan.shards import ShardTable
 
 __all__ = [
+    "REFUSED",
     "Agreement",
     "Backend",
     "Buffer",
@@ -284,6 +285,9 @@ class ScatterReader(Protocol):
 
 # -- agreement between ranks ------------------------------------------------------------------
 
+REFUSED = "a call whose arguments were refused"
+"""Passed as ``what`` to :meth:`Coordinator.begin` by a rank that cannot say what it would have done."""
+
 
 class Agreement(Protocol):
     """One operation that all ranks take part in (one save, one load).
@@ -324,7 +328,8 @@ class Coordinator(Protocol):
 
         Entering the context starts the exchange of signs of life. Leaving it with an error tells all
         others (a :class:`PeerError` is not told again). ``what`` says what is being done ("save /ckpt/1"): ranks that
-        disagree about it get an error that shows both. ``timeout`` is in seconds of silence.
+        disagree about it get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes
+        to tell the others its error. ``timeout`` is in seconds of silence.
         """
 
 

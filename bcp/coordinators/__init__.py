@@ -41,10 +41,13 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
     need to have grpcio, or none. Without such a group it is a :class:`SoloCoordinator`.
 
     Raises:
-        InputError: a launcher has started several ranks, and they have no process group yet.
+        InputError: a launcher has started several ranks and there is no process group, not yet or no longer; or the
+            object that was given is no coordinator.
 
     """
     if given is not None:
+        if not hasattr(given, "begin"):
+            raise InputError(f"coordinator={given!r} has no begin(); pass a bcp.protocols.Coordinator, or None")
         return given
     if dist.is_available() and dist.is_initialized():
         if dist.get_world_size() == 1:

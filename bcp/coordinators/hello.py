@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import anyio
 
 from bcp.errors import InputError, PeerError
+from bcp.protocols import REFUSED
 
-__all__ = ["Abort", "Hello", "describe", "different", "error_of"]
+__all__ = ["Abort", "Hello", "agrees", "describe", "different", "error_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Abort:
 def error_of(abort: Abort) -> InputError | PeerError:
     """Return the error that an abort is for a rank that is told of it."""
     return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)
+
+
+def agrees(mine: str, theirs: str) -> bool:
+    """Say whether two ranks do the same, as far as they can say; one whose arguments were refused cannot."""
+    return mine == theirs or REFUSED in (mine, theirs)
 
 
 def different(rank: int, mine: str, other: int, theirs: str) -> Abort:

@@ -11,7 +11,7 @@ import pytest
 from anyio import to_thread
 
 from bcp.errors import InputError, PeerError
-from bcp.protocols import Agreement, Coordinator
+from bcp.protocols import REFUSED, Agreement, Coordinator
 
 __all__ = ["QUIET_SECONDS", "CoordinatorFailures", "concatenated", "run_ranks"]
 
@@ -167,6 +167,19 @@ class CoordinatorFailures:
             assert type(outcome) is InputError
             assert "save /a" in str(outcome)
             assert "rank 2: load /b" in str(outcome)
+        await self._still_usable(coordinators)
+
+    @pytest.mark.parametrize("refused", [0, 1, 2])
+    async def test_a_refused_call_agrees_with_any(self, refused: int) -> None:
+        """A rank that cannot say what it would have done takes part, in a chain of ranks too, and tells its error."""
+
+        async def body(rank: int, agreement: Agreement) -> bytes:
+            return await agreement.decide("begin", b"refused" if rank == refused else b"", concatenated)
+
+        whats = [REFUSED if rank == refused else "save /a" for rank in range(4)]
+        coordinators = self.coordinators(4)
+        expected = b"|".join(b"refused" if rank == refused else b"" for rank in range(4))
+        assert await run_ranks(coordinators, body, whats) == [expected] * 4
         await self._still_usable(coordinators)
 
     async def test_different_steps(self) -> None:

@@ -179,10 +179,11 @@ def join_by_file(rank: int, folder: Path) -> None:
     bcp.load(folder / "2", {"extra_states": loaded})
     assert loaded == {"rank": rank}
     dist.destroy_process_group()
+    bcp.save(folder / f"alone{rank}", {"extra_states": loaded})
 
 
 @pytest.mark.dist
-def test_ranks_that_meet_in_a_file(tmp_path: Path) -> None:
+def test_ranks_that_meet_in_a_file_and_go_on_without_a_group(tmp_path: Path) -> None:
     assert ended(started(2, join_by_file, tmp_path), 60) == [0, 0]
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from bcp.coordinators.hello import Abort, Hello, error_of
+from bcp.coordinators.hello import Abort, Hello, agrees, error_of
 from bcp.coordinators.operation import CardOf
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store.watch import Watch
@@ -120,7 +120,7 @@ class StoreChannel:
             for rank, message in enumerate(await self._watch.call(self._take_all, list(names.values())), start=1):
                 head, data = _without_head(message)
                 for theirs, ours in zip(head, [self._hello.what, verb], strict=True):
-                    if theirs != ours:
+                    if not agrees(theirs, ours):
                         raise await self._watch.disagree(rank, theirs, ours)
                 gathered.append(data)
             return number, gathered

@@ -9,7 +9,7 @@ from typing import TypeVar, TypeVarTuple
 
 import anyio
 
-from bcp.coordinators.hello import Abort, Hello, different, error_of
+from bcp.coordinators.hello import Abort, Hello, agrees, different, error_of
 from bcp.coordinators.liveness import Liveness
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
@@ -135,7 +135,7 @@ class Watch:
     async def _disagreement(self) -> InputError | None:
         """Tell all ranks if one of them is doing something else."""
         for other in self.hellos.values():
-            if other.what != self._hello.what:
+            if not agrees(other.what, self._hello.what):
                 return await self.disagree(other.rank, other.what, self._hello.what)
         return None
 

@@ -18,6 +18,7 @@ from bcp.coordinators.tree.relay import Relay
 from bcp.coordinators.tree.seat import Part, Seat
 from bcp.coordinators.tree.values import Values
 from bcp.coordinators.tree.vigil import Vigil
+from bcp.protocols import REFUSED
 
 __all__ = ["Round"]
 
@@ -229,7 +230,9 @@ class Round:
 
     def _compare(self, rank: int) -> None:
         """If a neighbour is doing something else, tell it what this rank does; it does the same."""
-        if self.part is not None and self.ended is None and self._digests[rank] != digest_of(self.part.what):
+        if self.part is None or self.ended is not None or self.part.what == REFUSED:
+            return
+        if self._digests[rank] not in (digest_of(self.part.what), digest_of(REFUSED)):
             self._relay.hold()  # its own words are on their way, and end the operation
             self._seat.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.part.what)))
 
