@@ -180,6 +180,8 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
         if len(about) != 1 or not OPERATION.fullmatch(values(about, "operation")[0]):
             raise ValueError(f"table 'receipt' has {len(about)} rows, or no operation id of 16 hex digits")
         keys = list(zip(values(objects, "kind"), values(objects, "path"), strict=True))
+        if len(set(keys)) != len(keys):
+            raise ValueError("two values of one name")
         return Receipt(
             rank=values(about, "rank")[0],
             operation=values(about, "operation")[0],

@@ -15,6 +15,7 @@ from test_forged import FACTS, STORED, TABLES, assembled, encoded
 
 from bcp.arrow_size import decoded_nbytes, most_decoded
 from bcp.container import encode_table, read_tables, seal
+from bcp.errors import CorruptError
 from bcp.receipt import BLOCKS, FILES, OBJECTS, RECEIPT, Receipt, decode_receipt, encode_receipt
 from bcp.receipt import MAGIC as RECEIPTS
 
@@ -259,6 +260,12 @@ def decoded_by_hand(data: bytes, schemas: Sequence[pa.Schema]) -> int:
         nbytes += sum(len(key) + len(value) for key, value in table.schema.metadata.items())
         nbytes += sum(len(field.name) + len("item") * (field.type.num_fields > 0) for field in table.schema)
     return nbytes
+
+
+def test_two_values_of_one_name_are_refused() -> None:
+    twice = receipt(objects=encode_table(OBJECTS, (["model"] * 2, ["a"] * 2, ["1", "2"])))
+    with pytest.raises(CorruptError, match="two values of one name"):
+        decode_receipt(twice, "r")
 
 
 def test_the_decoded_size_is_that_of_the_decoded_tables() -> None:
