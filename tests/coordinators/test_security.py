@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from bcp.coordinators.tree.rendezvous import MemoryRendezvous
 from bcp.coordinators.tree.topology import Tree
 from bcp.errors import CorruptError, InputError, PeerError
 from bcp.protocols import Agreement
+from bcp.stages.load_items import Loaded
 from bcp.testing.coordinator_suite import run_ranks
 
 pytestmark = pytest.mark.anyio
@@ -150,25 +152,39 @@ async def test_without_verify_nothing_is_compared(saved: Path, monkeypatch: pyte
     assert sorted(wrong) == [0, 1]
 
 
-async def test_ranks_need_not_agree_on_verify(saved: Path) -> None:
-    ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 2, 16))
-    coordinators = [GrpcCoordinator(rank, 2, each, lambda: LOOPBACK) for rank, each in enumerate(ranks)]
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_a_stage_may_change_bytes_that_other_ranks_get(
+    in_place: bool,  # noqa: FBT001 -- a parameter of pytest
+    saved: Path,
+) -> None:
+    async def invert(loaded: Loaded) -> Loaded:
+        if in_place:
+            loaded.data.bitwise_not_()
+            return loaded
+        return replace(loaded, data=~loaded.data)
 
-    async def load(rank: int) -> torch.Tensor:
-        target, options = torch.zeros_like(weights()), bcp.LoadOptions(verify=rank == 0)
-        await bcp.aload(saved, {"model": {"w": target}}, coordinator=coordinators[rank], options=options)
-        return target
+    def edit(graph: Any) -> Any:
+        return graph.before("h2d", bcp.Stage("invert", invert))
 
-    found: list[torch.Tensor] = []
-    async with anyio.create_task_group() as group:
-        for rank in range(2):
-            group.start_soon(lambda rank=rank: _kept(load(rank), found))
-    assert all(torch.equal(tensor, weights()) for tensor in found)
+    coordinators, _ = job(2)
+    for found in await load_on_all(coordinators, saved, edit=edit):
+        assert torch.equal(found, ~weights())
     await closed(coordinators)
 
 
-async def _kept(work: Any, found: list[torch.Tensor]) -> None:
-    found.append(await work)
+async def test_ranks_need_not_agree_on_verify(saved: Path) -> None:
+    coordinators, _ = job(2)
+    found = [torch.zeros_like(weights()) for _ in range(2)]
+
+    async def load(rank: int) -> None:
+        options = bcp.LoadOptions(verify=rank == 0)
+        await bcp.aload(saved, {"model": {"w": found[rank]}}, coordinator=coordinators[rank], options=options)
+
+    async with anyio.create_task_group() as group:
+        for rank in range(2):
+            group.start_soon(load, rank)
+    assert all(torch.equal(tensor, weights()) for tensor in found)
+    await closed(coordinators)
 
 
 async def test_a_bit_that_flips_under_tls_breaks_the_connection(
@@ -592,8 +608,7 @@ say("logged", len(logs), sum(entry["count"] for entry in logs))
 """
 
 
-@pytest.mark.parametrize("data", [b"", HTTP2])
-def test_strangers_do_not_use_up_the_descriptors_of_a_job(tmp_path: Path, data: bytes) -> None:
+def test_strangers_do_not_use_up_the_descriptors_of_a_job(tmp_path: Path) -> None:
     program = tmp_path / "job.py"
     program.write_text(LIMITED)
     command = [sys.executable, str(program), str(tmp_path / "ckpt")]
@@ -609,8 +624,9 @@ def test_strangers_do_not_use_up_the_descriptors_of_a_job(tmp_path: Path, data: 
             said.append(word)
             numbers = values
             if word in ("tree", "mesh"):
-                for _ in range(400):
-                    stack.enter_context(stranger_at(int(values[0]), data if word == "tree" else b""))
+                for number in range(400):
+                    data = HTTP2 if word == "tree" and number % 2 else b""
+                    stack.enter_context(stranger_at(int(values[0]), data))
             if word == "loaded":
                 assert values == ["True"]
                 stack.close()

@@ -20,8 +20,10 @@ from bcp.errors import CorruptError, StageError
 from bcp.pipeline import Stage
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable
-from bcp.protocols import Codec
+from bcp.protocols import Buffer, Codec
+from bcp.stages import load as stages
 from bcp.stages import place
+from bcp.stages.load import LoadContext
 from bcp.stages.load_items import Loaded, ReadItem
 
 TORCH = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
@@ -360,3 +362,43 @@ def test_an_error_of_a_round_is_raised_as_it_is() -> None:
 
 def test_an_item_without_a_chunk_reads_nothing() -> None:
     assert ReadItem("round 3", 0, None, 3, "", None).rows == slice(0, 0)
+
+
+class Flipping(Room):
+    """Flips one bit of what rank 0 is sent in the first round."""
+
+    async def all_to_all(self, rank: int, outgoing: Sequence[Buffer], sizes: Sequence[int]) -> list[Buffer]:
+        found = await super().all_to_all(rank, outgoing, sizes)
+        if rank == 0 and self.calls[0] == 1:
+            memoryview(found[1])[5] ^= 1
+        return found
+
+
+def test_a_bit_that_flips_between_ranks_names_the_sender_and_reaches_no_tensor() -> None:
+    saved = one_tensor()
+    ranks = [rank_of(saved, wants_of(saved, (0, 64)), ["plain"]) for _ in range(2)]
+    error = failure(Files(saved), ranks, read_bytes=16, exchange_bytes=1024, room=Flipping(2))
+    assert (error.stage, type(error.__cause__)) == ("exchange", CorruptError)
+    assert "the 16 bytes that rank 0 received from rank 1 have digest" in str(error.__cause__)
+    assert "file 0 data bytes 32 to 48" in str(error.__cause__)
+    assert ranks[0].tensors[0][32:48].tolist() != ranks[0].expected(0)[32:48].tolist()
+
+
+@pytest.mark.parametrize("codec", [None, Codec("zlib", encode=zlib.compress, decode=zlib.decompress)])
+def test_bytes_that_change_after_they_were_checked_are_not_passed_on(
+    codec: Codec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = one_tensor()
+    ranks = [rank_of(saved, wants_of(saved, (0, 64)), ["plain"]) for _ in range(2)]
+    deserialized = stages._deserialize
+
+    def spoiled(context: LoadContext, *args: Any) -> Loaded:
+        loaded = deserialized(context, *args)
+        if context.rank == 1:
+            loaded.data[3] ^= 16  # as a defect of the host's memory does
+        return loaded
+
+    monkeypatch.setattr(stages, "_deserialize", spoiled)
+    error = failure(Files(saved, codec), ranks, read_bytes=16, codecs={"zlib": codec} if codec else None)
+    assert isinstance(error.__cause__, CorruptError)
+    assert "that rank 0 received from rank 1 have digest" in str(error.__cause__)
