@@ -73,6 +73,7 @@ class Mesh:
         self._listener = _listen(address)
         self._dialled: dict[int, Wire] = {}
         self._accepted: dict[int, Wire] = {}
+        self._replaced: list[Wire] = []  # by a second connection of the same rank
         self._unproved: set[Wire] = set()
         self._strangers = Strangers("bulk data", rank, self._most_strangers)
         self._news = anyio.Event()
@@ -113,7 +114,7 @@ class Mesh:
     def disconnect(self) -> None:
         """Close all sockets."""
         self._listener.close()
-        for wire in (*self._dialled.values(), *self._accepted.values()):
+        for wire in (*self._dialled.values(), *self._accepted.values(), *self._replaced):
             wire.close()
 
     async def exchange(
@@ -242,8 +243,9 @@ class Mesh:
         else:
             if self._strangers.admit(stranger):
                 self._unproved.discard(wire)
-                if (earlier := self._accepted.pop(rank, None)) is not None:
-                    earlier.close()
+                if (earlier := self._accepted.get(rank)) is not None:
+                    earlier.hang_up()
+                    self._replaced.append(earlier)
                 self._accepted[rank] = wire
                 self._news.set()
                 self._news = anyio.Event()

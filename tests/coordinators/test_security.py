@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import errno
 import gc
 import itertools
 import re
@@ -15,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -549,6 +551,46 @@ async def test_strangers_of_bulk_data_are_closed_in_time(
                 assert await to_thread.run_sync(ended, stranger)
             ranks[1].close()
     assert len(logs) == 1
+
+
+async def test_a_stranger_makes_room_if_descriptors_are_short() -> None:
+    class Short(socket.socket):
+        errors: ClassVar = [errno.EMFILE, errno.ECONNABORTED]
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.errors:
+                raise OSError(self.errors.pop(0), "short")
+            return super().accept()
+
+    hung_up: list[int] = []
+    with structlog.testing.capture_logs() as logs, Short() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        listener.settimeout(0)
+        guests = strangers.Strangers("coordinator", 0, lambda: 8)
+        for number in range(2):
+            guests.enter("somebody", partial(hung_up.append, number))
+        with stranger_at(listener.getsockname()[1]):
+            accepted, peer = await guests.accept(listener)
+            accepted.close()
+        assert (hung_up, len(guests)) == ([0], 1)
+        assert peer.startswith("ipv4:127.0.0.1:")
+        guests.close()
+    assert [entry["reason"] for entry in logs] == ["this process has no descriptor left for it"]
+
+
+async def test_many_refusals_make_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "LOG_SECONDS", 0.05)
+    guests = strangers.Strangers("coordinator", 3, lambda: 8)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2000):
+            guests.refuse(guests.enter("somebody", lambda: None), "why")
+        assert [(entry["count"], entry["rank"]) for entry in logs] == [(1, 3)]
+        with anyio.fail_after(30):
+            while len(logs) < 2:  # noqa: ASYNC110 -- a log line sets no event
+                await anyio.sleep(0.01)
+        guests.close()
+    assert [entry["count"] for entry in logs] == [1, 1999]
 
 
 LIMITED = """
