@@ -167,6 +167,8 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
     if reason := unsupported(leaf):
         raise StateError(f"{label} {reason}")
     parts, tensor = list(parts_of(leaf, label)), memory_of(leaf)
+    if other := {part.view.dtype for part in parts} - {tensor.dtype}:
+        raise StateError(f"{label} is {tensor.dtype}, but has memory of {other.pop()} here; give both one dtype")
     # complex ones may be conjugated lazily, which is not asked each time
     as_it_is = type(memory) in PLAIN and not (is_hooked(memory) or memory.is_neg() or memory.is_complex())
     alone = not (isinstance(leaf, Sharded) and leaf.more)

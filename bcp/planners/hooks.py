@@ -27,20 +27,40 @@ def is_hooked(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, HOOKS[0]) and not is_dtensor(tensor)
 
 
-def hooked_blocks(tensor: Any, name: str) -> list[tuple[Box, torch.Tensor]]:
-    """Return the non-empty blocks of a tensor that says itself which they are, each with its view.
+def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[Box, torch.Tensor]]:
+    """Return the non-empty blocks of a tensor that says itself which they are, each with its view as it is.
+
+    Args:
+        tensor: the tensor, which may be the local one of a DTensor.
+        name: what it is called in messages.
+        shape: the shape of the logical tensor.
 
     Raises:
-        StateError: a block's view is not of the size that the block list states.
+        StateError: a block lies outside of the tensor, its view has another size, or one of the methods raised.
 
     """
-    blocks = []
-    for box, view in _stated(tensor, name):
-        if tuple(view.shape) != box.lengths and (box.numel or not hasattr(tensor, HOOKS[1])):
-            raise StateError(f"{name}: {type(tensor).__name__} states a block {box} but gives {tuple(view.shape)}")
-        if box.numel:
-            blocks.append((box, view.detach()))
-    return blocks
+    try:
+        stated = list(_stated(tensor, name))
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(
+            f"{name}: {type(tensor).__name__} raised {type(error).__name__}: {error} when asked for its blocks; repair "
+            f"{' and '.join(HOOKS)}, or pass the plain tensors inside it"
+        ) from error
+    for box, view in stated:
+        _check_block(tensor, box, view, name, shape)
+    return [(box, view) for box, view in stated if box.numel]
+
+
+def _check_block(tensor: Any, box: Box, view: Any, name: str, shape: tuple[int, ...]) -> None:
+    """Raise StateError for a block that is not one of the logical tensor, or whose view is not of its size."""
+    lengths = tuple(view.shape) if isinstance(view, torch.Tensor) else None
+    if lengths != box.lengths and (box.numel or not hasattr(tensor, HOOKS[1])):
+        gives = type(view).__name__ if lengths is None else lengths
+        raise StateError(f"{name}: {type(tensor).__name__} states a block {box} but gives {gives}")
+    if box.numel and (len(box.lengths) != len(shape) or Box.whole(shape).intersect(box) != box):
+        raise StateError(f"{name}: {type(tensor).__name__} states a block {box} outside of the shape {shape}")
 
 
 def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
@@ -55,7 +75,7 @@ def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
     local = local_tensor(tensor)
     if not is_hooked(local) or hasattr(local, HOOKS[1]):
         return None
-    spans = tuple(Span.whole(box) for box, _ in hooked_blocks(local, name))
+    spans = tuple(Span.whole(box) for box, _ in hooked_blocks(local, name, tuple(tensor.shape)))
     return Placement(tuple(tensor.shape), tuple(local.shape), spans)
 
 

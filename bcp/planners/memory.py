@@ -141,14 +141,25 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks of the global tensor that are here, as plain detached views."""
-    if is_hooked(local_tensor(tensor)):
-        return hooked_blocks(local_tensor(tensor), label)
+    if is_hooked(local := local_tensor(tensor)):
+        stated = hooked_blocks(local, label, tuple(tensor.shape))
+        return [(box, _plain(view, box, label)) for box, view in stated]
     if is_dtensor(tensor):
         return dtensor_blocks(tensor, label)
     if not tensor.numel():
         return []
     plain = tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)
     return [(Box.whole(tuple(tensor.shape)), plain.detach())]
+
+
+def _plain(view: torch.Tensor, box: Box, label: str) -> torch.Tensor:
+    """Return the detached view of a block that a tensor states, or refuse one without plain memory."""
+    reason = unsupported(view)
+    if not reason and _is_wrapper(type(view)):
+        reason = f"is a {type(view).__name__}; return a plain tensor"
+    if reason:
+        raise StateError(f"{label}: its block {box}, as {HOOKS[1]} returns it, {reason}")
+    return view.detach()
 
 
 @cache
@@ -160,6 +171,8 @@ def _is_wrapper(kind: type) -> bool:
 @cache
 def _copies(dtype: torch.dtype) -> bool:
     """Whether torch can copy elements of that dtype and view them as bytes; of int4 and its like it only has a name."""
+    if dtype.is_complex:  # all of them; torch warns when a complex32 tensor is made
+        return True
     try:
         torch.empty(1, dtype=dtype, device="cpu").clone().view(torch.uint8)
     except RuntimeError:  # NotImplementedError is one

@@ -78,9 +78,17 @@ def _go_on_loosely(source: Path, path: Path, layout: Layout) -> None:
     jobs.go_on(source, path, layout, strict=False)
 
 
-@pytest.mark.parametrize("how", ["tp_fsdp2", "fsdp2", "plain", Layout(orig=False)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(orig=False)], ids=str)
+def test_the_module_takes_what_fsdp1_state_dicts_saved(
+    ranks4: Ranks, tmp_path: Path, fsdp: Callable[[Layout], Path], layout: Layout
+) -> None:
+    ranks4.run(jobs.copy_native, fsdp(Layout()) / "dicts", tmp_path / "0", layout)
+    assert not differences(logical(tmp_path / "0"), trained(2, 4, tied=False).state())
+
+
+@pytest.mark.parametrize("how", ["tp_fsdp2", "fsdp2", "plain"])
 def test_fsdp1_state_dicts_load_into_other_frameworks(
-    ranks4: Ranks, tmp_path: Path, fsdp: Callable[[Layout], Path], how: str | Layout
+    ranks4: Ranks, tmp_path: Path, fsdp: Callable[[Layout], Path], how: str
 ) -> None:
     ranks4.run(jobs.copy_model, fsdp(Layout()) / "dicts", tmp_path / "0", how)
     model = {name: tensor for name, tensor in trained(2, 4, tied=False).state().items() if name[0] == "model"}

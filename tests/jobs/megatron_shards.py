@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import multiprocessing.dummy
 import warnings
 from collections.abc import Callable, Sequence
@@ -93,7 +92,6 @@ def exchanged(path: Path, before: str, after: str) -> list[str]:
     if dist.get_rank() == 0:
         (path / "megatron").mkdir()
     dist.barrier()
-    logging.disable(logging.WARNING)
     # it writes in forked processes, which must not be made of one with threads
     as_threads = patch.object(torch.multiprocessing, "get_context", lambda _: multiprocessing.dummy)
     with cuda_as_cpu(), warnings.catch_warnings(), as_threads:

@@ -249,15 +249,23 @@ def go_on(source: Path, path: Path, layout: Layout, *, strict: bool = True) -> N
     save(path, {"model": model, "optimizer": optimizer}, layout.size)
 
 
-def copy_model(source: Path, path: Path, how: str | Layout) -> None:
+def copy_model(source: Path, path: Path, how: str) -> None:
     """Load a model into another layout, and save it again."""
-    prepare()
-    if isinstance(how, Layout):
-        model, _ = fsdp1.built(how, Exact(9, tied=False))
-    else:
-        model = dtensor_layouts.shard(how, Exact(9, tied=False))
+    model = dtensor_layouts.shard(how, Exact(9, tied=False))
     load(source, {"model": model})
     save(path, {"model": model})
+
+
+def copy_native(source: Path, path: Path, layout: Layout) -> None:
+    """Load the tensors of state dicts into an FSDP1 module and its optimizer, which has no states yet, and save these.
+
+    Hyper-parameters have other names in a state dict.
+    """
+    prepare()
+    model, optimizer = fsdp1.built(layout, Exact(9, tied=False))
+    states = {"model": model, "optimizer": optimizer}
+    load(source, states, options=bcp.LoadOptions(strict=False))
+    save(path, states)
 
 
 def module_and_dict(path: Path) -> None:

@@ -310,6 +310,16 @@ def test_names_must_be_strings_or_ints_and_unique():
         PLAIN.local_shards({"model": 5})
 
 
+def test_a_list_of_tensors_is_named_by_place_and_a_lone_tensor_by_its_kind():
+    pair = [torch.ones(2), nn.Parameter(torch.ones(3))]
+    assert list(names(PLAIN.local_shards({"model": pair}))) == ["0", "1"]
+    for kind in ("model", "optimizer"):
+        assert list(names(PLAIN.local_shards({kind: pair[0]}), kind)) == [kind]
+    source, target = {"model": torch.arange(3.0)}, {"model": torch.zeros(3)}
+    round_trip(source, target)
+    assert torch.equal(source["model"], target["model"])
+
+
 def test_containers_take_their_objects_in_place():
     source = {"model": {"w": torch.ones(2), "n": [5, {"m": "x"}], "pair": (1, torch.ones(1)), "none": None, "e": {}}}
     inner = {"m": "y"}
