@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from bcp.errors import BcpError, StateError
 from bcp.planners.forms import PLAIN
@@ -148,7 +149,7 @@ class _Restoring:
         if isinstance(target, (list, tuple)) and isinstance(loaded, (list, tuple)):
             return self._sequence(target, loaded, where)
         if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-            return _tensor_restored(target, loaded)
+            return _tensor_restored(target, loaded, where)
         if same_generator(target, loaded):
             set_generator(target, loaded)
             return target
@@ -193,8 +194,15 @@ def _give_state(target: Stateful, loaded: Any, where: str) -> None:
         raise
 
 
-def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one."""
+def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:
+    """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
+
+    Raises:
+        StateError: the target is a DTensor, of which a loaded tensor has only this rank's part, or all of it.
+
+    """
+    if isinstance(target, DTensor):
+        raise StateError(f"{where} is a DTensor; put it under states['model'], which reshards it, or pass to_local()")
     if not _is_writable(target) or not _is_writable(loaded):
         return loaded
     if target.shape != loaded.shape or target.dtype != loaded.dtype:

@@ -169,11 +169,8 @@ class _Packer:
         return value if value.bit_length() < _MOST_BITS else (_MARK, "int", hex(value))
 
     def _bytes(self, value: bytes, _: str) -> Any:
-        return value or (
-            _MARK,
-            "bytes",
-            bytearray(),
-        )  # pickled as a call of bytes(), which the restricted reader refuses
+        """Return bytes; empty ones are pickled as a call of ``bytes()``, which the restricted reader refuses."""
+        return value or (_MARK, "bytes", bytearray())
 
     def _tuple(self, value: tuple[Any, ...], where: str) -> Any:
         items = self._items(value, where)

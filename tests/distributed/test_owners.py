@@ -12,3 +12,8 @@ pytestmark = pytest.mark.dist
 def test_owners_that_communicate_meet_whatever_the_order_of_keys_on_each_rank(ranks4: Ranks, tmp_path: Path) -> None:
     found = ranks4.run(owners.save_and_load, tmp_path)
     assert found == [{"a": [10, 10], "b": [100, 100], "c": [1000, 1000], "loader": [10, 10]}] * 4
+
+
+def test_a_dtensor_is_no_extra_state(ranks4: Ranks, tmp_path: Path) -> None:
+    for said in ranks4.run(owners.refused, tmp_path):
+        assert ["extra_states.a is a DTensor; put it under" in each for each in said] == [True, True]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bcp
 
@@ -46,3 +48,17 @@ def save_and_load(path: Path) -> dict[str, list[int]]:
     bcp.load(path, target)
     owners = target["extra_states"]["z"] | {"loader": target["dataloader"]["owner"]}
     return {name: owner.sums for name, owner in sorted(owners.items())}
+
+
+def refused(path: Path) -> list[str]:
+    """Return what a save of a DTensor among the extra states says, and a load into one."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placed = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    bcp.save(path, {"extra_states": {"a": torch.ones(8)}})
+    said = []
+    for call in (bcp.save, bcp.load):
+        try:
+            call(path / "other" if call is bcp.save else path, {"extra_states": {"a": placed}})
+        except bcp.BcpError as error:
+            said.append(str(error))
+    return said
