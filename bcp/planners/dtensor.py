@@ -19,11 +19,10 @@ from torch.distributed.tensor import placement_types as _placement_types
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
+from bcp.planners.cuts import AmbiguousCutsError, Cut, Run, runs_in_order, runs_of
 
 __all__ = [
     "Meshes",
-    "Run",
-    "chunk",
     "dtensor_blocks",
     "is_dtensor",
     "is_ragged",
@@ -31,7 +30,7 @@ __all__ = [
     "local_tensor",
     "mesh_blocks",
     "placement_key",
-    "runs_of",
+    "stated_orders",
 ]
 
 _StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
@@ -40,14 +39,11 @@ _StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
 _NAMES = frozenset({"Replicate", "Shard", "_StridedShard"})
 """Class names by which placements that are not torch's own are known; veScale has had such."""
 
-Run = tuple[int, int]
-"""(first global index, how many); a local dimension is a list of runs, back to back."""
+Split = tuple[int, int | None]
+"""(tensor dimension, split factor) of a mesh dimension that shards; None for a ``Shard``, which has no factor."""
 
-Split = tuple[int, int]
-"""(tensor dimension, split factor) that one mesh dimension splits; the factor is 1 but for ``_StridedShard``."""
-
-Cut = tuple[int, int, int]
-"""(parts, which of them is ours, split factor): how one mesh dimension cuts one tensor dimension."""
+_IN_ORDER = "use_strided_shard_as_shard_order"
+"""An attribute of torch's specs: False if strided shards are cuts in mesh order, whatever their factors."""
 
 Order = tuple[int, tuple[int, ...]]
 """(tensor dimension, mesh dimensions in the order in which they cut it)."""
@@ -87,10 +83,11 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
     Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing.
 
     Raises:
-        StateError: a placement is a pending reduction or unknown, or placements and local shape disagree.
+        StateError: a placement is a pending reduction or unknown, placements and local shape disagree, or torch
+            itself has more than one reading of the placements.
 
     """
-    if (traced := mesh_blocks(tensor, tensor.placements, name, _stated_orders(tensor))) is None:
+    if (traced := mesh_blocks(tensor, tensor.placements, name, stated_orders(tensor))) is None:
         return []
     local, (expected, blocks) = local_tensor(tensor), traced
     if not (local.numel() or math.prod(expected)):  # torch gives such a tensor the shape (2, 0) or (0, 0)
@@ -111,7 +108,7 @@ def placement_key(placement: Any) -> object:
 
 
 def layout_of(tensor: Any, meshes: Meshes) -> object:
-    """Return what says which blocks of a DTensor of torch's are here, to be compared; or None.
+    """Return what says which blocks of a DTensor are here, to be compared; None if that takes a closer look.
 
     Placements are not compared themselves: torch has said that ``_StridedShard(0)`` equals ``Shard(0)``, which cuts
     otherwise (2.6), and veScale's may crash.
@@ -126,7 +123,7 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
     if place is None:
         coordinate = mesh.get_coordinate()
         place = meshes[id(mesh)] = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate))
-    return tuple(cuts), getattr(spec, "shard_order", None), place
+    return tuple(cuts), getattr(spec, "shard_order", None), getattr(spec, _IN_ORDER, None), place
 
 
 def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
@@ -137,46 +134,29 @@ def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Seque
         None on a rank outside of the mesh.
 
     Raises:
-        StateError: a placement is a pending reduction or unknown.
+        StateError: a placement is a pending reduction or unknown, the placements do not fit tensor and mesh, or torch
+            itself has more than one reading of them.
 
     """
-    splits = tuple(_split(placement, tensor.dim(), name) for placement in placements)
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
+    if len(placements) != len(mesh):
+        raise StateError(
+            f"{name} has {len(placements)} placements on a mesh of shape {mesh}; give it one for each mesh dimension"
+        )
+    splits = tuple(_split(placement, shape, name) for placement in placements)
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
-    return _traced(tuple(tensor.shape), splits, tuple(mesh.shape), tuple(coordinate), tuple(orders))
-
-
-def runs_of(length: int, cuts: Sequence[Cut]) -> list[Run]:
-    """Return the indices of one dimension that are left after the cuts, which are in mesh order.
-
-    FSDP2 cuts after TP although its mesh dimension comes first, and says so by a split factor: how many shards
-    there were already. Where those shards stand to its right the true order is right to left, which stays exact
-    for uneven sizes. Otherwise a split factor means: group first, then take a part of each group.
-    """
-    runs = [(0, length)]
-    if _rightmost_first(cuts):
-        for parts, mine, _ in reversed(cuts):
-            runs = chunk(runs, parts, mine)
-        return runs
-    for parts, mine, factor in cuts:
-        groups = (chunk(runs, factor, group) for group in range(factor))
-        runs = _merged(run for group in groups for run in chunk(group, parts, mine))
-    return runs
-
-
-def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
-    """Cut runs, back to back, as ``torch.chunk`` does: parts of the rounded-up size, the last ones may be empty."""
-    size = -(-sum(count for _, count in runs) // parts)
-    low, high = size * mine, size * (mine + 1)
-    out, position = [], 0
-    for first, count in runs:
-        start, stop = max(low, position), min(high, position + count)
-        if start < stop:
-            out.append((first + start - position, stop - start))
-        position += count
-    return out
+    if not math.prod(shape):
+        return (0,) * len(shape), ()
+    try:
+        return _traced(shape, splits, mesh, tuple(coordinate), tuple(orders))
+    except AmbiguousCutsError as error:
+        raise StateError(
+            f"{name} has the placements {tuple(placements)} on a mesh of shape {mesh}, and torch's own "
+            f"distribute_tensor and full_tensor disagree on which rows of its global shape {shape} are where: {error}; "
+            "redistribute it to Shard or Replicate, and check the values: torch may permute them on the way"
+        ) from None
 
 
 @lru_cache(maxsize=4096)
@@ -201,13 +181,14 @@ def _traced(
     """
     runs = []
     for dim, length in enumerate(shape):
-        mesh_dims = _order(orders, dim, [at for at, split in enumerate(splits) if split and split[0] == dim])
-        factors = {at: split[1] for at, split in enumerate(splits) if split}
-        runs.append(runs_of(length, [(parts[at], coordinate[at], factors[at]) for at in mesh_dims]))
+        ours = [(at, split[1]) for at, split in enumerate(splits) if split and split[0] == dim]
+        cuts = {at: Cut(parts[at], coordinate[at], factor) for at, factor in ours}
+        stated = [cuts[at] for at in _order(orders, dim, list(cuts))]
+        runs.append(runs_in_order(length, stated) if stated else runs_of(length, list(cuts.values())))
     return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))
 
 
-def _split(placement: Any, ndim: int, name: str) -> Split | None:
+def _split(placement: Any, shape: Sequence[int], name: str) -> Split | None:
     """Return (tensor dimension, split factor) of a placement, None for one that splits nothing."""
     if hasattr(placement, "local_units"):  # first: any other question to veScale's RaggedShard may crash
         raise StateError(f"{name} has more than one ragged placement, which is not supported; redistribute it")
@@ -217,41 +198,35 @@ def _split(placement: Any, ndim: int, name: str) -> Split | None:
             f"{name} has the placement {placement!r}: its values are not there before a reduction, or lie in an order "
             "that is not known; redistribute it to Shard or Replicate first"
         )
-    if isinstance(placement, Replicate) or kind == "Replicate" or not ndim:
+    if isinstance(placement, Replicate) or kind == "Replicate":
         return None
+    if not -len(shape) <= placement.dim < len(shape):
+        raise StateError(
+            f"{name} has the placement {placement!r}, but its global shape is {tuple(shape)}; "
+            "place it on a dimension that it has"
+        )
     strided = isinstance(placement, _StridedShard) or kind == "_StridedShard"
-    return placement.dim % ndim, int(placement.split_factor) if strided else 1
+    return placement.dim % len(shape), int(placement.split_factor) if strided else None
 
 
-def _stated_orders(tensor: DTensor) -> tuple[Order, ...]:
-    """Return (tensor dimension, mesh dimensions in the order in which they cut it); torch >= 2.10 may state them."""
+def stated_orders(tensor: DTensor) -> tuple[Order, ...]:
+    """Return (tensor dimension, mesh dimensions in the order in which they cut it), if the tensor states it.
+
+    torch >= 2.10 may state it. With strided shards it counts only where torch says that their factors are no order,
+    as it does of views (2.13); otherwise the factors themselves are the order.
+    """
     spec = getattr(tensor, "_spec", None)  # not public yet
+    strided = any(hasattr(placement, "split_factor") for placement in tensor.placements)
+    if strided and getattr(spec, _IN_ORDER, True) is not False:
+        return ()
     entries = getattr(spec, "shard_order", None) or ()
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in entries)
 
 
 def _order(orders: Sequence[Order], dim: int, mesh_dims: list[int]) -> Sequence[int]:
-    """Return the mesh dimensions in the order in which they cut: as stated, otherwise mesh order."""
+    """Return the mesh dimensions in the order in which they cut a dimension; () if the tensor does not state it."""
     stated = [mesh for tensor_dim, mesh in orders if tensor_dim == dim]
-    return stated[0] if stated and sorted(stated[0]) == mesh_dims else mesh_dims
-
-
-def _rightmost_first(cuts: Sequence[Cut]) -> bool:
-    """Whether every split factor counts exactly the shards to its right: FSDP2 after TP."""
-    factors = [factor for _, _, factor in cuts]
-    right = [math.prod(parts for parts, _, _ in cuts[index + 1 :]) for index in range(len(cuts))]
-    return max(factors, default=1) > 1 and all(f in (1, n) for f, n in zip(factors, right, strict=True))
-
-
-def _merged(runs: Iterator[Run]) -> list[Run]:
-    """Join runs that touch."""
-    out: list[Run] = []
-    for first, count in runs:
-        if out and sum(out[-1]) == first:
-            out[-1] = (out[-1][0], out[-1][1] + count)
-        else:
-            out.append((first, count))
-    return out
+    return stated[0] if stated and sorted(stated[0]) == mesh_dims else ()
 
 
 def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]]:

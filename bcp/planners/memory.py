@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.plan.strided import overlaps_itself
-from bcp.planners.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key
+from bcp.planners.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key, stated_orders
 from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked
 from bcp.planners.placement import Leaf, Part, Sharded
 from bcp.planners.ragged import ragged_placement
@@ -31,8 +31,8 @@ def memory(tensor: Leaf) -> object:
     if isinstance(tensor, Sharded):
         return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor), *map(memory, tensor.more)
     if is_dtensor(tensor):
-        spec = (tuple(tensor.shape), tuple(placement_key(placement) for placement in tensor.placements))
-        return (*spec, memory(local_tensor(tensor)))
+        keys = tuple(placement_key(placement) for placement in tensor.placements)
+        return tuple(tensor.shape), keys, stated_orders(tensor), memory(local_tensor(tensor))
     if _is_wrapper(type(tensor)):
         return id(tensor)
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage

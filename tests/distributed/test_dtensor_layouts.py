@@ -10,6 +10,8 @@ from exact import Exact, Twin, trained
 from logical import State, differences, logical
 from ranks import Ranks
 
+import bcp
+
 pytestmark = pytest.mark.dist
 
 DATA_PARALLEL = {"tp_fsdp2": 2}
@@ -37,7 +39,7 @@ def test_trained_states_load_under_another_layout_to_the_bit(
     assert not differences(logical(after), twin.state())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks8() -> Iterator[Ranks]:
     ranks = Ranks(8)
     yield ranks
@@ -60,6 +62,18 @@ def test_nine_rows_over_tp_2_and_fsdp2_4(ranks8: Ranks, tmp_path: Path) -> None:
     )  # over TP 4 the last rank has none of the 9 columns; torch loads that, and cannot train it
     ranks8.run(jobs.load_and_save, "tp4_fsdp2", first, empty, None, jobs.nine)
     assert not differences(logical(empty), logical(first))
+
+
+def test_fsdp2_over_a_mesh_of_two_dimensions(ranks8: Ranks, tmp_path: Path) -> None:
+    whole = dict(jobs.grid().named_parameters())
+    for gathered in ranks8.run(jobs.save_grid, tmp_path / "on8"):
+        assert all(torch.equal(gathered[name], values) for name, values in whole.items())
+    target = jobs.grid(empty=True)
+    bcp.load(tmp_path / "on8", {"model": target})
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in target.named_parameters())
+    bcp.save(tmp_path / "on1", {"model": jobs.grid()})
+    for gathered in ranks8.run(jobs.load_grid, tmp_path / "on1"):
+        assert all(torch.equal(gathered[name], values) for name, values in whole.items())
 
 
 def test_stages_on_parts_of_the_ranks(ranks4: Ranks, tmp_path: Path) -> None:

@@ -224,6 +224,44 @@ def load_experts(path: Path, ep: int, again: Path) -> None:
     bcp.save(again, states)
 
 
+# -- FSDP2 over a mesh of two dimensions --------------------------------------------------------------
+
+GRID = {"even": 16, "uneven": 13, "few": 9}
+"""Rows of the parameters that FSDP2, EP and TP all shard, in this order of the mesh dimensions."""
+
+
+def grid(*, empty: bool = False) -> nn.Module:
+    """Return plain parameters whose elements are their positions."""
+    model = nn.Module()
+    for name, rows in GRID.items():
+        whole = torch.arange(rows * 3.0).view(rows, 3)
+        model.register_parameter(name, nn.Parameter(torch.zeros_like(whole) if empty else whole))
+    return model
+
+
+def sharded_grid(*, empty: bool = False) -> nn.Module:
+    """Return the same over 2 x 2 x 2 ranks, as ``fully_shard`` makes them of DTensors on a mesh of two dimensions."""
+    model, mesh = grid(empty=empty), mesh_of((2, 2, 2), ("dp", "ep", "tp"))
+    for name, parameter in list(model.named_parameters()):
+        placed = distribute_tensor(parameter.detach(), mesh["ep", "tp"], [Shard(0), Shard(0)], src_data_rank=None)
+        model.register_parameter(name, nn.Parameter(placed))
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def save_grid(path: Path) -> dict[str, torch.Tensor]:
+    """Save, and return what torch gathers."""
+    model = sharded_grid()
+    bcp.save(path, {"model": model})
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def load_grid(path: Path) -> dict[str, torch.Tensor]:
+    """Load, and return what torch gathers."""
+    model = sharded_grid(empty=True)
+    load_in_place(path, {"model": model}, model.parameters())
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
 # -- tensors that say themselves which blocks they hold ------------------------------------------------
 
 

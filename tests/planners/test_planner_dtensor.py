@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner, planner
-from bcp.planners.dtensor import _order, _stated_orders, chunk, runs_of
+from bcp.planners.cuts import Cut, chunk, runs_of
+from bcp.planners.dtensor import _order, stated_orders
 from bcp.protocols import LocalShards
 
 FSDP2 = Fsdp2Planner()
@@ -52,24 +53,29 @@ def test_fsdp2_after_tp_is_exact_for_every_size(length, dp, tp):
             local = torch.tensor(after_tp[column]) if column < len(after_tp) else torch.zeros(0)
             parts = local.chunk(dp)
             expected = parts[row].tolist() if row < len(parts) else []
-            assert indices(runs_of(length, [(dp, row, tp), (tp, column, 1)])) == expected
+            assert indices(runs_of(length, [Cut(dp, row, tp), Cut(tp, column)])) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(2, 4))
 def test_lone_strided_shards_are_as_torch_splits_them(length, parts, factor):
     placement = _StridedShard(0, split_factor=factor)
     expected, _ = placement._split_tensor(torch.arange(length), parts, with_padding=False, contiguous=True)
-    got = [runs_of(length, [(parts, mine, factor)]) for mine in range(parts)]
+    got = [runs_of(length, [Cut(parts, mine, factor)]) for mine in range(parts)]
     assert [indices(runs) for runs in got] == [part.tolist() for part in expected]
     assert all(sum(a) != b[0] for runs in got for a, b in pairwise(runs))  # merged
 
 
 def test_a_stated_shard_order_counts():
     entry = SimpleNamespace(tensor_dim=0, mesh_dims=(1, 0))
-    orders = _stated_orders(SimpleNamespace(_spec=SimpleNamespace(shard_order=(entry,))))
+    spec = SimpleNamespace(shard_order=(entry,))
+    orders = stated_orders(SimpleNamespace(_spec=spec, placements=(Shard(0), Shard(0))))
     assert _order(orders, 0, [0, 1]) == (1, 0)
-    assert _order(orders, 1, [0]) == [0]
-    assert _stated_orders(SimpleNamespace(_spec=SimpleNamespace())) == ()
+    assert _order(orders, 1, [0]) == ()
+    assert stated_orders(SimpleNamespace(_spec=SimpleNamespace(), placements=())) == ()
+    strided = (_StridedShard(0, split_factor=2), Shard(0))  # torch 2.10 states the order that the factors say, too
+    assert stated_orders(SimpleNamespace(_spec=spec, placements=strided)) == ()
+    spec.use_strided_shard_as_shard_order = False
+    assert stated_orders(SimpleNamespace(_spec=spec, placements=strided)) == orders
 
 
 # -- on four ranks ---------------------------------------------------------------------------------
