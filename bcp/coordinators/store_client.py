@@ -130,7 +130,7 @@ class StoreClient:
         waiter = asyncio.wrap_future(call.ended)
         try:
             await _wait(waiter, seconds)
-            if not waiter.done():
+            if not call.ended.done():
                 self._given_up = self._current
                 raise PeerError(0, self._silence(time.monotonic() - started))
         finally:
