@@ -109,6 +109,18 @@ def test_modules_whose_state_dicts_have_them_are_loaded_in_place(ranks4: Ranks, 
     assert not differences(logical(tmp_path / "0"), whole)
 
 
+def test_parameters_and_states_of_an_optimizer_may_be_sharded_tensors(ranks4: Ranks, tmp_path: Path) -> None:
+    for right, (unstepped, stranger) in ranks4.run(jobs.parameters, tmp_path / "0"):
+        assert right
+        assert re.match("StateError: .* its parameter 'table' is a ShardedTensor, .* take one step", unstepped)
+        assert re.match(r"StateError: states\['optimizer'\] has a parameter of shape \(9, 4\) that is not", stranger)
+    whole = {
+        ("model", "table"): torch.full((9, 4), 1.0),
+        ("optimizer", "state.table.sum"): torch.full((9, 4), 2.0),
+    }
+    assert not differences(logical(tmp_path / "0"), whole)
+
+
 def test_a_local_shard_may_be_a_sharded_tensor(ranks4: Ranks, tmp_path: Path) -> None:
     assert ranks4.run(jobs.nested, tmp_path / "0") == [True] * 4
 

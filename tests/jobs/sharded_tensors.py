@@ -319,6 +319,49 @@ def modules(path: Path) -> tuple[bool, int]:
     return torch.equal(source[0].rows, target[0].rows), target[0].taken
 
 
+class Sharded(nn.Module):
+    """Has a parameter that is a ShardedTensor, and an optimizer that keeps another one for it, as torchrec's do."""
+
+    def __init__(self, fill: float, *, stepped: bool = True) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls functions of it
+            self.table = nn.Parameter(sharded(torch.full((9, 4), fill), _dealt((9, 4), 4)))
+            self.optimizer = optim.SGD([self.table])
+        if stepped:
+            self.optimizer.state[self.table]["sum"] = sharded(torch.full((9, 4), fill + 1), _dealt((9, 4), 4))
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self, "optimizer": self.optimizer}
+
+    @property
+    def local(self) -> list[torch.Tensor]:
+        kept = self.optimizer.state.get(self.table, {}).values()
+        return [shard.tensor.detach() for each in (self.table, *kept) for shard in each.local_shards()]
+
+
+def parameters(path: Path) -> tuple[bool, list[str]]:
+    """Save and load a module whose parameter is one; return whether it came back, and what is refused."""
+    source, target = Sharded(1.0), Sharded(5.0)
+    with strict_warnings():
+        bcp.save(path, source.states)
+        bcp.load(path, target.states)
+        said = [
+            _said(bcp.load, path, Sharded(7.0, stepped=False).states),
+            _said(bcp.save, path.with_name("bad"), {"model": nn.Linear(1, 1), "optimizer": source.optimizer}),
+        ]
+    return all(torch.equal(*pair) for pair in zip(target.local, source.local, strict=True)), said
+
+
+def _said(act: Callable[[Path, Mapping[str, Any]], object], path: Path, states: Mapping[str, Any]) -> str:
+    try:
+        act(path, states)
+    except bcp.BcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went well"
+
+
 def nested(path: Path) -> bool:
     """Save and load what FSDP1's extension makes of tensor parallel ShardedTensors: their shards are ones, too."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
@@ -385,11 +428,7 @@ def root(path: Path, how: str, other: str) -> tuple[bool, str]:
         named = {"model": torch.zeros_like(whole)}
         bcp.load(path, {"model": named})
     right = same_bits(_gathered(target, whole), whole) and same_bits(named["model"], whole)
-    try:
-        bcp.load(path, {"model": nn.Linear(7, 9, bias=False)})
-    except bcp.BcpError as error:
-        return right, f"{type(error).__name__}: {error}"
-    return right, "loaded"
+    return right, _said(bcp.load, path, {"model": nn.Linear(7, 9, bias=False)})
 
 
 # -- what is refused ---------------------------------------------------------------------------------
@@ -458,15 +497,8 @@ def refused(path: Path, good: Path, case: str, kind: str) -> tuple[str, str, lis
         tensor = sharded(torch.ones(9, 4), _dealt((9, 4), 4))
         BROKEN[case](tensor)
         states.append({kind: {"deep": [{"table": tensor}], "other": torch.zeros(3)}})
-    said = []
-    for act, where, state in ((bcp.save, path, states[0]), (bcp.load, good, states[1])):
-        try:
-            act(where, state)
-        except bcp.BcpError as error:
-            said.append(f"{type(error).__name__}: {error}")
-        else:
-            said.append("went well")
-    return said[0], said[1], [state[kind]["other"] for state in states]
+    saving, loading = _said(bcp.save, path, states[0]), _said(bcp.load, good, states[1])
+    return saving, loading, [state[kind]["other"] for state in states]
 
 
 def save_good(path: Path, kind: str) -> None:
