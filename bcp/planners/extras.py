@@ -22,6 +22,7 @@ from bcp.planners.leaves import state_dict_of
 from bcp.planners.native import is_generator, same_generator, set_generator
 from bcp.planners.packed import keeps_type
 from bcp.planners.random_states import RNGState
+from bcp.planners.sharded_tensor import is_sharded_tensor
 from bcp.protocols import Stateful
 
 __all__ = ["check_changeable", "collect", "restore"]
@@ -198,11 +199,14 @@ def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> 
     """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
 
     Raises:
-        StateError: the target is a DTensor, of which a loaded tensor has only this rank's part, or all of it.
+        StateError: the target is a DTensor or a ShardedTensor; a loaded tensor is this rank's part of it, or all of it.
 
     """
-    if isinstance(target, DTensor):
-        raise StateError(f"{where} is a DTensor; put it under states['model'], which reshards it, or pass to_local()")
+    if is_sharded_tensor(target) or isinstance(target, DTensor):
+        kind = type(target).__name__
+        raise StateError(
+            f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"
+        )
     if not _is_writable(target) or not _is_writable(loaded):
         return loaded
     if target.shape != loaded.shape or target.dtype != loaded.dtype:

@@ -20,6 +20,7 @@ from bcp.errors import CheckpointError, StateError
 from bcp.planners.archive import check_archive
 from bcp.planners.forms import PLAIN
 from bcp.planners.native import take_apart, together
+from bcp.planners.sharded_tensor import is_sharded_tensor
 
 __all__ = ["keeps_type", "pack", "unpack"]
 
@@ -240,8 +241,11 @@ def _check_memory(tensor: torch.Tensor, where: str) -> None:
         StateError: the message says why, and what to do.
 
     """
-    if isinstance(tensor, DTensor):
-        raise StateError(f"{where} is a DTensor; put it under states['model'], which reshards it, or pass to_local()")
+    if is_sharded_tensor(tensor) or isinstance(tensor, DTensor):
+        kind = type(tensor).__name__
+        raise StateError(
+            f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"
+        )
     if is_lazy(tensor):
         raise StateError(f"{where} is uninitialized; run one forward pass of its lazy module first")
     if tensor.is_meta:

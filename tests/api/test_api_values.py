@@ -122,7 +122,7 @@ def test_values_come_back_exactly_whatever_stands_there(tmp_path: Path, name: st
 @pytest.mark.parametrize("name", REFUSED)
 def test_values_that_would_change_are_refused_by_name(tmp_path: Path, name: str, way: Any) -> None:
     for value in (REFUSED[name], [{"deep": (REFUSED[name],)}]):
-        with pytest.raises(bcp.StateError, match=r"value( |.*\.0\.deep\.0 )(is a|cannot be ser)"):
+        with pytest.raises(bcp.StateError, match=r"value('| |.*\.0\.deep\.0).*(is a|cannot be ser)"):
             bcp.save(tmp_path / "c", way(value)[0])
         assert entries(tmp_path) == []
 

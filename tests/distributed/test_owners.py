@@ -14,6 +14,7 @@ def test_owners_that_communicate_meet_whatever_the_order_of_keys_on_each_rank(ra
     assert found == [{"a": [10, 10], "b": [100, 100], "c": [1000, 1000], "loader": [10, 10]}] * 4
 
 
-def test_a_dtensor_is_no_extra_state(ranks4: Ranks, tmp_path: Path) -> None:
-    for said in ranks4.run(owners.refused, tmp_path):
-        assert ["extra_states.a is a DTensor; put it under" in each for each in said] == [True, True]
+@pytest.mark.parametrize("kind", ["DTensor", "ShardedTensor"])
+def test_a_sharded_tensor_is_no_extra_state(ranks4: Ranks, tmp_path: Path, kind: str) -> None:
+    for said in ranks4.run(owners.refused, tmp_path, kind):
+        assert [f"extra_states.a is a {kind}; put it under" in each for each in said] == [True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import sharded_tensors
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,10 +51,14 @@ def save_and_load(path: Path) -> dict[str, list[int]]:
     return {name: owner.sums for name, owner in sorted(owners.items())}
 
 
-def refused(path: Path) -> list[str]:
-    """Return what a save of a DTensor among the extra states says, and a load into one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placed = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+def refused(path: Path, kind: str) -> list[str]:
+    """Return the errors of a save of a sharded tensor among the extra states, and of a load into one."""
+    ranks = dist.get_world_size()
+    placed: torch.Tensor
+    if kind == "DTensor":
+        placed = distribute_tensor(torch.ones(8), init_device_mesh("cpu", (ranks,)), [Shard(0)])
+    else:
+        placed = sharded_tensors.sharded(torch.ones(8), sharded_tensors.BLOCKS["rows"]((8,), ranks))
     bcp.save(path, {"extra_states": {"a": torch.ones(8)}})
     said = []
     for call in (bcp.save, bcp.load):
