@@ -14,7 +14,7 @@ from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Pipeline, beside, giving_way, in_thread, planning
+from bcp.pipeline import Pipeline, beside, failures_collected, giving_way, in_thread, planning
 from bcp.planners.guard import being_loaded
 from bcp.protocols import Agreement
 from bcp.stages.device import Lanes, cuda_devices
@@ -30,6 +30,7 @@ __all__ = ["aload", "aprepare", "asave"]
 # -- save ----------------------------------------------------------------------------------------
 
 
+@failures_collected()
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
@@ -83,6 +84,7 @@ async def _write(
         return await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
 
 
+@failures_collected()
 async def aprepare(job: SaveJob) -> None:
     """Do what the first save of a layout does once: agree on a plan (paper sec. 4.1), and get staging memory."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
@@ -99,6 +101,7 @@ async def aprepare(job: SaveJob) -> None:
 # -- load ----------------------------------------------------------------------------------------
 
 
+@failures_collected()
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, together(job.operation) as agreement:

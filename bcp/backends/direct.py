@@ -37,11 +37,12 @@ class DirectFile:
         refused: whether direct I/O has turned out to be impossible.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, memory: int, block: int) -> None:
         """Take over the descriptor; :meth:`reopen` makes one."""
         self._fd = fd
         self.refused = False
-        self.memory, self.block = _alignment(fd)
+        self.memory = memory
+        self.block = block
 
     def __repr__(self) -> str:
         """Show the alignment, and whether the file system refused."""
@@ -51,8 +52,9 @@ class DirectFile:
     @classmethod
     def reopen(cls, fd: int, flags: int) -> DirectFile | None:
         """Open an open file a second time, whatever its name is by now; None where the file system refuses."""
+        alignment = _alignment(fd)  # before there is a descriptor that an error would leave open
         try:
-            return cls(os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC))
+            return cls(os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC), *alignment)
         except OSError as error:
             if error.errno in (*_REFUSALS, errno.ENOENT):  # or there is no /proc
                 return None

@@ -104,19 +104,23 @@ class TempFile:
 
     def discard(self) -> None:
         """Remove what is left of the temporary file; does nothing after ``commit``."""
-        self._close()
-        if self._temp is not None:
-            remove(self._temp)
-            self._temp = None
+        try:
+            self._close()
+        finally:
+            if self._temp is not None:
+                remove(self._temp)
+                self._temp = None
 
     def _close(self) -> None:
         """Close the file once."""
         fd, self._fd = self._fd, None
         direct, self._direct = self._direct, None
-        if direct is not None:
-            direct.close()
-        if fd is not None:
-            os.close(fd)
+        try:
+            if direct is not None:
+                direct.close()
+        finally:
+            if fd is not None:
+                os.close(fd)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from bcp.pipeline.beside import beside
 from bcp.pipeline.budget import Budget
-from bcp.pipeline.garbage import planning, uncollected
+from bcp.pipeline.garbage import failures_collected, planning, uncollected
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
 from bcp.pipeline.threads import giving_way, in_thread
 
-__all__ = ["Budget", "Item", "Pipeline", "Stage", "beside", "giving_way", "in_thread", "planning", "tee", "uncollected"]
+__all__ = [
+    "Budget",
+    "Item",
+    "Pipeline",
+    "Stage",
+    "beside",
+    "failures_collected",
+    "giving_way",
+    "in_thread",
+    "planning",
+    "tee",
+    "uncollected",
+]

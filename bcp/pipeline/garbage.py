@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from threading import Lock
 from typing import TypeVar, TypeVarTuple
 
 from bcp.pipeline.threads import in_thread
 
-__all__ = ["planning", "uncollected"]
+__all__ = ["failures_collected", "planning", "uncollected"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -48,6 +48,28 @@ def uncollected() -> Iterator[None]:
             _inside -= 1
             if not _inside:
                 _as_usual()
+
+
+_failed = False
+
+
+@asynccontextmanager
+async def failures_collected() -> AsyncIterator[None]:
+    """Collect garbage before an operation if the one before it failed.
+
+    An error and the frames of its traceback can form cycles, in the standard library and anyio too, and the frames lead
+    to the state's tensors. Few large objects set off no collection by themselves: 336 failed saves in a row doubled the
+    process's memory. Costs as much as one full collection, 0.2 s, after a failure.
+    """
+    global _failed  # noqa: PLW0603 -- as the garbage, for the whole process
+    if _failed:
+        _failed = False
+        await in_thread(gc.collect)
+    try:
+        yield
+    except BaseException:
+        _failed = True
+        raise
 
 
 def _as_usual() -> None:
