@@ -1,8 +1,9 @@
-"""Lines that bcp logs."""
+"""Lines that bcp logs, and what processes write to stderr."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,3 +29,8 @@ def captured_logs() -> Iterator[list[dict[str, Any]]]:
         yield collector.lines
     finally:
         logger.removeHandler(collector)
+
+
+def without_torchs_warnings(stderr: str) -> str:
+    """Drop the lines in which torch warns of the host's network, as of a host name without an address."""
+    return re.sub(r"^\[W.*(?:socket|ProcessGroupGloo)\.cpp.*\n", "", stderr, flags=re.MULTILINE)

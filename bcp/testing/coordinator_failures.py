@@ -219,7 +219,7 @@ class CoordinatorFailures:
 
         coordinators = self.coordinators(3)
         others = [each for each in coordinators if each.rank != late]
-        for outcome in await run_ranks(others, body, timeout=0.3):
+        for outcome in await run_ranks(others, body, timeout=1.0):
             _check_peer_error(outcome, late, "has not begun")
         [outcome] = await run_ranks([coordinators[late]], body, timeout=QUIET_SECONDS)
         _check_peer_error(outcome, late, "has not begun")

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
-import structlog
 import torch
 import trustme
 from anyio import to_thread
+from logs import captured_logs
 from relays import LOOPBACK, Relay, relayed_job
 
 import bcp
@@ -297,7 +297,7 @@ async def test_a_bad_certificate_names_its_rank(authority: trustme.CA, bad: int,
     else:
         other = tls_of(trustme.CA())
         settings[bad] = Tls(settings[bad].ca, other.certificate, other.key, NAME)
-    with meshes(*settings) as ranks, structlog.testing.capture_logs() as logs:
+    with meshes(*settings) as ranks, captured_logs() as logs:
         outcome = await sent(ranks, b"data")
     assert isinstance(outcome, InputError if bad == 0 else PeerError)
     assert f"rank {1 - bad} does not accept the certificate of rank {bad}" in str(outcome)
@@ -306,7 +306,7 @@ async def test_a_bad_certificate_names_its_rank(authority: trustme.CA, bad: int,
 
 
 async def test_a_rank_without_the_secret_is_refused() -> None:
-    with meshes(None, None, secrets=[b"guess", b"secret"]) as ranks, structlog.testing.capture_logs() as logs:
+    with meshes(None, None, secrets=[b"guess", b"secret"]) as ranks, captured_logs() as logs:
         outcome: list[Any] = []
         with anyio.move_on_after(0.5):
             outcome.append(await sent(ranks, b"data"))
@@ -339,7 +339,7 @@ async def test_a_tree_with_tls_on_one_side_only(authority: trustme.CA, secure: i
         GrpcCoordinator(rank, 2, each, lambda: LOOPBACK, tls)
         for rank, (each, tls) in enumerate(zip(ranks, settings, strict=True))
     ]
-    with structlog.testing.capture_logs():
+    with captured_logs():
         _, second = await run_ranks(coordinators, _barrier, timeout=0.5)
         await closed(coordinators)
     assert isinstance(second, PeerError)
@@ -428,7 +428,7 @@ async def test_strangers_of_the_tree_are_closed_in_time(
         "garbage": b"\xff" * 100,
     }[said]
     coordinators, _ = job(tls=tls_of(authority) if secure else None)
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         assert await works(coordinators)
         opened = [stranger_at(port_of(coordinators[0]), data) for _ in range(3)]
         for each in opened:
@@ -444,7 +444,7 @@ async def test_a_stranger_that_sends_much_is_closed() -> None:
     coordinators, _ = job()
     assert await works(coordinators)
     headers = (1 << 14).to_bytes(3, "big") + bytes([0, 0, 0, 0, 0, 1])  # DATA of a stream that is not there
-    with structlog.testing.capture_logs() as logs, stranger_at(port_of(coordinators[0]), HTTP2) as stranger:
+    with captured_logs() as logs, stranger_at(port_of(coordinators[0]), HTTP2) as stranger:
         with pytest.raises(ConnectionError):
             await to_thread.run_sync(stranger.sendall, (headers + bytes(1 << 14)) * 10_000)
         await closed(coordinators)
@@ -454,7 +454,7 @@ async def test_a_stranger_that_sends_much_is_closed() -> None:
 async def test_the_oldest_silent_strangers_make_room() -> None:
     coordinators, _ = job()
     assert await works(coordinators)
-    with ExitStack() as stack, structlog.testing.capture_logs() as logs:
+    with ExitStack() as stack, captured_logs() as logs:
         talker = stack.enter_context(stranger_at(port_of(coordinators[0]), HTTP2))
         assert talker.recv(1)  # gRPC has answered
         silent = [stack.enter_context(stranger_at(port_of(coordinators[0]))) for _ in range(100)]
@@ -491,7 +491,7 @@ async def test_a_rank_joins_while_strangers_keep_coming() -> None:
                     if number == 200:
                         many.set()
 
-    with structlog.testing.capture_logs():
+    with captured_logs():
         coordinators[0]._connect()
         address = asyncio.wrap_future(coordinators[0]._connect()[1].run(ranks[1].address_of(0)))
         async with anyio.create_task_group() as group:
@@ -522,7 +522,7 @@ async def test_strangers_of_bulk_data_are_closed_with_the_operation(
     gc.disable()
     try:
         before = open_files()
-        with meshes(settings, settings) as ranks, structlog.testing.capture_logs(), ExitStack() as stack:
+        with meshes(settings, settings) as ranks, captured_logs(), ExitStack() as stack:
             port = ranks[1]._listener.getsockname()[1]
             said = [b"", b"x", bytes(20), client_hello()]
             opened = [stack.enter_context(stranger_at(port, said[number % 4])) for number in range(200)]
@@ -544,7 +544,7 @@ async def test_strangers_of_bulk_data_are_closed_in_time(
 ) -> None:
     monkeypatch.setattr(strangers, "PROOF_SECONDS", 0.2)
     settings = tls_of(authority) if secure else None
-    with meshes(settings, settings) as ranks, structlog.testing.capture_logs() as logs:
+    with meshes(settings, settings) as ranks, captured_logs() as logs:
         async with anyio.create_task_group() as group:
             group.start_soon(ranks[1].serve)
             with stranger_at(ranks[1]._listener.getsockname()[1], data) as stranger:
@@ -563,7 +563,7 @@ async def test_a_stranger_makes_room_if_descriptors_are_short() -> None:
             return super().accept()
 
     hung_up: list[int] = []
-    with structlog.testing.capture_logs() as logs, Short() as listener:
+    with captured_logs() as logs, Short() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
         listener.settimeout(0)
@@ -582,7 +582,7 @@ async def test_a_stranger_makes_room_if_descriptors_are_short() -> None:
 async def test_many_refusals_make_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strangers, "LOG_SECONDS", 0.05)
     guests = strangers.Strangers("coordinator", 3, lambda: 8)
-    with structlog.testing.capture_logs() as logs:
+    with captured_logs() as logs:
         for _ in range(2000):
             guests.refuse(guests.enter("somebody", lambda: None), "why")
         assert [(entry["count"], entry["rank"]) for entry in logs] == [(1, 3)]
@@ -594,8 +594,8 @@ async def test_many_refusals_make_few_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 LIMITED = """
-import os, resource, sys
-import anyio, structlog, torch
+import logging, os, resource, sys
+import anyio, torch
 import bcp
 from bcp.coordinators import GrpcCoordinator, mesh
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous
@@ -644,9 +644,15 @@ async def main():
     for each in coordinators:
         await each.aclose()
 
-with structlog.testing.capture_logs() as logs:
-    anyio.run(main)
-say("logged", len(logs), sum(entry["count"] for entry in logs))
+class Counts(logging.Handler):
+    counts = []
+
+    def emit(self, record):
+        self.counts.append(record.bcp["count"])
+
+logging.getLogger("bcp").addHandler(Counts())
+anyio.run(main)
+say("logged", len(Counts.counts), sum(Counts.counts))
 """
 
 
