@@ -98,7 +98,7 @@ def _decoded(cuts: Sequence[Cut]) -> list[int] | None:
 
 
 def _cut_after_strided(length: int, cuts: Sequence[Cut]) -> bool:
-    """Whether a strided cut has another cut to its right, of which torch's gather then miscounts the rows.
+    """Return whether a strided cut has another cut to its right, of which torch's gather then miscounts the rows.
 
     One whose factor is at least the length leaves all rows to coordinate 0, and is no cut.
     """
@@ -111,7 +111,7 @@ def _cut_after_strided(length: int, cuts: Sequence[Cut]) -> bool:
 
 
 def _is_fsdp2(cuts: Sequence[Cut]) -> bool:
-    """Whether FSDP2 makes these cuts: one strided cut, after all shards by mesh dimensions to its right."""
+    """Return whether FSDP2 makes these cuts: one strided cut, after all shards by mesh dimensions to its right."""
     strided = [at for at, cut in enumerate(cuts) if (cut.factor or 1) > 1]
     return len(strided) == 1 and cuts[strided[0]].factor == math.prod(cut.parts for cut in cuts[strided[0] + 1 :])
 

@@ -26,6 +26,7 @@ __all__ = [
     "dtensor_blocks",
     "is_dtensor",
     "is_ragged",
+    "is_reordered",
     "layout_of",
     "local_tensor",
     "mesh_blocks",
@@ -67,6 +68,11 @@ def is_ragged(tensor: object) -> bool:
     ``is_shard()`` of such a placement may end the process; ``is_replicate()`` does, on torch 2.13.
     """
     return is_dtensor(tensor) and any(hasattr(placement, "local_units") for placement in tensor.placements)
+
+
+def is_reordered(mesh: object) -> bool:
+    """Return whether a mesh says, as Megatron-FSDP's may, that its dimensions cut tensors in an order of their own."""
+    return hasattr(mesh, "_shard_order")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,6 +129,8 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
     if place is None:
         coordinate = mesh.get_coordinate()
         place = meshes[id(mesh)] = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate))
+    if is_reordered(mesh):
+        return None
     return tuple(cuts), getattr(spec, "shard_order", None), getattr(spec, _IN_ORDER, None), place
 
 

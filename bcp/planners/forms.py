@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from bcp.errors import StateError
 from bcp.plan.columns import Ints
 from bcp.planners.dtensor import Meshes, layout_of, local_tensor
-from bcp.planners.hooks import HOOKS, is_hooked
+from bcp.planners.hooks import HOOKS, MEGATRON_FSDP, is_hooked
 from bcp.planners.memory import FLATTENED, parts_of, unsupported
 from bcp.planners.placement import Leaf, Part, Sharded, Span, memory_of
 
@@ -29,6 +29,9 @@ PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """The types of tensors that are their own memory; subclasses have to be asked."""
 
 _CHUNKS = HOOKS[0]
+
+_MARKS = MEGATRON_FSDP | {FLATTENED}
+"""Attributes of parameters that may have to be refused."""
 
 _MOST = 16_384
 """So many forms are remembered."""
@@ -131,7 +134,8 @@ def _facts(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> objec
 
     Beyond what is said here, it depends on the memory being strided: that of other layouts has no address.
     """
-    if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or hasattr(leaf, FLATTENED):
+    marked = kind is not Sharded and not _MARKS.isdisjoint(leaf.__dict__)
+    if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or marked:
         return None
     order = memory.is_contiguous() or memory.stride()  # to ask for strides takes twice as long
     said = memory.shape, order, memory.dtype, memory.device, memory.requires_grad, memory.is_neg()

@@ -8,9 +8,10 @@ from dataclasses import replace
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bcp.errors import StateError
 from bcp.plan.load.saved import Saved
 from bcp.planners.dtensor import is_dtensor, is_ragged
-from bcp.planners.hooks import hooked_placement
+from bcp.planners.hooks import hooked_placement, unstated
 from bcp.planners.leaves import Leaves, probe
 from bcp.planners.optimizer import Slot
 from bcp.planners.placement import Placement
@@ -75,8 +76,15 @@ def holds_ddp(states: States) -> bool:
 
 
 def _stated(slot: Slot) -> Placement | None:
-    """Return where a parameter says that it lies, other than by placements that its states have as well."""
+    """Return where a parameter says that it lies, other than by placements that its states have as well.
+
+    Raises:
+        StateError: it is Megatron-FSDP's, and does not say where it lies.
+
+    """
     name = f"the parameter {slot.fqn!r}"
+    if slot.placement is None and (reason := unstated(slot.parameter)):
+        raise StateError(f"{name} of states['optimizer'] {reason}")
     if slot.placement or not is_dtensor(slot.parameter):
         return slot.placement
     return (

@@ -2,6 +2,9 @@
 
 ``LocalShardsWrapper`` has both methods. Megatron-FSDP puts the first one on the local tensor of a DTensor, on the
 tensor and not on its class, and does without the second.
+
+Before Megatron-FSDP has done so, its parameters are DTensors whose placements do not say which rows are here, or plain
+local tensors. These are known by attributes, and are refused.
 """
 
 from __future__ import annotations
@@ -13,18 +16,44 @@ import torch
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
-from bcp.planners.dtensor import is_dtensor, local_tensor
+from bcp.planners.dtensor import is_dtensor, is_reordered, local_tensor
 from bcp.planners.placement import Placement, Span
 
-__all__ = ["HOOKS", "hooked_blocks", "hooked_placement", "is_hooked"]
+__all__ = ["ATTACH", "HOOKS", "MEGATRON_FSDP", "hooked_blocks", "hooked_placement", "is_hooked", "unstated"]
 
 HOOKS = ("__create_chunk_list__", "__get_tensor_shard__")
 """Which blocks there are; and where each of them is. Without the second, the tensor is its only block."""
+
+MEGATRON_FSDP = frozenset(
+    {"_mfsdp_parameter_group", "__fsdp_param__", "megatron_fsdp_dist_index", "_megatron_fsdp_model"}
+)
+"""Attributes that Megatron-FSDP sets on its parameters: the first one in version 2, the others in version 1."""
+
+ATTACH = (
+    "attach that to the parameters first, by Megatron-FSDP's preprocess_state_dict_for_uneven_dtensor(named) or, in "
+    "version 2, attach_uneven_dtensor_metadata(model, named, {'state': {}}), where named = "
+    "dict(model.named_parameters()); or pass the state dicts that its own checkpoint functions prepare"
+)
+"""The remedy for Megatron-FSDP's parameters."""
 
 
 def is_hooked(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is no DTensor says itself which blocks it holds."""
     return hasattr(tensor, HOOKS[0]) and not is_dtensor(tensor)
+
+
+def unstated(tensor: torch.Tensor) -> str:
+    """Say why the blocks of a Megatron-FSDP tensor cannot be known, and what to do; "" if they can, and for others.
+
+    Its meshes may have a ``_shard_order``, in which ranks with the right local size hold other rows than the placements
+    say. Replicas have no blocks to be stated.
+    """
+    marked = not MEGATRON_FSDP.isdisjoint(tensor.__dict__) or (is_dtensor(tensor) and is_reordered(tensor.device_mesh))
+    if not marked or is_hooked(local_tensor(tensor)):
+        return ""
+    if is_dtensor(tensor) and all(type(placement).__name__ == "Replicate" for placement in tensor.placements):
+        return ""
+    return f"is sharded by Megatron-FSDP, and does not say which of its rows are here; {ATTACH}"
 
 
 def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[Box, torch.Tensor]]:

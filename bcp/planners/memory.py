@@ -13,7 +13,7 @@ from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.plan.strided import overlaps_itself
 from bcp.planners.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key, stated_orders
-from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked
+from bcp.planners.hooks import HOOKS, hooked_blocks, is_hooked, unstated
 from bcp.planners.placement import Leaf, Part, Sharded
 from bcp.planners.ragged import ragged_placement
 
@@ -93,7 +93,7 @@ def unsupported(leaf: Leaf) -> str:
 def _reason(tensor: torch.Tensor, placed: int | None) -> str:
     """Say why one tensor has no plain memory here; ``placed``: how many elements a planner placed, if one did."""
     try:
-        return _known_reason(tensor, placed)
+        return (unstated(tensor) if placed is None else "") or _known_reason(tensor, placed)
     except Exception as error:  # noqa: BLE001 -- a subclass may run any code when it is asked for its layout
         return (
             f"is a {type(tensor).__name__}, which raises {type(error).__name__} when it is asked what it is; pass the "

@@ -12,6 +12,7 @@ from torch import nn
 from bcp.errors import StateError
 from bcp.planners.dtensor import local_tensor
 from bcp.planners.forms import is_flat
+from bcp.planners.hooks import ATTACH
 from bcp.planners.leaves import Leaves, state_dict_of
 from bcp.planners.memory import memory, unsupported
 from bcp.planners.names import Path, cleaned, cleaner, dotted, walk
@@ -180,6 +181,10 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
     kinds = {type(part) for part in module.modules()}
     if any(map(is_fsdp1_type, kinds)):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
+    if any(base.__name__ == "MegatronFSDP" for part in kinds for base in part.__mro__):
+        raise StateError(
+            f"the model is wrapped in MegatronFSDP, whose state_dict() communicates; pass its .module, and {ATTACH}"
+        )
     if not callable(module.buffers):
         raise StateError(
             f"the model is wrapped in a {type(module).__name__} that is no module of torch's in full, as Megatron's "
@@ -219,8 +224,12 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def is_fsdp1_type(kind: type) -> bool:
-    """Whether modules of that type are FSDP1's wrappers. By name: what nobody uses is not imported."""
-    return any(base.__name__ == "FullyShardedDataParallel" for base in kind.__mro__)
+    """Whether modules of that type are FSDP1's wrappers, not Megatron's of that name; FSDP1 need not be imported."""
+    return any(base.__name__ == "FullyShardedDataParallel" and _is_torchs(base) for base in kind.__mro__)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.")
 
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:

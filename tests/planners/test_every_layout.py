@@ -55,7 +55,7 @@ def test_strided_shards_among_other_cuts_of_their_dimension(mesh: tuple[int, ...
 
 
 AGREED: set[Verdict] = {SAME, ("permuted", "refused"), ("fails", "refused")}
-"""What torch gathers again is read, other layouts are refused."""
+"""Layouts that torch gathers again are read, others are refused."""
 
 
 def counted(cases: Iterable[tuple[tuple[int, ...], tuple[Placement, ...], tuple[int, ...]]]) -> dict[Verdict, int]:
@@ -83,7 +83,7 @@ def test_every_placement_of_two_dimensions() -> None:
 
 
 def test_small_dimensions() -> None:
-    """Strided shards of very few rows are refused more often than torch permutes them, and may be read if it fails."""
+    """Accept two exceptions for very few rows: refused although torch gathers them, and read although it fails."""
     mesh = (4, 2)
     counts = counted(itertools.product([mesh], itertools.islice(placements_of(mesh), 1, None, 2), [(0,), (1,), (5,)]))
     assert set(counts) <= AGREED | {("same", "refused"), ("fails", "same")}
@@ -114,7 +114,7 @@ def test_fsdp2_over_tp_is_exact_for_every_size(mesh: tuple[int, ...]) -> None:
 
 
 def test_a_tensor_that_torch_distributed_otherwise_than_it_gathers_is_what_torch_gathers() -> None:
-    """Of 9 rows both have parts of the same sizes, so that neither torch nor bcp can tell: these are FSDP2's."""
+    """The parts of 9 rows have the same sizes in both readings: neither torch nor bcp can tell which one it was."""
     ranks, placements = EveryRank((2, 2, 3)), [strided(6), S, S]
     tensors = ranks.scattered(torch.arange(9), placements)
     read = ranks.read(tensors)
@@ -150,7 +150,7 @@ def test_strided_shards_that_torch_says_are_cuts_in_mesh_order() -> None:
 
 
 def test_a_rank_asks_for_its_layout_anew_when_only_the_order_differs() -> None:
-    """The same placements of the same shape, of which a view has another order than a tensor that was distributed."""
+    """Compare a view with a distributed tensor of the same placements, shape and local shapes."""
     ranks = EveryRank((2, 2))
     whole = torch.arange(12)
     placements = [strided(2), S]

@@ -76,6 +76,37 @@ def test_states_lie_where_the_parameter_says_that_it_does():
     assert isinstance(fresh.state[net.w]["exp_avg"], RaggedDTensor)
 
 
+def test_parameters_of_megatron_fsdp_that_state_nothing_are_refused_in_an_optimizer():
+    rows = Shard(0)
+    parameter = nn.Parameter(lookalike(torch.ones(2, 3), (7, 3), rows))
+    parameter.__fsdp_param__ = True
+    stated = lookalike(stating(parameter._local_tensor[:], ((5, 0), (2, 3))), (7, 3), rows)
+    states = {"model": {"w": stated}, "optimizer": torch.optim.SGD([parameter], momentum=0.9)}
+    with pytest.raises(StateError, match=r"the parameter 'w' of states\['optimizer'\] is sharded by Megatron-FSDP"):
+        FSDP2.local_shards(states)
+    stating(parameter._local_tensor, ((5, 0), (2, 3)))
+    assert FSDP2.local_shards(states).table.box(0).offsets == (5, 0)
+
+
+def test_an_unmarked_tensor_before_a_marked_one_of_its_form_changes_nothing():
+    FSDP2.local_shards({"model": {"t": torch.ones(2, 3)}})
+    for mark in ("_mfsdp_parameter_group", "megatron_fsdp_dist_index"):
+        marked = torch.ones(2, 3)
+        setattr(marked, mark, object())
+        with pytest.raises(StateError, match=r"model tensor 't' on rank 0 is sharded by Megatron-FSDP"):
+            FSDP2.local_shards({"model": {"t": marked}})
+    replicated = lookalike(torch.ones(2, 3), (2, 3), Replicate())
+    replicated.__fsdp_param__ = True
+    assert len(FSDP2.local_shards({"model": {"t": replicated}}).tensors) == 1
+
+
+def test_a_mesh_that_cuts_in_an_order_of_its_own_is_refused():
+    tensor = lookalike(torch.ones(2, 3), (8, 3), Shard(0), Shard(0), mesh=(2, 2), coordinate=(0, 1))
+    tensor.device_mesh._shard_order = [1, 0]
+    with pytest.raises(StateError, match=r"model tensor 't' on rank 0 is sharded by Megatron-FSDP"):
+        FSDP2.local_shards({"model": {"t": tensor}})
+
+
 # -- DTensors that are none of torch's ----------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.plan.load.saved import Saved
+from bcp.planners.hooks import ATTACH, MEGATRON_FSDP
 from bcp.planners.leaves import Leaves
 from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
 from bcp.planners.model import Finish, put
@@ -127,9 +128,21 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def _refuse_fsdp(owner: Any) -> None:
+    """Raise StateError for a module that Megatron-FSDP shards: its ``sharded_state_dict`` takes shards for wholes."""
+    parameters = owner.named_parameters() if isinstance(owner, nn.Module) else ()
+    for name, parameter in parameters:
+        if not MEGATRON_FSDP.isdisjoint(parameter.__dict__):
+            raise StateError(
+                f"{_WHERE} has a {type(owner).__name__} whose parameter {name!r} is sharded by Megatron-FSDP; pass it "
+                f"with framework='fsdp2', and {ATTACH}"
+            )
+
+
 def _add_owner(leaves: Leaves, pieces: Pieces, owner: Any) -> Finish:
     """Take the leaves of what has a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
     wanted: dict[ObjectKey, tuple[str, Any]] = {}
+    _refuse_fsdp(owner)
     sharded = owner.sharded_state_dict(metadata=dict(_METADATA))  # a new one: Megatron writes into it
     for path, leaf in walk(sharded, f"sharded_state_dict() of {type(owner).__name__}"):
         if name := _add_leaf(leaves, pieces, path, leaf):

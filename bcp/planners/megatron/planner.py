@@ -125,10 +125,10 @@ class MegatronPlanner(PlainPlanner):
 
 
 def holds_megatron(states: States) -> bool:
-    """Whether a leaf of the model, or an optimizer, is of a class of Megatron's."""
+    """Whether a leaf of the model, or an optimizer, is of a class of Megatron's, other than a Megatron-FSDP wrapper."""
     leaves = (leaf for leaves in SeenStates.of(states).leaves.values() for leaf in leaves)
     bases = (base for leaf in leaves for base in type(unwrapped(leaf)).__mro__)
-    return any(base.__module__.startswith("megatron.") for base in bases)
+    return any(base.__module__.startswith("megatron.") and ".megatron_fsdp." not in base.__module__ for base in bases)
 
 
 def _versions() -> str:
