@@ -24,7 +24,7 @@ from planning import assembled, pieces
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from bcp.errors import StateError
@@ -71,8 +71,13 @@ class EveryRank:
     def viewed(self, tensors: Sequence[DTensor], shape: Sequence[int]) -> list[DTensor]:
         """View tensors in another shape; torch remembers the mesh of one rank for all, which is set right here."""
         views = [tensor.view(*shape) for tensor in tensors]
-        each = [(view, mesh, view._spec) for view, mesh in zip(views, self.meshes, strict=True)]
-        return [_placed(view, mesh, as_order=spec.use_strided_shard_as_shard_order) for view, mesh, spec in each]
+        order = {"use_strided_shard_as_shard_order": views[0]._spec.use_strided_shard_as_shard_order}
+        return [_placed(view, mesh, **order) for view, mesh in zip(views, self.meshes, strict=True)]
+
+    def ordered(self, tensors: Sequence[DTensor], *mesh_dims: int) -> list[DTensor]:
+        """Let tensors state that these mesh dimensions cut dimension 0 in this order."""
+        order = (ShardOrderEntry(0, mesh_dims),)
+        return [_placed(tensor, tensor.device_mesh, shard_order=order) for tensor in tensors]
 
     def gathered(self, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
         """Return ``full_tensor()`` of every rank.
@@ -136,7 +141,7 @@ def verdict(
     whole = torch.arange(math.prod(shape)).view(*shape)
     tensors = ranks.scattered(whole, placements)
     if in_order:
-        tensors = [_placed(tensor, tensor.device_mesh, as_order=False) for tensor in tensors]
+        tensors = [_placed(tensor, tensor.device_mesh, use_strided_shard_as_shard_order=False) for tensor in tensors]
     try:
         full = ranks.gathered(tensors)
         torchs = "same" if all(torch.equal(each, whole) for each in full) else "permuted"
@@ -150,10 +155,10 @@ def verdict(
     return torchs, "same" if ours else "wrong"
 
 
-def _placed(tensor: DTensor, mesh: DeviceMesh, *, as_order: bool) -> DTensor:
-    """Return a tensor on another mesh, for whose strided shards torch is told whether they are an order."""
+def _placed(tensor: DTensor, mesh: DeviceMesh, **order: Any) -> DTensor:
+    """Return a tensor on another mesh, of which torch is told in which order the mesh dimensions cut it."""
     spec = tensor._spec
-    told = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta, use_strided_shard_as_shard_order=as_order)
+    told = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta, **order)
     return DTensor(tensor._local_tensor, told, requires_grad=False)
 
 

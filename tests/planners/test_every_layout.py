@@ -142,6 +142,22 @@ def test_flattened_views(mesh: tuple[int, ...], shape: tuple[int, ...], placemen
     assert all(torch.equal(full, whole) for full in ranks.gathered(views))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_orders_that_a_tensor_states(order: tuple[int, ...]) -> None:
+    mesh = (2, 2, 3)
+    ranks = EveryRank(mesh)
+    for rows in (24, 13):
+        whole = torch.arange(rows)
+        sorted_mesh = EveryRank([mesh[dim] for dim in order]).scattered(whole, [S, S, S])
+        places = (
+            torch.arange(len(sorted_mesh)).view(*(mesh[dim] for dim in order)).permute(*torch.tensor(order).argsort())
+        )
+        parts = [sorted_mesh[place].to_local() for place in places.flatten().tolist()]
+        tensors = ranks.ordered(ranks.made(whole, [S, S, S], parts), *order)
+        assert torch.equal(ranks.read(tensors), whole)
+        assert all(torch.equal(full, whole) for full in ranks.gathered(tensors))
+
+
 def test_strided_shards_that_torch_says_are_cuts_in_mesh_order() -> None:
     ranks = EveryRank((3, 2))
     cases = itertools.product(placements_of((3, 2)), [(24,), (13,)])
