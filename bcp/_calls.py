@@ -247,16 +247,11 @@ def _check_states(states: States) -> None:
 
 def _place(path: Path, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
     """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
-    if not isinstance(path, str | os.PathLike | Backend):
-        raise InputError(
-            f"path={path!r} is of type {type(path).__name__}; pass a directory, a URL, or an object with all "
-            "methods of bcp.protocols.Backend"
-        )
     if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"
         )
-    where, backend = _words(path), resolve(path)
+    backend, where = resolve(path), _words(path)
     opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
     return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)

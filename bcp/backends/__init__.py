@@ -30,7 +30,7 @@ def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
             backend, which is returned as it is.
 
     Raises:
-        InputError: there is no backend for the URL's scheme, or the URL is malformed.
+        InputError: there is no backend for the URL's scheme, the URL is malformed, or the path is none of these.
 
     """
     if hasattr(path, "open_write") and hasattr(path, "read_into"):
@@ -41,6 +41,11 @@ def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
                 "methods of a backend"
             )
         return cast("Backend", path)
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(
+            f"path={path!r} is of type {type(path).__name__}; pass a directory, a URL, or an object with all "
+            "methods of bcp.protocols.Backend"
+        )
     text = os.fsdecode(path)
     match = _URL.fullmatch(text)
     if match is None:

@@ -60,7 +60,7 @@ LEAVES: dict[str, tuple[Any, str]] = {
         r"two leaves of model are named 'a\.b' on rank 0; ren",
     ),
     "key": ({"a": {(1, 2): torch.ones(2)}}, r"states\['model'\] has the key \(1, 2\) of type tuple at a; use strings"),
-    "kind": (5, r"states\['model'\] is a int; pass a module, a list of modules or a nested mapping"),
+    "kind": (5, r"states\['model'\] is a int; pass a module, a list of modules, a nested mapping or a tensor"),
     "optimizer": (
         {"o": training()["optimizer"]},
         r"states\['model'\] has an optimizer at 'o'; pass it.* as states\['op",

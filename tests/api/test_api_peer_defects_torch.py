@@ -91,7 +91,7 @@ def test_a_failed_save_does_not_end_checkpointing(ranks4: Ranks, tmp_path: Path)
 
 def test_files_are_synced_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, rename, link = os.fsync, os.rename, os.link
 
     def note_fsync(fd: int) -> None:
         done.append(("fsync", str(Path(f"/proc/self/fd/{fd}").readlink())))
@@ -101,11 +101,16 @@ def test_files_are_synced_before_they_count(tmp_path: Path, monkeypatch: pytest.
         done.append(("rename", f"{source} {target}"))
         rename(source, target)
 
+    def note_link(source: Any, target: Any) -> None:
+        done.append(("rename", f"{source} {target}"))  # a link gives the metadata its name, if nobody has it
+        link(source, target)
+
     async def anote_rename(source: Any, target: Any) -> None:
         note_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(os, "link", note_link)
     monkeypatch.setattr(aiofiles.os, "rename", anote_rename)
     monkeypatch.setattr(os, "sync", lambda: pytest.fail("this flushes everybody's files"))
     bcp.save(tmp_path, training())

@@ -133,7 +133,7 @@ class HalfABackend:
 @pytest.mark.parametrize("path", [None, 5, b"bytes", ["a"], HalfABackend()], ids=lambda path: type(path).__name__)
 def test_a_path_of_another_type_is_refused(path: Any) -> None:
     for call in (bcp.save, bcp.load):
-        with pytest.raises(bcp.InputError, match=r"path=.* is of type \w+; pass a directory, a URL, or an object with"):
+        with pytest.raises(bcp.InputError, match=r"pass a directory, a URL, or an object|is no backend: it has no"):
             call(path, model())
 
 
