@@ -106,9 +106,10 @@ async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, together(job.operation) as agreement:
         metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
-        asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
-        wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-        context = await _read(job, agreement, metadata, wanted, reading)
+        async with loading.say_if_replaced(job.backend, metadata, job.path):
+            asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
+            wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
+            context = await _read(job, agreement, metadata, wanted, reading)
     with loading.say_if_half_loaded(context):
         await in_thread(loading.put_values, wanted, job.states)
     return loading.report(job, metadata, wanted, reading, context)

@@ -1,7 +1,7 @@
 """The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
 
 from bcp._load.claims import check_stored
-from bcp._load.opening import fetch_receipts, open_checkpoint
+from bcp._load.opening import fetch_receipts, open_checkpoint, say_if_replaced
 from bcp._load.overlaps import put_shared
 from bcp._load.reads import Reading, budget_of, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
@@ -26,4 +26,5 @@ __all__ = [
     "read_items",
     "report",
     "say_if_half_loaded",
+    "say_if_replaced",
 ]

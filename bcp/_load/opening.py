@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from bcp._agree import agree
-from bcp.errors import CorruptError, NotACheckpointError, UncommittedError
+from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
 from bcp.pipeline import Budget, Pipeline, Stage, planning
 from bcp.protocols import Agreement, Backend
 from bcp.receipt import Receipt, decode_receipt, receipt_digest
 
-__all__ = ["fetch_receipts", "open_checkpoint"]
+__all__ = ["fetch_receipts", "open_checkpoint", "say_if_replaced"]
 
 SHOWN = 10  # names in an error message
 STEP = re.compile(r"\d$|^(latest|last|best|final)$")
@@ -63,6 +64,22 @@ def _below(path: str, names: Collection[str]) -> str:
 def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+@asynccontextmanager
+async def say_if_replaced(backend: Backend, metadata: Metadata, path: str) -> AsyncIterator[None]:
+    """Add a note to a CorruptError if a save has replaced the checkpoint meanwhile, and deleted its files."""
+    try:
+        yield
+    except CorruptError as error:
+        with suppress(BcpError, FileNotFoundError):
+            now = await planning(decode_metadata, await backend.get(METADATA_KEY), path)
+            if now.commit.operation != metadata.commit.operation:
+                error.add_note(
+                    f"Operation {now.commit.operation} has replaced the checkpoint at {path} during this load, and its "
+                    "files were deleted. Nothing has to be restored: load again."
+                )
+        raise
 
 
 @dataclass(frozen=True, slots=True)

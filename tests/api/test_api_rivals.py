@@ -64,6 +64,18 @@ def test_a_save_that_begins_while_another_one_sweeps_loses_nothing(tmp_path: Pat
     assert len(files(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(("operation", "key"), [("get", "receipts"), ("read_scattered", "model")])
+def test_a_load_that_a_save_overtakes_mixes_nothing_and_says_so(tmp_path: Path, operation: str, key: str) -> None:
+    bcp.save(tmp_path, model(1))
+    backend = during(tmp_path, operation, key, lambda: bcp.save(str(tmp_path), model(2), overwrite=True))
+    target = model(0)
+    with pytest.raises(bcp.CorruptError) as caught:
+        bcp.load(backend, target)
+    assert metadata(tmp_path).commit.operation in "".join(caught.value.__notes__)
+    assert target["model"]["w"].eq(0).all()
+    assert loads(tmp_path, 2)
+
+
 @pytest.mark.parametrize(("operation", "key"), [("list", ""), ("put_if", "metadata"), ("get", "receipts")])
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "another one in its place"])
 @pytest.mark.parametrize("overwrite", [True, False])
