@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-__all__ = ["AmbiguousCutsError", "Cut", "Run", "chunk", "runs_in_order", "runs_of"]
+__all__ = ["AmbiguousCutsError", "Cut", "Run", "chunk", "decoded", "runs_in_order", "runs_of"]
 
 Run = tuple[int, int]
 """(first global index, how many); a local dimension is a list of runs, back to back."""
@@ -37,8 +37,14 @@ class AmbiguousCutsError(ValueError):
     """Several readings of the same cuts exist, and torch itself uses more than one."""
 
 
-def runs_of(length: int, cuts: Sequence[Cut]) -> list[Run]:
+def runs_of(length: int, cuts: Sequence[Cut], order: Sequence[int] | None) -> list[Run]:
     """Return the indices of a dimension that are left after the cuts, which are in mesh order.
+
+    Args:
+        length: of the dimension.
+        cuts: in mesh order.
+        order: their :func:`decoded` places; None if those of any dimension of the tensor cannot be decoded, of which
+            torch then decodes none.
 
     Raises:
         AmbiguousCutsError: torch distributes and gathers such a dimension in different ways, or cannot gather it.
@@ -46,7 +52,6 @@ def runs_of(length: int, cuts: Sequence[Cut]) -> list[Run]:
     """
     if all(cut.factor is None for cut in cuts):
         return runs_in_order(length, cuts)
-    order = _decoded(cuts)
     if order is None:
         if _cut_after_strided(length, cuts):
             raise AmbiguousCutsError("a split factor is not the number of shards by mesh dimensions to its right")
@@ -81,7 +86,7 @@ def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
     return out
 
 
-def _decoded(cuts: Sequence[Cut]) -> list[int] | None:
+def decoded(cuts: Sequence[Cut]) -> list[int] | None:
     """Return the places of the cuts in the order in which they are made; None if a factor gives no place.
 
     A cut stands behind those cuts to its right whose sizes multiply to its factor: a ``Shard`` before all of them. This

@@ -19,7 +19,7 @@ from torch.distributed.tensor import placement_types as _placement_types
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
-from bcp.planners.cuts import AmbiguousCutsError, Cut, Run, runs_in_order, runs_of
+from bcp.planners.cuts import AmbiguousCutsError, Cut, Run, decoded, runs_in_order, runs_of
 
 __all__ = [
     "Meshes",
@@ -187,12 +187,16 @@ def _traced(
         orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.
 
     """
+    cuts: list[dict[int, Cut]] = [{} for _ in shape]
+    for at, split in enumerate(splits):
+        if split:
+            cuts[split[0]][at] = Cut(parts[at], coordinate[at], split[1])
+    places = [decoded(list(each.values())) for each in cuts]
     runs = []
     for dim, length in enumerate(shape):
-        ours = [(at, split[1]) for at, split in enumerate(splits) if split and split[0] == dim]
-        cuts = {at: Cut(parts[at], coordinate[at], factor) for at, factor in ours}
-        stated = [cuts[at] for at in _order(orders, dim, list(cuts))]
-        runs.append(runs_in_order(length, stated) if stated else runs_of(length, list(cuts.values())))
+        stated = [cuts[dim][at] for at in _order(orders, dim, list(cuts[dim]))]
+        order = None if None in places else places[dim]
+        runs.append(runs_in_order(length, stated) if stated else runs_of(length, list(cuts[dim].values()), order))
     return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))
 
 

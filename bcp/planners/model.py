@@ -225,11 +225,11 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def is_fsdp1_type(kind: type) -> bool:
     """Whether modules of that type are FSDP1's wrappers, not Megatron's of that name; FSDP1 need not be imported."""
-    return any(base.__name__ == "FullyShardedDataParallel" and _is_torchs(base) for base in kind.__mro__)
+    return any(base.__name__ == "FullyShardedDataParallel" and not _is_megatrons(base) for base in kind.__mro__)
 
 
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.startswith("torch.")
+def _is_megatrons(kind: type) -> bool:
+    return kind.__module__.startswith("megatron.")
 
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:

@@ -33,7 +33,7 @@ from bcp.planners import Fsdp2Planner
 __all__ = ["EveryRank", "Verdict", "factors_of", "meshes", "placements_of", "strided", "verdict"]
 
 Verdict = tuple[str, str]
-"""(torch's gather of its own scatter: "same", "permuted" or "fails"; bcp's reading: "same", "refused" or "wrong")."""
+"""torch's gather: "same", "permuted" or "fails"; bcp's reading: "same", "as gathered", "refused" or "wrong"."""
 
 PLANNER = Fsdp2Planner()
 
@@ -129,7 +129,7 @@ def verdict(
 ) -> Verdict:
     """Compare torch's gather and bcp's reading of a scattered tensor with that tensor.
 
-    bcp may also read what torch gathers: the checkpoint then has what ``full_tensor`` returns.
+    bcp may also read, as FSDP2's, what torch gathers: the checkpoint then has what ``full_tensor`` returns.
 
     Args:
         ranks: of the mesh.
@@ -151,8 +151,9 @@ def verdict(
         read = ranks.read(tensors)
     except StateError:
         return torchs, "refused"
-    ours = torch.equal(read, whole) or (full and all(torch.equal(each, read) for each in full))
-    return torchs, "same" if ours else "wrong"
+    if torch.equal(read, whole):
+        return torchs, "same"
+    return torchs, "as gathered" if full and all(torch.equal(each, read) for each in full) else "wrong"
 
 
 def _placed(tensor: DTensor, mesh: DeviceMesh, **order: Any) -> DTensor:

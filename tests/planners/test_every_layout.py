@@ -82,6 +82,16 @@ def test_every_placement_of_two_dimensions() -> None:
     assert set(counted(cases)) <= AGREED
 
 
+def test_a_factor_that_is_no_order_makes_those_of_other_dimensions_none() -> None:
+    """torch decodes all dimensions of a tensor or none, so that its gather fails of what it could gather alone."""
+    ranks = EveryRank((2, 2, 2))
+    assert verdict(ranks, (8, 6), [strided(2), S, R]) == SAME
+    for alone in (Shard(1), strided(1, 1)):
+        assert verdict(ranks, (8, 6), [strided(2), S, alone]) == SAME
+    assert verdict(ranks, (8, 6), [strided(2), S, strided(3, 1)]) == ("fails", "refused")
+    assert verdict(ranks, (8, 6), [S, R, strided(3, 1)]) == SAME
+
+
 def test_small_dimensions() -> None:
     """Accept two exceptions for very few rows: refused although torch gathers them, and read although it fails."""
     mesh = (4, 2)

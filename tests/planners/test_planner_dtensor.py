@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner, planner
-from bcp.planners.cuts import Cut, chunk, runs_of
+from bcp.planners.cuts import Cut, chunk, decoded, runs_of
 from bcp.planners.dtensor import _order, stated_orders
 from bcp.protocols import LocalShards
 
@@ -53,14 +53,15 @@ def test_fsdp2_after_tp_is_exact_for_every_size(length, dp, tp):
             local = torch.tensor(after_tp[column]) if column < len(after_tp) else torch.zeros(0)
             parts = local.chunk(dp)
             expected = parts[row].tolist() if row < len(parts) else []
-            assert indices(runs_of(length, [Cut(dp, row, tp), Cut(tp, column)])) == expected
+            cuts = [Cut(dp, row, tp), Cut(tp, column)]
+            assert indices(runs_of(length, cuts, decoded(cuts))) == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(2, 4))
 def test_lone_strided_shards_are_as_torch_splits_them(length, parts, factor):
     placement = _StridedShard(0, split_factor=factor)
     expected, _ = placement._split_tensor(torch.arange(length), parts, with_padding=False, contiguous=True)
-    got = [runs_of(length, [Cut(parts, mine, factor)]) for mine in range(parts)]
+    got = [runs_of(length, [Cut(parts, mine, factor)], None) for mine in range(parts)]
     assert [indices(runs) for runs in got] == [part.tolist() for part in expected]
     assert all(sum(a) != b[0] for runs in got for a, b in pairwise(runs))  # merged
 
