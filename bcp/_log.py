@@ -17,6 +17,10 @@ import structlog
 __all__ = ["log"]
 
 
+_CALLER = 4
+"""Frames from the standard library's call to the line that logs; three of them are structlog's."""
+
+
 class _Unconfigured(logging.Handler):
     """Print errors of an application that has configured no logging, and drop all other lines."""
 
@@ -31,7 +35,7 @@ def _as_record(_logger: object, _method: str, event: MutableMapping[str, Any]) -
     """Return the arguments of the standard library's call: the text, and the values beside it."""
     exception = event.pop("exc_info", None)
     words = [str(event.pop("event")), *(f"{name}={value!r}" for name, value in event.items())]
-    return (" ".join(words),), {"exc_info": exception, "extra": {"bcp": event}}
+    return (" ".join(words),), {"exc_info": exception, "extra": {"bcp": event}, "stacklevel": _CALLER}
 
 
 _logger = logging.getLogger("bcp")

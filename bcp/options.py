@@ -129,7 +129,7 @@ class LoadOptions:
     """How to load.
 
     Attributes:
-        strict: names must be the same in checkpoint and target, within the kinds that are loaded. Of mappings in
+        strict: names must be the same in checkpoint and target, within the kinds that are loaded. In mappings of
             ``extra_states`` and ``dataloader``, the checkpoint must have all top-level keys of the target; those that
             the target lacks are added to it. Without ``strict``, common names are loaded and the report lists the
             rest; if a kind has none in common, a :class:`~bcp.errors.NothingLoadedWarning` says so.

@@ -17,7 +17,7 @@ from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.packed import unpack
 from bcp.protocols import Stateful, States
 from bcp.receipt import FileReceipt, Receipt
-from bcp.stages.check import SEAL_BYTES, check, decoded
+from bcp.stages.check import check, decoded
 from bcp.stages.flat import bytes_of
 from bcp.stages.load_items import ReadItem, Stored
 
@@ -72,7 +72,7 @@ def _unpacked(job: LoadJob, stored: Stored, file: FileReceipt) -> Any:
     image = stored.outs[0]
     if file.codecs:
         codecs = {codec.name: codec for codec in options.codecs}
-        image = bytes_of(decoded(stored, file, codecs, job.rank))[:-SEAL_BYTES]
+        image = bytes_of(decoded(stored, file, codecs, job.rank))
     return unpack(image[file.data_start :], trust=options.trust, where=stored.item.key)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import BcpError, StateError
+from bcp.plan.strided import overlaps_itself
 from bcp.planners.forms import PLAIN
 from bcp.planners.leaves import state_dict_of
 from bcp.planners.native import is_generator, same_generator, set_generator
@@ -220,14 +221,4 @@ def _is_writable(tensor: torch.Tensor) -> bool:
     """Whether ``copy_`` writes each element of a tensor once, and nothing else."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
-    return not (tensor.is_meta or tensor.is_inference() or _may_overlap(tensor))
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory, as in an expanded tensor."""
-    reach = 1
-    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if count > 1 and stride < reach:
-            return True
-        reach += stride * (count - 1)
-    return False
+    return not (tensor.is_meta or tensor.is_inference() or overlaps_itself(tensor.shape, tensor.stride()))

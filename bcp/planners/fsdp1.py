@@ -269,7 +269,7 @@ def _drop_unsharded(handle: FlatParamHandle) -> None:
 def _check_placed(state: object) -> None:
     """Raise StateError for an optimizer state dict with tensors that do not say which part of a parameter they are.
 
-    That of ``optim_state_dict()`` under ``SHARDED_STATE_DICT`` has ShardedTensors or DTensors, and 0-d step counts.
+    ``optim_state_dict()`` under ``SHARDED_STATE_DICT`` gives ShardedTensors or DTensors, and 0-d step counts.
     """
     for path, leaf in walk(state, f"states[{OPTIMIZER!r}]"):
         if isinstance(leaf, torch.Tensor) and not (is_sharded_tensor(leaf) or is_dtensor(leaf) or leaf.dim() == 0):

@@ -174,7 +174,7 @@ class Leaves:
     def to_load(self, saved: Collection[Name]) -> LocalShards:
         """Return writable memory. Tensors that share all their memory are read once.
 
-        Of several names that the checkpoint has, the first in sorted order gets the memory. The others are in the table
+        The first in sorted order of the names that the checkpoint has gets the memory. The others are in the table
         without shards: they are known to be wanted, and a load compares their values with those of the first. Names
         that the checkpoint lacks are left out as long as it has one of the same memory.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,12 @@ def unpack(data: bytes | bytearray | memoryview, *, trust: bool, where: str) -> 
 
     """
     try:
-        return _Reader(len(data)).value(_loaded(data, trust=trust)["value"])
+        return _Reader(len(data)).whole(_loaded(data, trust=trust))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
-        advice = "" if trust else "; if you wrote this checkpoint yourself, trust=True reads objects of any class"
+        refused = isinstance(error, UnpicklingError) and not trust
+        advice = "; if you wrote this checkpoint yourself, trust=True reads objects of any class" if refused else ""
         raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}{advice}") from error
 
 
@@ -309,6 +311,12 @@ class _Reader:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = self._left = nbytes
+
+    def whole(self, archive: Any) -> Any:
+        """Return the value of an archive."""
+        if "arrays" in archive:  # it would be read with tensors in place of arrays
+            raise ValueError("a development version before 0.1.0 stored its numpy arrays; load it with such a version")
+        return self.value(archive["value"])
 
     def value(self, data: Any) -> Any:
         """Return the value of plain data."""

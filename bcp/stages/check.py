@@ -79,8 +79,10 @@ def check_seal(data: memoryview, name: str, sender: int, rank: int) -> None:
         )
 
 
-def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank: int) -> torch.Tensor:
-    """Undo the codecs of every part, last one first; return the raw bytes, uint8, and behind them room for a seal.
+def decoded(
+    stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank: int, *, room: int = 0
+) -> torch.Tensor:
+    """Undo the codecs of every part, last one first; return the raw bytes, uint8, with ``room`` bytes behind them.
 
     Raises:
         CorruptError: a codec gave back another number of bytes than it was given.
@@ -88,7 +90,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
     """
     blocks, (view,), at, end = file.blocks, stored.outs, 0, 0
     rows = stored.item.rows
-    raw = np.empty(SEAL_BYTES, np.uint8)
+    raw = np.empty(room, np.uint8)
     for row in range(rows.start, rows.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
         data: Buffer = view[at : at + length]
@@ -100,7 +102,7 @@ def decoded(stored: Stored, file: FileReceipt, codecs: Mapping[str, Codec], rank
                 f"encoded (rank {rank}); decode() must be the exact inverse of encode()"
             )
         if not end:  # a part has decoded to the size that the receipt claims: only now is memory taken for all of them
-            raw = np.empty(int(blocks.raw_length[rows].sum()) + SEAL_BYTES, np.uint8)
+            raw = np.empty(int(blocks.raw_length[rows].sum()) + room, np.uint8)
         raw[end : end + wanted] = np.frombuffer(data, np.uint8)
         at, end = at + length, end + wanted
     return torch.from_numpy(raw)

@@ -132,7 +132,9 @@ def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileR
         check(stored, file, context.rank)
     if stored.buffer is None:
         return Loaded(stored.item)
-    image = decoded(stored, file, context.codecs, context.rank) if file.codecs else stored.buffer
+    image = stored.buffer
+    if file.codecs:
+        image = decoded(stored, file, context.codecs, context.rank, room=SEAL_BYTES)
     skip = file.data_start + chunk.start - int(file.blocks.raw_start[stored.item.rows.start])
     end = skip + chunk.nbytes
     data, sealed = image[skip:end], None

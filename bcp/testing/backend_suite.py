@@ -144,7 +144,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("there", [True, False])
     async def test_put_if_of_many_at_once(self, backend: Backend, there: bool) -> None:  # noqa: FBT001 -- a parameter
-        """Of sixteen that have found the same one succeeds, and its bytes are there."""
+        """One of sixteen calls with the same found version succeeds, and its bytes are there."""
         await backend.put("neighbour", b"")
         if there:
             await backend.put("key", _OLD)

@@ -1,4 +1,4 @@
-"""What crosses the sockets of a job, who may connect to them, and what becomes of those that may not."""
+"""Bytes on the sockets of a job, and connections of ranks and of strangers to them."""
 
 from __future__ import annotations
 

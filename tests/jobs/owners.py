@@ -1,4 +1,4 @@
-"""What every rank does with owners of extra states that communicate when they give and take these."""
+"""Jobs with owners of extra states that communicate when they give and take these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of ``ranks4`` does with tied weights whose values were saved apart."""
+"""Jobs with tied weights whose values were saved apart."""
 
 from __future__ import annotations
 

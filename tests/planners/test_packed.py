@@ -391,3 +391,11 @@ def test_an_endless_value_is_refused():
     for way in (pack, encode_value):
         with pytest.raises(StateError, match=r"nested too deep|contains itself"):
             way(value)
+
+
+def test_arrays_of_an_older_archive_are_refused():
+    out = io.BytesIO()
+    torch.save({"value": {"a": torch.ones(3)}, "arrays": [(("a",), False)]}, out)
+    with pytest.raises(CheckpointError, match="a development version before") as caught:
+        unpack(out.getvalue(), trust=False, where="x")
+    assert "trust" not in str(caught.value)

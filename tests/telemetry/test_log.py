@@ -85,3 +85,9 @@ def test_lines_below_the_loggers_level_cost_no_formatting() -> None:
         log.warning("a line", value=Loud())
     finally:
         logging.getLogger("bcp").setLevel(logging.NOTSET)
+
+
+def test_a_line_says_where_it_was_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log.warning("a line")
+    log.error("another", exc_info=ValueError("x"))
+    assert [Path(record.pathname).name for record in caplog.records] == ["test_log.py"] * 2

@@ -184,7 +184,7 @@ def _add_leaf(leaves: Leaves, pieces: Pieces, path: Path, leaf: Any) -> ObjectKe
 
 
 def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[int, int] | None) -> None:
-    """Take one piece. Of several with one name, those of the same place (tied embeddings) are copies of the first."""
+    """Take one piece. Pieces of one name and place (tied embeddings) are copies of the first."""
     placement = whole_placement(piece, local)
     if fresh is not None:
         placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
