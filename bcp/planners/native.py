@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,9 @@ _BIT_GENERATORS = {
     kind.__name__: kind
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
+_MOST_POOL, _MOST_ENTROPY_BITS = 1024, 1 << 18
+"""Bounds of a seed sequence, whose making takes time with the square of both: 2 ms for the largest pool, 4 by default."""
+
 _USERS = 2
 """``dtype.isbuiltin`` of the dtypes of other libraries."""
 
@@ -100,12 +104,36 @@ def _bits_apart(bits: Any) -> Any:
     seeds = bits.seed_seq
     if type(bits) not in _BIT_GENERATORS.values() or type(seeds) not in (np.random.SeedSequence, type(None)):
         return None
+    if seeds is not None and not _is_bounded(seeds.state):
+        return None
     return type(bits).__name__, bits.state, None if seeds is None else seeds.state
+
+
+def _is_bounded(seeds: Any) -> bool:
+    """Whether a seed sequence of this state is made at once."""
+    bits = _entropy_bits(seeds["entropy"]) + _entropy_bits(seeds.get("spawn_key", ()))
+    return bool(seeds["pool_size"] <= _MOST_POOL and bits <= _MOST_ENTROPY_BITS)
+
+
+def _entropy_bits(value: Any) -> float:
+    """Return how many bits numbers, text or arrays have at most; infinity for what is none of these."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_entropy_bits, value))
+    if isinstance(value, int):
+        return value.bit_length()
+    if isinstance(value, (str, range)):
+        return len(value) * np.int64().nbytes * 8
+    return 0 if value is None else 8 * getattr(value, "nbytes", math.inf)
 
 
 def _bits_together(content: Any) -> Any:
     """Undo :func:`_bits_apart`."""
     name, state, seeds = content
+    if seeds is not None and not _is_bounded(seeds):
+        raise CheckpointError(
+            f"a random generator has a seed sequence with a pool of {seeds['pool_size']} words or too much entropy; at "
+            f"most {_MOST_POOL} words and {_MOST_ENTROPY_BITS} bits are read"
+        )
     bits = _BIT_GENERATORS[name](0 if seeds is None else np.random.SeedSequence(**seeds))
     bits.state = state
     return bits

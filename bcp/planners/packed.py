@@ -23,7 +23,7 @@ from bcp.planners.forms import PLAIN
 from bcp.planners.native import take_apart, together
 from bcp.planners.sharded_tensor import is_sharded_tensor
 
-__all__ = ["keeps_type", "pack", "unpack"]
+__all__ = ["hex_number", "hex_text", "keeps_type", "pack", "unpack"]
 
 _MAPPINGS = (OrderedDict, Counter, defaultdict)
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, bytes, tuple, list, dict, set)}
@@ -33,6 +33,9 @@ _MARK = "bcp"
 _AS_IT_IS = frozenset({type(None), bool, float, complex, str, bytearray, torch.Size, torch.dtype, torch.device})
 _MOST_BITS = 2000
 """The restricted reader knows integers of up to 255 bytes."""
+
+MOST_HEX_DIGITS = 1 << 16
+"""Integers with more digits are neither saved nor loaded: arithmetic with them takes time with the square of these."""
 
 _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
 """By name: to import these classes takes longer than a save."""
@@ -168,8 +171,8 @@ class _Packer:
             except Exception as own:  # noqa: BLE001 -- whatever it is, it is told with the value's name
                 raise _unserializable(where, own) from error
 
-    def _int(self, value: int, _: str) -> Any:
-        return value if value.bit_length() < _MOST_BITS else (_MARK, "int", hex(value))
+    def _int(self, value: int, where: str) -> Any:
+        return value if value.bit_length() < _MOST_BITS else (_MARK, "int", hex_text(value, where))
 
     def _bytes(self, value: bytes, _: str) -> Any:
         """Return bytes; empty ones are pickled as a call of ``bytes()``, which the restricted reader refuses."""
@@ -230,6 +233,32 @@ class _Packer:
             raise _unreadable(value, where)
         self._doubtful.append((where, value))
         return value
+
+
+def hex_text(number: int, where: str) -> str:
+    """Return an integer in hexadecimal; ``where`` names it in messages.
+
+    Raises:
+        StateError: a load would not accept it.
+
+    """
+    if number.bit_length() > 4 * MOST_HEX_DIGITS:
+        raise StateError(
+            f"{where} is an integer of {number.bit_length()} bits, more than {4 * MOST_HEX_DIGITS}; save it as bytes"
+        )
+    return hex(number)
+
+
+def hex_number(text: str) -> int:
+    """Undo :func:`hex_text`.
+
+    Raises:
+        ValueError: the text is no integer, or has too many digits.
+
+    """
+    if len(text) > MOST_HEX_DIGITS + len("-0x"):
+        raise ValueError(f"an integer has {len(text)} hexadecimal digits, at most {MOST_HEX_DIGITS} are read")
+    return int(text, 16)
 
 
 def _looks_marked(value: tuple[Any, ...]) -> bool:
@@ -343,7 +372,7 @@ def _with_attributes(made: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 _COLLECTIONS: dict[str, Any] = {
-    "int": lambda text: int(text, 16),
+    "int": hex_number,
     "bytes": bytes,
     "tuple": tuple,
     "dict": dict,

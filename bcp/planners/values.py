@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from bcp.errors import CheckpointError, CorruptError, StateError
-from bcp.planners.packed import pack, unpack
+from bcp.errors import CheckpointError, StateError
+from bcp.planners.packed import hex_number, hex_text, pack, unpack
 from bcp.protocols import ObjectKey
 
 __all__ = ["decode_value", "decode_values", "encode_value", "encode_values", "same_value", "shown"]
@@ -20,7 +20,6 @@ __all__ = ["decode_value", "decode_values", "encode_value", "encode_values", "sa
 _DIGITS = 18
 """Integers up to that many digits are JSON numbers that every reader gets right."""
 
-_MOST_HEX_DIGITS = 1 << 16
 _MOST_SHOWN = 200
 
 
@@ -74,8 +73,8 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
         where: the key whose value this is, for messages.
 
     Raises:
-        CheckpointError: the text is damaged, or holds an object that only ``trust=True`` reads.
-        CorruptError: it holds an integer of more digits than a save writes.
+        CheckpointError: the text is damaged, or holds an object that only ``trust=True`` reads, or an integer of more
+            digits than a save writes.
 
     """
     try:
@@ -138,7 +137,7 @@ def _encoded(value: Any, where: str, trust: bool) -> Any:  # noqa: FBT001, PLR09
     if value is None or kind in (bool, str):
         return value
     if kind is int:
-        return value if abs(value) < 10**_DIGITS else {"int": _hex(value, where)}
+        return value if abs(value) < 10**_DIGITS else {"int": hex_text(value, where)}
     if kind is float:
         return value if math.isfinite(value) else {"float": _float_text(value)}
     if kind in (list, tuple):
@@ -171,21 +170,7 @@ def _decoded(data: Any, trust: bool, where: str) -> Any:  # noqa: FBT001 -- priv
         return tuple(items) if kind == "tuple" else dict(items)
     if kind == "torch":
         return unpack(base64.b64decode(content, validate=True), trust=trust, where=f"the value of {where}")
-    if kind == "int" and len(content) > _MOST_HEX_DIGITS + len("-0x"):
-        raise CorruptError(
-            f"the value of {where} is an integer of {len(content)} hexadecimal digits, more than {_MOST_HEX_DIGITS}; "
-            "restore the receipt that holds it"
-        )
     return _SCALARS[kind](content)
-
-
-def _hex(number: int, where: str) -> str:
-    """Return an integer in hexadecimal, if it is one that a load accepts."""
-    if number.bit_length() > 4 * _MOST_HEX_DIGITS:
-        raise StateError(
-            f"{where} is an integer of {number.bit_length()} bits, more than {4 * _MOST_HEX_DIGITS}; save it as bytes"
-        )
-    return hex(number)
 
 
 def shown(value: object) -> str:
@@ -222,7 +207,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 _SCALARS: dict[str, Any] = {
-    "int": lambda text: int(text, 16),
+    "int": hex_number,
     "float": _float,
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "dtype": _dtype,

@@ -174,6 +174,10 @@ EXACT = {
     "generators of numpy": [spawned(), drawn(np.random.Generator(np.random.MT19937(3)))],
     "other generators of numpy": [drawn(np.random.Generator(k(3))) for k in (np.random.SFC64, np.random.PCG64DXSM)],
     "bit generators": [np.random.Philox(3), np.random.PCG64(np.random.SeedSequence(2**200, spawn_key=(1, 2)))],
+    "bit generators of other seeds": [
+        *(np.random.PCG64(np.random.SeedSequence(3, pool_size=pool)) for pool in (8, 1024)),
+        *(np.random.PCG64(seeds) for seeds in ([1, 2**80], np.arange(3), range(3))),
+    ],
     "legacy generators": [gaussian(), np.random.RandomState(np.random.PCG64(1))],
     "generator of torch": torch_generator(),
     "generator of Python": drawn(random.Random(3)),  # noqa: S311 -- a value
@@ -245,6 +249,12 @@ REFUSED = {
     "int4": (torch.empty(2, dtype=torch.int4), "cannot be serialized"),
     "mkldnn": (torch.eye(3).to_mkldnn(), "cannot be serialized"),
     "functional": (torch._to_functional_tensor(torch.ones(2)), "cannot be serialized"),
+    "seeds of many words": (
+        np.random.default_rng(np.random.SeedSequence(1, pool_size=1025)),
+        "is a numpy.random.*Generator, which only",
+    ),
+    "seeds of many bits": (np.random.PCG64(2 ** (1 << 18)), "is a numpy.random.*PCG64, which only"),
+    "integer of many digits": (2 ** (1 << 18), "is an integer of 262145 bits, more than 262144; save it as bytes"),
 }
 
 
@@ -376,6 +386,23 @@ def test_arrays_of_a_hostile_checkpoint_are_refused(described, monkeypatch):
     data = pack({"a": np.arange(4)})
     with pytest.raises(CheckpointError, match="x cannot be read"):
         unpack(data, trust=False, where="x")
+
+
+HOSTILE = {
+    "seeds of many words": ("BitGenerator", ("PCG64", {}, {"entropy": 1, "pool_size": 2**40})),
+    "seeds of many bits": ("BitGenerator", ("PCG64", {}, {"entropy": ["0x" + "1" * 2**17], "pool_size": 4})),
+    "seeds of many children": ("Generator", ("PCG64", {}, {"entropy": 1, "spawn_key": [1] * 2**19, "pool_size": 4})),
+    "integer of many digits": ("int", "0x" + "1" * 2**17),
+}
+
+
+@pytest.mark.timeout(10)  # what is not refused takes hours
+@pytest.mark.parametrize("name", HOSTILE)
+def test_seeds_and_integers_that_take_hours_are_refused(name):
+    out = io.BytesIO()
+    torch.save({"value": ("bcp", *HOSTILE[name])}, out)
+    with pytest.raises(CheckpointError, match=r"x cannot be read: .*at most"):
+        unpack(out.getvalue(), trust=False, where="x")
 
 
 def test_a_form_of_a_later_version_is_refused(monkeypatch):
