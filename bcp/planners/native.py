@@ -27,7 +27,7 @@ _BIT_GENERATORS = {
     for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
 _MOST_POOL, _MOST_ENTROPY_BITS = 1024, 1 << 18
-"""Bounds of a seed sequence, whose making takes time with the square of both: 2 ms for the largest pool, 4 by default."""
+"""Bounds of a seed sequence, which takes time with the square of both to make: 2 ms with the largest pool."""
 
 _USERS = 2
 """``dtype.isbuiltin`` of the dtypes of other libraries."""
