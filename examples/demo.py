@@ -79,6 +79,7 @@ def launch(run: Run, out: Path, steps: int, save_every: int) -> Outcome:
     """Run one training under torchrun; a run that is to be killed has to fail, any other to succeed."""
     ranks = run.dp * run.tp
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--local-addr", "localhost"]  # torchrun waits for ever where the machine's own name has no address
     command += [str(Path(__file__).with_name("train_gpt.py")), "--out", str(out / run.name), "--steps", str(steps)]
     command += ["--save-every", str(save_every), "--dp", str(run.dp), "--tp", str(run.tp)]
     if run.resume is not None:

@@ -61,6 +61,7 @@ def test_torchruns_agent_is_stopped(tmp_path: Path) -> None:
             "torch.distributed.run",
             "--nproc-per-node=2",
             "--standalone",
+            "--local-addr=localhost",
             program,
             tmp_path,
             "save",
