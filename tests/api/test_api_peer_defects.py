@@ -269,7 +269,8 @@ def test_no_public_address_lookup_in_one_process(tmp_path: Path) -> None:
 def whole_job(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """Run a job of one process to its end, in a session of its own."""
     job = [sys.executable, peer_defects.__file__, str(tmp_path_factory.mktemp("job"))]
-    return subprocess.run(job, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)  # noqa: S603 -- our own program
+    most = peer_defects.MOST_SECONDS
+    return subprocess.run(job, capture_output=True, text=True, timeout=most, start_new_session=True, check=False)  # noqa: S603 -- our own program
 
 
 def test_no_server_process_outlives_the_job(whole_job: subprocess.CompletedProcess[str]) -> None:

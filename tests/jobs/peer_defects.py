@@ -6,6 +6,7 @@ Run as a program (``python peer_defects.py DIRECTORY``) it is a whole job of one
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import sys
 import types
@@ -25,6 +26,9 @@ if __name__ != "__main__":  # the program imports it when it has looked at torch
     from bcp.backends import resolve
     from bcp.testing.storage_fakes import FaultyBackend
 
+
+MOST_SECONDS = 240
+"""How long the job may take: 4 s alone; ten times that where ten processes share the machine."""
 
 # -- one process: nothing is patched, nothing stays behind -------------------------------------------
 
@@ -54,6 +58,7 @@ def main() -> None:
     """Save and load in every way; say what changed in torch, and which children there are."""
     import torch.distributed.fsdp  # noqa: PLC0415 -- what upstream patches
 
+    faulthandler.dump_traceback_later(MOST_SECONDS - 30, exit=True)
     watched = ("torch", "asyncio", "threading", "pickle", "socket", "os", "numpy", "anyio")
     states: dict[str, Any] = {"model": nn.Linear(4, 4), "extra_states": {"step": 1}}
     states["optimizer"] = torch.optim.AdamW(states["model"].parameters())
