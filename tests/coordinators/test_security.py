@@ -31,6 +31,7 @@ from relays import LOOPBACK, Relay, relayed_job
 import bcp
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, Tls, strangers
 from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.tree.gate import behind
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous
 from bcp.coordinators.tree.topology import Tree
 from bcp.errors import CorruptError, InputError, PeerError
@@ -409,6 +410,19 @@ async def works(coordinators: Sequence[GrpcCoordinator]) -> bool:
 def port_of(coordinator: GrpcCoordinator) -> int:
     node: Any = coordinator._node
     return int(node._server._gate._listeners[0].getsockname()[1])
+
+
+async def test_children_on_this_host_do_not_go_through_the_gate() -> None:
+    coordinators, _ = job()
+    assert await works(coordinators)
+    node: Any = coordinators[0]._node
+    gate = node._server._gate
+    assert (len(gate.outside), behind(gate.door)) == (0, f"unix:{gate.door.split()[0]}")
+
+
+@pytest.mark.parametrize("door", ["", "/proc/self/fd/0 ", "/proc/self/fd/0 0123456789abcdef", "/nowhere a", "a"])
+def test_a_door_that_is_not_on_this_host_is_not_taken(door: str) -> None:
+    assert behind(door) is None
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -20,7 +20,7 @@ from typing import Any
 
 from bcp.coordinators.strangers import Stranger, Strangers
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "behind"]
 
 _STRANGERS = 32  # besides the children that have still to come; each takes three descriptors once it has sent bytes
 _UNPROVED_BYTES = 64 << 10  # that a stranger may send: a TLS handshake, headers and a proof are some 10 KiB
@@ -98,6 +98,15 @@ class _Outside(_Side):
         super().connection_lost(error)
 
 
+def behind(door: str) -> str | None:
+    """Return gRPC's target for a door of another process, or None if that is not on this host, or not this user's."""
+    path, _, name = door.partition(" ")
+    with suppress(OSError):
+        if name and name in os.readlink(path):  # noqa: PTH115 -- the link's text, which is no path any more
+            return f"unix:{path}"
+    return None
+
+
 class Gate:
     """Passes connections on to gRPC's server, and closes those that are not admitted in time.
 
@@ -112,6 +121,7 @@ class Gate:
         self.outside: set[_Outside] = set()
         self._by_name: dict[str, _Outside] = {}
         self._inner = -1
+        self._name = ""
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()  # set whenever the last connection has ended
@@ -124,7 +134,8 @@ class Gate:
         """Let ``bind`` listen on a gRPC address of this process's own. Nothing of it stays on the disk."""
         directory = tempfile.mkdtemp(prefix="bcp-")
         parent = os.open(directory, os.O_PATH | os.O_CLOEXEC)  # short, however long the path of the directory is
-        path = f"/proc/self/fd/{parent}/{secrets.token_hex(8)}"
+        self._name = secrets.token_hex(8)
+        path = f"/proc/self/fd/{parent}/{self._name}"
         try:
             bind(f"unix:{path}")
             self._inner = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -133,6 +144,14 @@ class Gate:
                 os.unlink(path)  # noqa: PTH108 -- by its directory's descriptor
             os.close(parent)
             os.rmdir(directory)  # noqa: PTH106 -- as it was made
+
+    @property
+    def door(self) -> str:
+        """The way past the gate for processes of this user on this host, see :func:`behind`.
+
+        What goes through the gate costs Python 0.2 ms a message: a round of 9,261 ranks would take 32 ms instead of 8.
+        """
+        return f"/proc/{os.getpid()}/fd/{self._inner} {self._name}"
 
     async def listen(self, address: str) -> int:
         """Listen on ``host:port``, and return the port. Raises OSError where that is not possible."""

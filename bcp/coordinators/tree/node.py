@@ -11,6 +11,7 @@ from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.dial import RefusedError, dial
 from bcp.coordinators.tree.frames import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.tree.gate import behind
 from bcp.coordinators.tree.link import Link, Traffic
 from bcp.coordinators.tree.rendezvous import Invitation, Rendezvous
 from bcp.coordinators.tree.round import Round
@@ -292,7 +293,7 @@ class Node:
         server = Server(self._hello, invitation, self._links, receive=self.receive, lost=self.lost)
         port = await server.start(await in_thread(self._rendezvous.bind_address), self._tls)
         self._server = server
-        await self._rendezvous.publish(port)
+        await self._rendezvous.publish(port, "" if self._tls else server.door)
 
     async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
         """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
@@ -301,6 +302,7 @@ class Node:
             while link.empty and link.awaited is None:
                 await link.changed()
             address = await self._rendezvous.address_of(link.rank)
+            address = behind(await self._rendezvous.door_of(link.rank)) or address
             try:
                 credentials = credentials_of(invitation, self._name)
                 connected = await dial(

@@ -44,11 +44,14 @@ class Rendezvous(Protocol):
     def bind_address(self) -> str:
         """Return the one address, with port, on which this rank may listen; port 0 for any. May block shortly."""
 
-    async def publish(self, port: int) -> None:
-        """Let the children know where this rank listens."""
+    async def publish(self, port: int, door: str) -> None:
+        """Let the children know where this rank listens; ``door`` is for those on its host, empty if there is none."""
 
     async def address_of(self, rank: int) -> str:
         """Return where a rank listens, once it does."""
+
+    async def door_of(self, rank: int) -> str:
+        """Return the door of a rank whose address is known; empty if it has none."""
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Tell those who still wait for their place that an operation has ended."""
@@ -98,12 +101,17 @@ class Addresses:
         """Return this rank's address."""
         return self._addresses[self._rank]
 
-    async def publish(self, port: int) -> None:
+    async def publish(self, port: int, door: str) -> None:
         """Do nothing: all know it."""
 
     async def address_of(self, rank: int) -> str:
         """Return the given address."""
         return self._addresses[rank]
+
+    async def door_of(self, rank: int) -> str:
+        """Return nothing: there is no place where a door could be published."""
+        del rank
+        return ""
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Do nothing: nobody waits for a place."""
@@ -119,14 +127,15 @@ class Addresses:
 
 
 class _Board:
-    """Where the ranks of one process put up their ports. Only used on the coordinators' loop."""
+    """Where the ranks of one process put up their ports and doors. Only used on the coordinators' loop."""
 
     def __init__(self) -> None:
         self._ports: dict[int, int] = {}
+        self.doors: dict[int, str] = {}
         self._news = asyncio.Event()
 
-    def put(self, rank: int, port: int) -> None:
-        self._ports[rank] = port
+    def put(self, rank: int, port: int, door: str) -> None:
+        self._ports[rank], self.doors[rank] = port, door
         self._news.set()
         self._news = asyncio.Event()
 
@@ -163,13 +172,17 @@ class MemoryRendezvous:
         """Return the loopback."""
         return "127.0.0.1:0"
 
-    async def publish(self, port: int) -> None:
-        """Put up this rank's port."""
-        self._board.put(self._invitation.place.rank, port)
+    async def publish(self, port: int, door: str) -> None:
+        """Put up this rank's port and door."""
+        self._board.put(self._invitation.place.rank, port, door)
 
     async def address_of(self, rank: int) -> str:
         """Return where a rank listens, once it does."""
         return f"127.0.0.1:{await self._board.port(rank)}"
+
+    async def door_of(self, rank: int) -> str:
+        """Return the door that was put up."""
+        return self._board.doors[rank]
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Do nothing: nobody waits for a place."""

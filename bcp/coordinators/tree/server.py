@@ -101,6 +101,11 @@ class Server:
             await self.aclose()
             raise InputError(f"{self._hello} cannot listen on {address}: {error}; give it another address") from error
 
+    @property
+    def door(self) -> str:
+        """The way in for children on this host."""
+        return self._gate.door
+
     async def aclose(self) -> None:
         """End all connections, and stop to listen."""
         if self._server is not None:

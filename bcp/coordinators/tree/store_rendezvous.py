@@ -80,8 +80,9 @@ class StoreRendezvous:
         address = self._address()
         return f"[{address}]:0" if ":" in address else f"{address}:0"
 
-    async def publish(self, port: int) -> None:
+    async def publish(self, port: int, door: str) -> None:
         """Let the children know where this rank listens."""
+        await self._client.call(self._set, self._key("door", self._rank), door)
         address = self.bind_address().rpartition(":")[0]
         await self._client.call(self._set, self._key("address", self._rank), f"{address}:{port}")
 
@@ -91,6 +92,10 @@ class StoreRendezvous:
         while (address := await self._client.call(self._get, self._key("address", rank))) is None:
             pause = await self._rest(pause)
         return address.decode()
+
+    async def door_of(self, rank: int) -> str:
+        """Return the door of a rank whose address is known."""
+        return (await self._client.call(self._get, self._key("door", rank)) or b"").decode()
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Tell those who still wait for their place that an operation has ended."""
