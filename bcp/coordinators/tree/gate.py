@@ -98,11 +98,19 @@ class _Outside(_Side):
         super().connection_lost(error)
 
 
+def _network() -> str:
+    """Return this process's network namespace."""
+    return os.readlink("/proc/self/ns/net")  # noqa: PTH115 -- no path, as below
+
+
 def behind(door: str) -> str | None:
-    """Return gRPC's target for a door of another process, or None if that is not on this host, or not this user's."""
-    path, _, name = door.partition(" ")
+    """Return gRPC's target for a door of another process, or None if that is not on this host, or not this user's.
+
+    A container with a network of its own is another host: what cuts it off has to cut all its connections.
+    """
+    path, name, network = door.split(" ") if door else ("", "", "")
     with suppress(OSError):
-        if name and name in os.readlink(path):  # noqa: PTH115 -- the link's text, which is no path any more
+        if network == _network() and name in os.readlink(path):  # noqa: PTH115 -- the link's text, which is no path any more
             return f"unix:{path}"
     return None
 
@@ -151,7 +159,7 @@ class Gate:
 
         What goes through the gate costs Python 0.2 ms a message: a round of 9,261 ranks would take 32 ms instead of 8.
         """
-        return f"/proc/{os.getpid()}/fd/{self._inner} {self._name}"
+        return f"/proc/{os.getpid()}/fd/{self._inner} {self._name} {_network()}"
 
     async def listen(self, address: str) -> int:
         """Listen on ``host:port``, and return the port. Raises OSError where that is not possible."""
