@@ -30,6 +30,8 @@ Every message names what it can of: tensor, rank, file, numbers; and ends with w
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "BcpError",
     "CheckpointError",
@@ -152,10 +154,14 @@ class PeerError(BcpError):
     """
 
     def __init__(self, rank: int, cause: str) -> None:
-        """Name the rank and the cause."""
-        super().__init__(f"rank {rank} ended the operation: {cause}")
+        """Name the rank, unless the cause does, and the cause."""
+        super().__init__(cause if re.search(rf"\brank {rank}\b", cause) else f"rank {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[int, str], dict[str, object]]:
+        """Pickle by rank and cause; an exception would by its message."""
+        return type(self), (self.rank, self.cause), self.__dict__
 
 
 class StorageError(BcpError, OSError):
