@@ -90,5 +90,5 @@ def relayed_job(
 
     monkeypatch.setattr(Mesh, "card", property(card))
     ranks = Tapped.all_of(Tree.of(["host"] * size, 16))
-    coordinators = [GrpcCoordinator(rank, size, each, lambda: LOOPBACK, tls) for rank, each in enumerate(ranks)]
+    coordinators = [GrpcCoordinator(rank, size, each, tls) for rank, each in enumerate(ranks)]
     return coordinators, ranks[0]._invitation.token

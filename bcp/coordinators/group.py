@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -11,11 +10,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore, distributed_c10d
 
-from bcp.coordinators.mesh import own_address
 from bcp.coordinators.store_client import StoreClient, innermost
 from bcp.errors import InputError
 
-__all__ = ["GroupSeat", "address_towards", "private_connection", "reconnected"]
+__all__ = ["GroupSeat", "private_connection", "reconnected"]
 
 _CALL_SECONDS = 30.0  # torch's own limit for a call, as far as it keeps one; nothing in here waits for a key
 _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
@@ -29,7 +27,8 @@ class GroupSeat:
         store: a private connection to the group's own store, which is made at the first call.
         rank: this rank in the group.
         world_size: how many ranks the group has.
-        prefix: of keys that no other coordinator has: group, restart of the job, and how many seats came before.
+        prefix: of keys that no other coordinator of these processes has: group, and how many seats came before.
+            Keys of processes that have ended may be there: torchrun may keep its store over restarts of the workers.
     """
 
     store: StoreClient
@@ -58,16 +57,8 @@ class GroupSeat:
         if shared is None:
             raise InputError("this rank is not a member of the process group; only members can take part")
         number = next(_numbers.setdefault(group, itertools.count()))
-        # torchrun may keep its store over restarts of the workers, and older keys with it
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"bcp/{group.group_name}/{attempt}/{number}"
+        prefix = f"bcp/{group.group_name}/{number}"
         return cls(StoreClient(shared, private_connection), rank, dist.get_world_size(group), prefix)
-
-
-def address_towards(store: Store) -> str:
-    """Return this host's address in the network of the store's server."""
-    inner = innermost(store)
-    return own_address((inner.host, inner.port) if isinstance(inner, TCPStore) else None)
 
 
 def private_connection(store: Store) -> Store:

@@ -8,29 +8,33 @@ import json
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from ipaddress import ip_address
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import anyio
 
+from bcp.coordinators.hosts import HINT
 from bcp.coordinators.proof import proof
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tls import TlsContexts
 from bcp.coordinators.wire import TlsWire, Wire
 from bcp.errors import InputError, PeerError
+from bcp.pipeline import in_pool
 from bcp.protocols import Buffer
 
-__all__ = ["Mesh", "own_address"]
+__all__ = ["Mesh"]
 
 _DIAL_SECONDS = 10.0  # for one rank that has said that it listens
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two attempts to connect; doubles
 _STRANGERS = 64  # besides the ranks that have still to come
+_LANES = 4  # transfers at a time in each direction, each with a thread
+_PROBES = 3  # signs of life that are asked for in vain before a connection counts as broken
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _HEAD_BYTES = 8  # the length of what follows
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class _UnprovedError(Exception):
@@ -51,6 +55,7 @@ class Mesh:
         address: str,
         world_size: int,
         *,
+        patience: float,
         secret: Callable[[], bytes] = lambda: b"",
         tls: TlsContexts | None = None,
     ) -> None:
@@ -60,6 +65,7 @@ class Mesh:
             rank: this rank.
             address: this host's, in the job's network.
             world_size: how many ranks there are.
+            patience: seconds that the network between two ranks may be silent.
             secret: returns the job's secret, once a card of any rank is known.
             tls: settings of TLS, for every connection; None: plain TCP.
 
@@ -70,7 +76,8 @@ class Mesh:
         self._secret = secret
         self._tls = tls
         self._token = secrets.token_hex(_NONCE_BYTES)
-        self._listener = _listen(address)
+        self._patience = patience
+        self._listener = _listen(address, patience)
         self._dialled: dict[int, Wire] = {}
         self._accepted: dict[int, Wire] = {}
         self._replaced: list[Wire] = []  # by a second connection of the same rank
@@ -78,6 +85,8 @@ class Mesh:
         self._strangers = Strangers("bulk data", rank, self._most_strangers)
         self._news = anyio.Event()
         self._scope = anyio.CancelScope()
+        self._threads = ThreadPoolExecutor(2 * _LANES, "bcp-bulk-data")
+        self._busy = False
 
     def __repr__(self) -> str:
         """Show the port and how many ranks are connected."""
@@ -88,7 +97,9 @@ class Mesh:
         """What other ranks need to connect."""
         port = self._listener.getsockname()[1]
         tls = self._tls is not None
-        return json.dumps({"address": self._address, "port": port, "token": self._token, "tls": tls}).encode()
+        host = socket.gethostname()
+        facts = {"address": self._address, "port": port, "token": self._token, "tls": tls, "host": host}
+        return json.dumps(facts).encode()
 
     async def serve(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -112,7 +123,8 @@ class Mesh:
         self._scope.cancel()
 
     def disconnect(self) -> None:
-        """Close all sockets."""
+        """Close all sockets, and let go of the threads, none of which is busy."""
+        self._threads.shutdown(wait=False)
         self._listener.close()
         for wire in (*self._dialled.values(), *self._accepted.values(), *self._replaced):
             wire.close()
@@ -131,37 +143,83 @@ class Mesh:
         views = [memoryview(data) for data in send]
         received = [bytearray(nbytes) for nbytes in receive]
         received[self._rank][:] = views[self._rank]
-        others = [rank for rank in range(len(views)) if rank != self._rank]
+        # All send to the next rank, then to the one after it, and receive in the same order. So the first transfer in
+        # that order that is not done has a thread on both sides, however few there are.
+        size = self._world_size
+        after = [(self._rank + step) % size for step in range(1, size)]
+        before = [(self._rank - step) % size for step in range(1, size)]
+        filled = [rank for rank in after if views[rank].nbytes]
+        sends = iter([partial(self._send, rank, views[rank].cast("B"), card_of) for rank in filled])
+        receives = iter([partial(self._receive, rank, received[rank], card_of) for rank in before if receive[rank]])
         try:
             async with anyio.create_task_group() as group:
-                for rank in others:
-                    if views[rank].nbytes:
-                        group.start_soon(self._send, rank, views[rank].cast("B"), card_of)
-                    if receive[rank]:
-                        group.start_soon(self._receive, rank, received[rank])
+                self._busy = True
+                group.start_soon(self._hang_up_when_cancelled)
+                async with anyio.create_task_group() as lanes:
+                    for transfers in (*[sends] * _LANES, *[receives] * _LANES):
+                        lanes.start_soon(_one_by_one, transfers)
+                self._busy = False
+                group.cancel_scope.cancel()
         except ExceptionGroup as errors:
-            first = errors.exceptions[0]
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
             raise first from first.__cause__
         return received
+
+    async def _hang_up_when_cancelled(self) -> None:
+        """End the connections of an exchange that ends before it is done, so that no thread waits in one."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if self._busy:
+                for wire in (*self._dialled.values(), *self._accepted.values()):
+                    wire.hang_up()
 
     async def _send(self, rank: int, data: memoryview, card_of: Callable[[int], Awaitable[bytes]]) -> None:
         """Send one rank its bytes."""
         if rank not in self._dialled:
             self._dialled[rank] = await self._dial(rank, json.loads(await card_of(rank)))
-        with _blaming(rank):
-            await self._dialled[rank].send(len(data).to_bytes(_HEAD_BYTES, "big"))
-            await self._dialled[rank].send(data)
+        async with self._blaming(rank, card_of):
+            await in_pool(self._threads, self._push, self._dialled[rank], data)
 
-    async def _receive(self, rank: int, out: bytearray) -> None:
+    async def _receive(self, rank: int, out: bytearray, card_of: Callable[[int], Awaitable[bytes]]) -> None:
         """Receive one rank's bytes."""
         while rank not in self._accepted:
             await self._news.wait()
         wire = self._accepted[rank]
-        with _blaming(rank):
-            head = await wire.fill(bytearray(_HEAD_BYTES))
-            if (nbytes := int.from_bytes(head, "big")) != len(out):
+        async with self._blaming(rank, card_of):
+            nbytes = await in_pool(self._threads, self._pull, wire, out)
+            if nbytes != len(out):
                 raise InputError(f"rank {rank} sent {nbytes} bytes where rank {self._rank} expected {len(out)}")
-            await wire.fill(out)
+
+    @staticmethod
+    def _push(wire: Wire, data: memoryview) -> None:
+        wire.block()
+        wire.push(memoryview(len(data).to_bytes(_HEAD_BYTES, "big")))
+        wire.push(data)
+
+    @staticmethod
+    def _pull(wire: Wire, out: bytearray) -> int:
+        """Fill a buffer if as many bytes come; return how many the other side says."""
+        wire.block()
+        head = bytearray(_HEAD_BYTES)
+        wire.pull(memoryview(head))
+        nbytes = int.from_bytes(head, "big")
+        if nbytes == len(out):
+            wire.pull(memoryview(out))
+        return nbytes
+
+    @asynccontextmanager
+    async def _blaming(self, rank: int, card_of: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[None]:
+        """Turn a broken connection into an error that names both ends: either may be the one that is cut off."""
+        try:
+            yield
+        except OSError as error:
+            other = json.loads(await card_of(rank))["host"]
+            ends = f"rank {self._rank} (host {socket.gethostname()}) and rank {rank} (host {other})"
+            cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
+            raise PeerError(rank, cause) from error
 
     # -- dialling -----------------------------------------------------------------------------
 
@@ -174,11 +232,11 @@ class Mesh:
                 f"rank {with_tls} sends bulk data with TLS and rank {without} without; give tls= to the coordinators "
                 "of all ranks, or to none",
             )
-        where = f"{card['address']} port {card['port']}"
+        where = f"{card['address']} port {card['port']} (host {card['host']})"
         last: Exception | None = None
         pause = _FIRST_PAUSE
         try:
-            with anyio.fail_after(_DIAL_SECONDS):
+            with anyio.fail_after(min(_DIAL_SECONDS, self._patience)):
                 while True:
                     connection = await _connected(card["address"], card["port"])
                     try:
@@ -191,8 +249,8 @@ class Mesh:
             raise self._untrusted(rank, where, error) from error
         except (OSError, _UnprovedError) as error:  # TimeoutError is one, too
             cause = (
-                f"rank {self._rank} cannot connect to it at {where}: {last or error or type(error).__name__}; "
-                "if the ranks' network is another one, say so, as in GrpcCoordinator.over(address=...)"
+                f"rank {self._rank} (host {socket.gethostname()}) cannot connect to rank {rank} at {where}: "
+                f"{last or error or type(error).__name__}; {HINT}"
             )
             raise PeerError(rank, cause) from error
 
@@ -284,19 +342,16 @@ class Mesh:
         return _STRANGERS + self._world_size - 1 - len(self._accepted)
 
 
+async def _one_by_one(transfers: Iterator[Callable[[], Awaitable[None]]]) -> None:
+    """Do what is left of the transfers, one after another; others do so too."""
+    for transfer in transfers:
+        await transfer()
+
+
 def _compare(shown: bytes | bytearray, expected: bytes) -> None:
     """Raise :class:`_UnprovedError` if a proof is wrong."""
     if not hmac.compare_digest(shown, expected):
         raise _UnprovedError("the other side does not know the job's secret")
-
-
-@contextmanager
-def _blaming(rank: int) -> Iterator[None]:
-    """Turn a broken connection into the other rank's error."""
-    try:
-        yield
-    except OSError as error:
-        raise PeerError(rank, f"the connection to rank {rank} broke: {error}") from error
 
 
 async def _connected(address: str, port: int) -> socket.socket:
@@ -312,34 +367,21 @@ async def _connected(address: str, port: int) -> socket.socket:
     return connection
 
 
-def _listen(address: str) -> socket.socket:
-    """Return a non-blocking listener on that address alone."""
+def _listen(address: str, patience: float) -> socket.socket:
+    """Return a non-blocking listener on that address alone.
+
+    What it accepts asks a silent other side for a sign of life, and breaks when that side's kernel gives none. The
+    dialling side has no need to: each side that waits for bytes has accepted.
+    """
     listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    pause = max(1, round(patience / (_PROBES + 1)))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     listener.settimeout(0)
     return listener
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def own_address(server: tuple[str, int] | None) -> str:
-    """Return this host's address in the job's network: the one on the way to the store's server, loopback without one.
-
-    Where the way to the server is a loopback although the server's name is not one (many hosts call themselves
-    127.0.1.1), it is the address on the way out. No packet is sent: hosts without a way out wait for nothing.
-    """
-    if server is None or server[0] in _LOOPBACK:
-        return "127.0.0.1"
-    found = [_source(*server), _source("10.255.255.255", 9)]
-    return next((address for address in found if address and not ip_address(address).is_loopback), "127.0.0.1")
-
-
-def _source(host: str, port: int) -> str | None:
-    """Return the address from which packets to a host would leave this one."""
-    with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return None

@@ -10,7 +10,7 @@ import anyio
 
 from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.mesh import Mesh
-from bcp.coordinators.tls import Tls, TlsContexts
+from bcp.coordinators.tls import Tls
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 from bcp.protocols import Buffer
@@ -79,7 +79,14 @@ class Operation:
     """
 
     def __init__(
-        self, channel: Channel, hello: Hello, world_size: int, *, address: Callable[[], str], tls: Tls | None = None
+        self,
+        channel: Channel,
+        hello: Hello,
+        world_size: int,
+        *,
+        patience: float,
+        address: Callable[[], Awaitable[str]],
+        tls: Tls | None = None,
     ) -> None:
         """Prepare; nothing is sent before the context is entered.
 
@@ -87,13 +94,15 @@ class Operation:
             channel: how this rank talks to the others.
             hello: who this rank is and what it is about to do.
             world_size: how many ranks take part.
-            address: returns this host's address in the job's network; called in a thread.
+            patience: seconds that a rank may be silent.
+            address: returns this host's address in the job's network, once the ranks have met.
             tls: certificates for bulk data; None: plain TCP.
 
         """
         self._channel = channel
         self._hello = hello
         self._world_size = world_size
+        self._patience = patience
         self._address = address
         self._tls = tls
         self._mesh: Mesh | None = None
@@ -110,7 +119,7 @@ class Operation:
         try:
             await self._channel.join()
         except BaseException as error:
-            await self._channel.tell(Abort(self._hello.rank, describe(error)))
+            await self._channel.tell(self._abort(error))
             await self._channel.farewell()
             raise
         self._group = anyio.create_task_group()
@@ -125,7 +134,7 @@ class Operation:
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         self._channel.leave()
         if error is not None and self._channel.verdict is None and not isinstance(error, PeerError):
-            await self._channel.tell(Abort(self._hello.rank, describe(error)))
+            await self._channel.tell(self._abort(error))
         if self._mesh is not None:
             self._mesh.close()
         try:
@@ -141,6 +150,10 @@ class Operation:
             if error is not self._channel.verdict:
                 error.add_note(f"meanwhile, the operation had ended: {self._channel.verdict}")
         return False
+
+    def _abort(self, error: BaseException) -> Abort:
+        """Return what the others are told of an error of this rank."""
+        return Abort(self._hello.rank, f"{self._hello}: {describe(error)}")
 
     # -- the verbs ----------------------------------------------------------------------------
 
@@ -175,9 +188,15 @@ class Operation:
         if memoryview(send[self._hello.rank]).nbytes != receive[self._hello.rank]:
             raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
         if self._mesh is None:
-            address, contexts = await in_thread(self._where)
+            address = await self._address()
+            contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
-                self._hello.rank, address, self._world_size, secret=lambda: self._channel.secret, tls=contexts
+                self._hello.rank,
+                address,
+                self._world_size,
+                patience=self._patience,
+                secret=lambda: self._channel.secret,
+                tls=contexts,
             )
             self._group.start_soon(self._serve, self._mesh)
             self._card_of = await self._channel.cards("all_to_all", self._mesh.card)
@@ -186,10 +205,6 @@ class Operation:
         except PeerError as error:
             cause = f"{error.cause}, while rank {self._hello.rank} was in all_to_all"
             raise await self._channel.blame(error.rank, cause) from error
-
-    def _where(self) -> tuple[str, TlsContexts | None]:
-        """Return where to listen, and with which certificates."""
-        return self._address(), None if self._tls is None else self._tls.contexts()
 
     async def _serve(self, mesh: Mesh) -> None:
         """Accept connections; if that fails, the operation does."""

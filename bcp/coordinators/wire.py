@@ -1,4 +1,8 @@
-"""A connected socket that sends whole buffers and fills whole buffers, with or without TLS."""
+"""A connected socket that sends whole buffers and fills whole buffers, with or without TLS.
+
+A connection begins on the event loop, with few and small messages. Bulk data goes through blocking calls in threads,
+few and large: they run without Python's lock, and cost little more than the kernel's copies.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ _RECORDS = 64  # of 16 KiB at most; after so many of them other tasks get their 
 
 class Wire:
     """A plain connection. Bytes go straight from the sender's buffer to the kernel, and into the receiver's."""
+
+    _flags: int = socket.MSG_WAITALL  # one call for all bytes, as far as they come
 
     def __init__(self, connection: socket.socket) -> None:
         """Take over a connected socket."""
@@ -38,6 +44,19 @@ class Wire:
             view = view[_some(await loop.sock_recv_into(self._socket, view)) :]
         return out
 
+    def block(self) -> None:
+        """Let calls block from now on: :meth:`push` and :meth:`pull` come next, in threads, and nothing else."""
+        self._socket.settimeout(None)
+
+    def push(self, data: memoryview) -> None:
+        """Send all bytes of a buffer; blocks."""
+        self._socket.sendall(data)
+
+    def pull(self, view: memoryview) -> None:
+        """Fill a buffer; blocks. Raises ConnectionResetError if the other side closes before."""
+        while view:
+            view = view[_some(self._socket.recv_into(view, 0, self._flags)) :]
+
     def hang_up(self) -> None:
         """End the connection for both sides, also where a forked child holds the socket; tasks that wait go on."""
         with suppress(OSError):
@@ -51,6 +70,8 @@ class Wire:
 
 class TlsWire(Wire):
     """A connection with TLS. OpenSSL holds one record of 16 KiB in each direction, and nothing else is buffered."""
+
+    _flags = 0  # OpenSSL knows none
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
         """Take over a connected socket; :meth:`handshake` comes next.

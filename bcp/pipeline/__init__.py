@@ -11,7 +11,7 @@ from bcp.pipeline.budget import Budget
 from bcp.pipeline.garbage import failures_collected, planning, uncollected
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
-from bcp.pipeline.threads import giving_way, in_thread
+from bcp.pipeline.threads import giving_way, in_pool, in_thread
 
 __all__ = [
     "Budget",
@@ -21,6 +21,7 @@ __all__ = [
     "beside",
     "failures_collected",
     "giving_way",
+    "in_pool",
     "in_thread",
     "planning",
     "tee",

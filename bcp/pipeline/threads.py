@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 from anyio.lowlevel import RunVar
 
-__all__ = ["giving_way", "in_thread"]
+__all__ = ["giving_way", "in_pool", "in_thread"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -63,9 +63,14 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     ``asyncio.to_thread`` leaves the thread running. ``anyio.to_thread`` waits for it, except when the task is cancelled
     by asyncio itself: ``asyncio.timeout``, ``wait_for``, ``Task.cancel``, Ctrl-C under ``asyncio.run``.
     """
+    return await in_pool(_threads(), function, *args)
+
+
+async def in_pool(pool: ThreadPoolExecutor, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Do the same in a thread of that pool: for calls that may block for long, and would keep others from a thread."""
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
-    await _ended(_submit(partial(copy_context().run, _call, partial(function, *args), box)))
+    await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)))
     result, error = box.pop()
     if error is None:
         return result  # type: ignore[return-value]  # the first of the two forms of an outcome
@@ -111,7 +116,7 @@ def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
         box.append((None, error))
 
 
-def _submit(call: Callable[[], None]) -> Future[None]:
+def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
     """Give the call to a thread. If none can be had, it is never made: the pool itself would keep it for later."""
     job = Future[None]()
 
@@ -121,7 +126,7 @@ def _submit(call: Callable[[], None]) -> Future[None]:
             job.set_result(None)
 
     try:
-        _threads().submit(run)
+        pool.submit(run)
     except RuntimeError:
         if job.cancel():
             raise

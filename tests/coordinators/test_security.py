@@ -206,7 +206,14 @@ async def test_a_bit_that_flips_under_tls_breaks_the_connection(
 @contextmanager
 def meshes(*settings: Tls | None, secrets: Sequence[bytes] = (b"", b"")) -> Iterator[list[Mesh]]:
     ranks = [
-        Mesh(rank, LOOPBACK, len(settings), secret=lambda rank=rank: secrets[rank], tls=each and each.contexts())
+        Mesh(
+            rank,
+            LOOPBACK,
+            len(settings),
+            patience=60.0,
+            secret=lambda rank=rank: secrets[rank],
+            tls=each and each.contexts(),
+        )
         for rank, each in enumerate(settings)
     ]
     try:
@@ -337,8 +344,7 @@ async def test_a_tree_with_tls_on_one_side_only(authority: trustme.CA, secure: i
     settings: list[Tls | None] = [None, None]
     settings[secure] = tls_of(authority)
     coordinators = [
-        GrpcCoordinator(rank, 2, each, lambda: LOOPBACK, tls)
-        for rank, (each, tls) in enumerate(zip(ranks, settings, strict=True))
+        GrpcCoordinator(rank, 2, each, tls) for rank, (each, tls) in enumerate(zip(ranks, settings, strict=True))
     ]
     with captured_logs():
         _, second = await run_ranks(coordinators, _barrier, timeout=0.5)
@@ -394,7 +400,7 @@ def stranger_at(port: int, data: bytes = b"") -> socket.socket:
 
 def job(size: int = 2, tls: Tls | None = None) -> tuple[list[GrpcCoordinator], list[MemoryRendezvous]]:
     ranks = MemoryRendezvous.all_of(Tree.of(["host"] * size, 16))
-    return [GrpcCoordinator(rank, size, each, lambda: LOOPBACK, tls) for rank, each in enumerate(ranks)], ranks
+    return [GrpcCoordinator(rank, size, each, tls) for rank, each in enumerate(ranks)], ranks
 
 
 async def works(coordinators: Sequence[GrpcCoordinator]) -> bool:
@@ -620,7 +626,7 @@ from bcp.coordinators.tree.topology import Tree
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 2, 16))
-coordinators = [GrpcCoordinator(rank, 2, each, lambda: "127.0.0.1") for rank, each in enumerate(ranks)]
+coordinators = [GrpcCoordinator(rank, 2, each) for rank, each in enumerate(ranks)]
 weights = torch.arange(1 << 20)
 say = lambda *words: print(*words, flush=True)
 card = mesh.Mesh.card

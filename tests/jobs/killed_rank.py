@@ -78,8 +78,8 @@ class _DeadlyAgreement:
 def main(rank: int, port: int, job: str, directory: Path, victim: int | None, moment: str) -> None:
     """Save once, so that all know each other; save ``directory/ckpt`` then, and write down what came of it."""
     store = TCPStore(LOOPBACK, port, None, is_master=False, wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, job, rank, SIZE, FANOUT, lambda: LOOPBACK)
-    ranks: Any = GrpcCoordinator(rank, SIZE, rendezvous, lambda: LOOPBACK)
+    rendezvous = StoreRendezvous(store, job, rank, SIZE, FANOUT, LOOPBACK)
+    ranks: Any = GrpcCoordinator(rank, SIZE, rendezvous)
     bcp.save(directory / f"{job}-older", killed_save.state(1), coordinator=ranks)
 
     def die() -> None:

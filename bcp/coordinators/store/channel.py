@@ -39,6 +39,7 @@ class StoreChannel:
         self._mailbox = mailbox
         self._hello = hello
         self._world_size = world_size
+        self._timeout = timeout
         self._left = left
         self._others = range(1, world_size) if hello.rank == 0 else range(1)
         self._steps = 0
@@ -61,9 +62,11 @@ class StoreChannel:
         return b""
 
     async def join(self) -> None:
-        """Delete what earlier operations have left behind, then say hello."""
+        """Delete what earlier operations have left behind, find the others, then say hello."""
+        await self._watch.call(self._sweep)
+        await self._meet()
         self._watch.start()
-        await self._watch.call(self._join)
+        await self._watch.call(self._mailbox.join, self._hello)
 
     async def run(self, end: Callable[[], None]) -> None:
         """Watch until this rank leaves, or there is a verdict; then call ``end``."""
@@ -86,13 +89,30 @@ class StoreChannel:
         if await self._watch.say(self._mailbox.leave, seconds=_FAREWELL_SECONDS):
             self._left.append(self._mailbox)
 
-    def _join(self) -> None:
+    def _sweep(self) -> None:
         for _ in range(len(self._left)):
             with suppress(IndexError):  # an operation in another thread was quicker
                 mailbox = self._left.popleft()
                 if not mailbox.sweep():
                     self._left.append(mailbox)
-        self._mailbox.join(self._hello)
+
+    async def _meet(self) -> None:
+        """Return once all ranks are there; blame the one that keeps this one waiting for longer than the timeout."""
+        roll, started, pause = self._mailbox.roll, anyio.current_time(), _FIRST_PAUSE
+        while True:
+            met = await self._watch.call(self._mailbox.meet)
+            if roll.heard is not None and roll.heard[0] == self._mailbox.number:
+                raise self._watch.hear(roll.heard[1])
+            if met:
+                return
+            waited = anyio.current_time() - started
+            absent = roll.absent()
+            if waited > self._timeout and absent is not None:
+                raise await self._watch.blame_late(absent, waited)
+            if waited > 2 * self._timeout:  # rank 0 is there, and will say whom it waits for; unless it died
+                raise await self._watch.blame(0, f"rank 0 has not told that all are there after {waited:.1f} s")
+            await anyio.sleep(pause)
+            pause = self._longer(pause)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -173,8 +193,12 @@ class StoreChannel:
                 if not await self._watch.call(self._mailbox.posted, [names[rank]]):
                     raise await self._watch.blame(rank, f"{self._watch.name(rank)} has left early")
             await anyio.sleep(pause)
-            # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
-            pause = min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
+            pause = self._longer(pause)
+
+    def _longer(self, pause: float) -> float:
+        """Return the next pause between two looks."""
+        # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
+        return min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
 
     def _post_all(self, payloads: Mapping[str, bytes]) -> None:
         """Publish payloads, in one call in a thread."""

@@ -14,13 +14,15 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed import Store
 
-from bcp.coordinators.group import GroupSeat, address_towards
+from bcp.coordinators.group import GroupSeat
 from bcp.coordinators.hello import Hello
 from bcp.coordinators.operation import Operation
+from bcp.coordinators.roll import Roll
 from bcp.coordinators.store.channel import StoreChannel
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import InputError, PeerError
+from bcp.pipeline import in_thread
 from bcp.protocols import Agreement
 
 __all__ = ["StoreCoordinator"]
@@ -46,16 +48,15 @@ class StoreCoordinator:
     ) -> None:
         """Coordinate over ``store``, whose keys below ``prefix`` belong to this coordinator.
 
-        ``address`` is this host's, for the bulk data of ``all_to_all``: nothing listens on any other one. None: the
-        one on the way to the store's server.
+        ``address`` is this host's, for the bulk data of ``all_to_all``: nothing listens on any other one. None: see
+        :meth:`over`.
         """
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self._client = StoreClient.of(store)
-        self._prefix = prefix
-        self._address = address
+        self._roll = Roll(self._client, prefix, rank, world_size, address=address)
         self._numbers = itertools.count()
         self._left: deque[Mailbox] = deque()
         self._pid = os.getpid()
@@ -68,7 +69,8 @@ class StoreCoordinator:
 
         Args:
             group: None for the default group.
-            address: this host's, for bulk data; None: the one on the way to the store's server.
+            address: this host's, for bulk data; None: the one that ``BCP_ADDRESS`` names, else the one at which the
+                other hosts reach this one, else the loopback.
 
         Raises:
             InputError: torch.distributed is not initialised, or this rank is not a member.
@@ -82,7 +84,7 @@ class StoreCoordinator:
 
     def __repr__(self) -> str:
         """Show rank and place."""
-        return f"<StoreCoordinator of rank {self.rank} of {self.world_size}, {self._prefix!r}>"
+        return f"<StoreCoordinator, {self._roll!r}>"
 
     def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
         """Take this rank's place in the next operation."""
@@ -91,14 +93,14 @@ class StoreCoordinator:
                 f"{self!r} was made in process {self._pid} and this is its fork {os.getpid()}: only the rank itself "
                 "can take part; pass coordinator=SoloCoordinator() to save or load alone"
             )
-        mailbox = Mailbox(self._client, f"{self._prefix}/{next(self._numbers)}", self.rank, self.world_size)
+        mailbox = Mailbox(self._roll, next(self._numbers), self.rank, self.world_size)
         hello = Hello.of(self.rank, what)
         channel = StoreChannel(mailbox, hello, self.world_size, timeout, left=self._left)
-        return Operation(channel, hello, self.world_size, address=self._own_address)
+        return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address)
 
-    def _own_address(self) -> str:
-        """Return the given address, or this host's in the network of the store's server."""
-        return self._address or address_towards(self._client.shared)
+    async def _own_address(self) -> str:
+        """Return this host's address in the job's network."""
+        return await in_thread(self._roll.address)
 
     def _linger(self, deadline: float) -> None:
         """Wait until all ranks have left the operations that this one has left."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bcp.coordinators.hello import Abort, Hello
 from bcp.coordinators.liveness import LEFT
-from bcp.coordinators.store_client import StoreClient
+from bcp.coordinators.roll import Roll
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,22 +28,29 @@ class Mailbox:
     gets a key that may have been deleted since it was checked; ``Store.get`` would block for minutes.
 
     Attributes:
+        roll: finds the other ranks; the keys lie below the session that it agrees on.
+        number: the operation's.
         client: calls the store.
     """
 
-    def __init__(self, client: StoreClient, operation: str, rank: int, world_size: int) -> None:
-        """Open the operation's mailbox; ``operation`` is its prefix, and different for every operation."""
-        self.client = client
-        self._operation = operation
+    def __init__(self, roll: Roll, number: int, rank: int, world_size: int) -> None:
+        """Open the mailbox of the operation of that number."""
+        self.roll = roll
+        self.number = number
+        self.client = roll.client
         self._rank = rank
         self._world_size = world_size
         self._posted: list[str] = []
 
     def __repr__(self) -> str:
         """Show the operation and the rank."""
-        return f"<Mailbox of {self._operation}, rank {self._rank} of {self._world_size}>"
+        return f"<Mailbox of operation {self.number} of {self.roll!r}>"
 
     # -- signs of life ------------------------------------------------------------------------
+
+    def meet(self) -> bool:
+        """Say whether all ranks are known to be there. Nothing else can be said before, but why the operation ended."""
+        return self.roll.look() is not None
 
     def join(self, hello: Hello) -> None:
         """Say hello; the first sign of life follows it, so that whoever sees the sign can read the hello."""
@@ -81,7 +88,9 @@ class Mailbox:
 
     def abort(self, abort: Abort) -> None:
         """End the operation for all ranks, unless another rank has ended it already."""
-        if self.aborted() is None:
+        if self.roll.answer is None:
+            self.roll.tell(self.number, abort)
+        elif self.aborted() is None:
             self._set(self._key("abort"), json.dumps(asdict(abort)).encode())
 
     def aborted(self) -> Abort | None:
@@ -92,15 +101,22 @@ class Mailbox:
 
     def leave(self) -> None:
         """Leave the operation; the last rank to do so deletes the operation's keys."""
+        if self.roll.answer is None:
+            self.roll.attend()
+            return
         self.publish("beat", LEFT)
         if self._store.add(self._key("left"), 1) < self._world_size:
             return
         ranks = range(self._world_size)
         self._delete(*(self._key(name, rank) for name in ("hello", "beat", "card") for rank in ranks))
         self._delete(self._key("abort"), self._key("left"))
+        if self.number == 0:
+            self.roll.forget()
 
     def sweep(self) -> bool:
         """After :meth:`leave`: say whether all ranks have left; if so, delete the payloads that nobody read."""
+        if self.roll.answer is None:
+            return True
         if self._store.check([self._key("left")]):
             return False
         self._delete(*self._posted)
@@ -148,7 +164,7 @@ class Mailbox:
 
     def _key(self, *names: object) -> str:
         """Return a key of this operation."""
-        return "/".join((self._operation, *map(str, names)))
+        return self.roll.key("operation", self.number, *names)
 
     def _set(self, key: str, data: bytes) -> None:
         """Set a key."""

@@ -112,8 +112,7 @@ class Watch:
         if self._leaving.is_set():  # the abort may be our own
             return
         if abort is not None:
-            self._told = True
-            self.verdict = error_of(abort)
+            self.verdict = self.hear(abort)
             return
         now = anyio.current_time()
         for rank, sign in signs.items():
@@ -151,17 +150,24 @@ class Watch:
         if lost is None:
             return None
         rank, seconds, joined = lost
-        if joined:
-            cause = f"{self.name(rank)} has given no sign of life for {seconds:.1f} s"
-        else:
-            cause = f"rank {rank} has not begun it {seconds:.1f} s after rank {self._hello.rank}"
-        return await self.blame(rank, cause)
+        if not joined:
+            return await self.blame_late(rank, seconds)
+        return await self.blame(rank, f"{self.name(rank)} has given no sign of life for {seconds:.1f} s")
+
+    async def blame_late(self, rank: int, seconds: float) -> PeerError:
+        """Do as :meth:`blame` for a rank that has not begun."""
+        return await self.blame(rank, f"rank {rank} has not begun it {seconds:.1f} s after rank {self._hello.rank}")
 
     async def blame(self, rank: int, cause: str) -> PeerError:
         """Tell all ranks that ``rank`` is to blame, and return the error to raise."""
         cause = f"{cause}, in {self._hello.what!r}{self.waits_for}; see the log of rank {rank}"
         await self.tell(Abort(rank, cause))
         return PeerError(rank, cause)
+
+    def hear(self, abort: Abort) -> Exception:
+        """Take note that another rank has ended the operation, and return the error to raise."""
+        self._told = True
+        return error_of(abort)
 
     async def tell(self, abort: Abort) -> None:
         """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""

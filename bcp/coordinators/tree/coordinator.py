@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from threading import Lock
 from weakref import finalize
 
 import torch.distributed as dist
 
-from bcp.coordinators.group import GroupSeat, address_towards
+from bcp.coordinators.group import GroupSeat
 from bcp.coordinators.hello import Hello
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.tree.channel import GrpcChannel
@@ -24,6 +24,7 @@ from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendez
 from bcp.coordinators.tree.store_rendezvous import StoreRendezvous
 from bcp.coordinators.tree.topology import Tree
 from bcp.errors import InputError
+from bcp.pipeline import in_thread
 from bcp.protocols import Agreement
 
 __all__ = ["FANOUT", "GrpcCoordinator"]
@@ -54,19 +55,14 @@ class GrpcCoordinator:
         rank: int,
         world_size: int,
         rendezvous: Rendezvous,
-        address: Callable[[], str],
         tls: Tls | None = None,
     ) -> None:
-        """Coordinate with those that are met at ``rendezvous``; :meth:`over` and :meth:`at` make one.
-
-        ``address`` returns this host's address in the job's network, for the bulk data of ``all_to_all``.
-        """
+        """Coordinate with those that are met at ``rendezvous``; :meth:`over` and :meth:`at` make one."""
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
         self._rendezvous = rendezvous
-        self._address = address
         self._tls = tls
         self._numbers = itertools.count()
         self._pid = os.getpid()
@@ -89,8 +85,8 @@ class GrpcCoordinator:
 
         Args:
             group: None for the default group.
-            address: this host's, where nothing but this one is listened on; None: the one on the way to the store's
-                server.
+            address: this host's, where nothing but this one is listened on; None: the one that ``BCP_ADDRESS`` names,
+                else the one at which the other hosts reach this one, else the loopback.
             fanout: how many children a rank has, on its own host and on others; the same on all ranks.
             tls: certificates, for a network that is not to be trusted; they cover the tree and the bulk data of loads.
                 On all ranks or on none.
@@ -100,12 +96,8 @@ class GrpcCoordinator:
 
         """
         seat = GroupSeat.of(group)
-
-        def own() -> str:
-            return address or address_towards(seat.store.shared)
-
-        rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, own)
-        return cls(seat.rank, seat.world_size, rendezvous, own, tls)
+        rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, address)
+        return cls(seat.rank, seat.world_size, rendezvous, tls)
 
     @classmethod
     def at(
@@ -130,15 +122,13 @@ class GrpcCoordinator:
                 On all ranks or on none.
 
         """
-        rendezvous = Addresses(rank, addresses, token, fanout, hosts)
-        own = addresses[rank].rpartition(":")[0].strip("[]")
-        return cls(rank, len(addresses), rendezvous, lambda: own, tls)
+        return cls(rank, len(addresses), Addresses(rank, addresses, token, fanout, hosts), tls)
 
     @classmethod
     def in_memory(cls, tree: Tree) -> list[GrpcCoordinator]:
         """Return one for each rank of a tree, all in this process."""
         ranks = enumerate(MemoryRendezvous.all_of(tree))
-        return [cls(rank, len(tree.parents), rendezvous, lambda: "127.0.0.1") for rank, rendezvous in ranks]
+        return [cls(rank, len(tree.parents), rendezvous) for rank, rendezvous in ranks]
 
     def __repr__(self) -> str:
         """Show rank, and what it is connected to."""
@@ -162,7 +152,7 @@ class GrpcCoordinator:
         node, loop = self._connect()
         hello = Hello.of(self.rank, what)
         channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
-        return Operation(channel, hello, self.world_size, address=self._own_address, tls=self._tls)
+        return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
 
     def close(self) -> None:
         """Say goodbye to the neighbours and let go of connections; blocks, for some seconds at most. Idempotent.
@@ -181,9 +171,11 @@ class GrpcCoordinator:
             with suppress(InputError):
                 await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.aclose())))
 
-    def _own_address(self) -> str:
+    async def _own_address(self) -> str:
         """Return this host's address; a method, so that an operation keeps its coordinator, and with it the node."""
-        return self._address()
+        node, loop = self._connect()
+        await asyncio.wrap_future(loop.run(node.placed()))
+        return (await in_thread(self._rendezvous.bind_address)).rpartition(":")[0].strip("[]")
 
     def _connect(self) -> tuple[Node, Loop]:
         """Return this rank's node; the first call makes it."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bcp.coordinators.hello import Hello
+from bcp.coordinators.hosts import HINT
 from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.edge import (
     METHOD,
@@ -82,7 +83,9 @@ async def dial(
     if not connected:
         if "Socket closed" in reason or "handshake failed" in reason:
             reason += _TLS_HINT
-        link.trouble = f"; rank {hello.rank} cannot connect to it at {address}: {reason}"
+        elif code is grpc.StatusCode.UNAVAILABLE:
+            reason += f"; {HINT}"
+        link.trouble = f"; rank {hello.rank} (host {hello.host}) cannot connect to it at {address}: {reason}"
         if code in _REFUSALS:
             raise RefusedError(f"{link} at {address} refused {hello}: {reason}")
     return connected

@@ -44,6 +44,7 @@ _COMMON: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 120_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", 120_000),  # 60 s by default, and counts as well
 ]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from bcp.coordinators.hello import Hello
+from bcp.coordinators.tree.frames import joined, pieces_of
 
 __all__ = ["Link", "Traffic"]
 
@@ -36,9 +37,10 @@ class Link:
         given_up: what to say of a neighbour that has not come back; empty where there is no reason to.
     """
 
-    def __init__(self, rank: int) -> None:
-        """Make an end that is not connected."""
+    def __init__(self, rank: int, host: str = "") -> None:
+        """Make an end that is not connected; ``host`` is the neighbour's, as far as it is known."""
         self.rank = rank
+        self._host = host
         self.hello: Hello | None = None
         self.connection: object | None = None
         self.trouble = ""
@@ -46,6 +48,7 @@ class Link:
         self.given_up = ""
         self._sent, self._received = [0, 0], [0, 0]
         self._waiting: deque[tuple[int, bytes]] = deque()
+        self._begun: list[bytes] = []  # pieces of a frame that is coming
         self._writing = False
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -56,7 +59,9 @@ class Link:
 
     def __str__(self) -> str:
         """Name the neighbour, with host and process where they are known."""
-        return f"rank {self.rank}" if self.hello is None else str(self.hello)
+        if self.hello is not None:
+            return str(self.hello)
+        return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"
 
     @property
     def traffic(self) -> Traffic:
@@ -71,17 +76,18 @@ class Link:
 
     def send(self, operation: int, frame: bytes) -> None:
         """Send a frame of an operation, after all earlier ones."""
-        self._waiting.append((operation, frame))
+        self._waiting.extend((operation, piece) for piece in pieces_of(frame))
         self._wake()
 
     def drop(self, operation: int) -> None:
-        """Forget the frames of an operation that still wait."""
+        """Forget the frames of an operation that still wait, and what is left of one."""
         self._waiting = deque(each for each in self._waiting if each[0] != operation)
 
-    def received(self, frame: bytes) -> None:
-        """Count a frame."""
-        self._received[0] += len(frame)
+    def received(self, message: bytes) -> bytes | None:
+        """Count a message, and return the frame that is complete with it."""
+        self._received[0] += len(message)
         self._received[1] += 1
+        return joined(message, self._begun)
 
     def up(self, connection: object, hello: Hello) -> None:
         """Take note of a new connection."""
@@ -93,6 +99,7 @@ class Link:
         """Take note that there is none any more, and forget what waited for it."""
         self.connection, self.trouble = None, trouble
         self._waiting.clear()
+        self._begun.clear()
         self._wake()
 
     async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:

@@ -18,12 +18,13 @@ from bcp.coordinators.tree.round import Round
 from bcp.coordinators.tree.seat import Part
 from bcp.coordinators.tree.server import Server, credentials_of
 from bcp.coordinators.tree.topology import Place
-from bcp.errors import PeerError
+from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
 
 __all__ = ["Node"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 2.0  # seconds between two attempts to connect; doubles
+_GIVEN_UP_PAUSE = 5.0  # seconds between two attempts to reach a parent that has been given up
 _GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours to have read all
 _STRANGER_SECONDS = (
     1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
@@ -58,6 +59,7 @@ class Node:
         self._announcing: set[asyncio.Task[None]] = set()
         self._mute = False
         self._closing: asyncio.Task[None] | None = None
+        self._placed = asyncio.Event()
 
     def __repr__(self) -> str:
         """Show its edges and operations."""
@@ -77,6 +79,9 @@ class Node:
             part.end(Abort(self.rank, f"the coordinator of {self._hello} was closed"))
             return
         self._next = max(self._next, number + 1)
+        for link in self._links.values():
+            if link.given_up:
+                self._await(link, min(_BACK_SECONDS, part.timeout), link.given_up)
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive(), name=f"bcp coordinator of rank {self.rank}")
         now = asyncio.get_running_loop().time()
@@ -94,6 +99,10 @@ class Node:
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
             its.end(Abort(self.rank, f"{self._hello}: {describe(error)}"))
         self._tidy(its)
+
+    async def placed(self) -> None:
+        """Return once this node has its place in the tree."""
+        await self._placed.wait()
 
     async def flushed(self) -> None:
         """Return once all that was sent has been handed to the transport, where there is a connection."""
@@ -180,8 +189,12 @@ class Node:
 
     def receive(self, rank: int, data: bytes) -> bool:
         """Take a neighbour's frame; say whether there will be more. Raises :class:`FrameError`."""
-        self._links[rank].received(data)
-        frame = Frame.unpack(data)
+        whole = self._links[rank].received(data)
+        if whole is None:
+            for its in self._rounds.values():
+                its.sign(rank)
+            return True
+        frame = Frame.unpack(whole)
         if frame.kind is Kind.BYE:
             return False
         number = frame.operation
@@ -189,17 +202,17 @@ class Node:
             if frame.kind in (Kind.JOIN, Kind.UP):
                 self.send(rank, Frame(Kind.OLD, number, body=pack_number(self._next)))
             return True
-        its = self._rounds.get(number)
-        if its is None:
+        known = self._rounds.get(number)
+        if known is None:
             if frame.kind is Kind.OLD:
                 return True
             if len(self._rounds) >= _MOST_ROUNDS:
                 abort = Abort(self.rank, f"{self._hello} is {len(self._rounds)} operations behind rank {rank}")
                 self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
                 return True
-            its = self._rounds[number] = Round(number, self)
-        its.take(rank, frame)
-        self._tidy(its)
+            known = self._rounds[number] = Round(number, self)
+        known.take(rank, frame)
+        self._tidy(known)
         return True
 
     def lost(self, rank: int, connection: object, reason: str | None) -> None:
@@ -213,19 +226,19 @@ class Node:
             return
         cause = f"{link} has closed its coordinator" if reason is None else f"the connection to {link} broke: {reason}"
         if reason is not None:
-            link.awaited = broke = object()
-            asyncio.get_running_loop().call_later(_BACK_SECONDS, self._give_up, link, broke, cause)
+            self._await(link, _BACK_SECONDS, f"{cause}, and it has not come back")
         self._lose(rank, cause)
 
-    def given_up(self, rank: int) -> str:
-        """Say why a neighbour is taken to be dead, or nothing."""
-        return self._links[rank].given_up if rank in self._links else ""
+    def _await(self, link: Link, seconds: float, cause: str) -> None:
+        """Give a neighbour some time to come back, or to be reached again where the network was down for long."""
+        link.awaited = broke = object()
+        asyncio.get_running_loop().call_later(seconds, self._give_up, link, broke, cause)
 
     def _give_up(self, link: Link, broke: object, cause: str) -> None:
         """Take a neighbour to be dead that has not come back: it died between two operations."""
         if link.awaited is broke and self._closing is None:
-            link.awaited, link.given_up = None, f"{cause}, and it has not come back"
-            self._lose(link.rank, link.given_up)
+            link.awaited, link.given_up = None, cause
+            self._lose(link.rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
         for its in list(self._rounds.values()):
@@ -268,7 +281,7 @@ class Node:
             invitation = await self._rendezvous.invitation(self._heard)
             if self.place is None:
                 self.secret = invitation.token.encode()
-                self._take_place(invitation.place)
+                self._take_place(invitation.place, invitation.hosts)
             if invitation.place.children and self._server is None:
                 await self._serve(invitation)
             if invitation.place.parent is not None:
@@ -276,14 +289,18 @@ class Node:
         except PeerError as error:
             self._driver = None  # the next operation tries again
             self._end_all(Abort(error.rank, error.cause))
+        except InputError as error:
+            self._driver = None
+            self._end_all(Abort(self.rank, str(error), disagreement=True))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
             self._driver = None
             self._end_all(Abort(self.rank, f"{self._hello}: {describe(error)}"))
 
-    def _take_place(self, place: Place) -> None:
+    def _take_place(self, place: Place, hosts: Mapping[int, str]) -> None:
         """Become a part of the tree; what was said before is said now."""
-        self._links = {rank: Link(rank) for rank in place.neighbours}
+        self._links = {rank: Link(rank, hosts.get(rank, "")) for rank in place.neighbours}
         self.place = place
+        self._placed.set()
         for its in list(self._rounds.values()):
             its.resume()
             self._tidy(its)
@@ -299,7 +316,7 @@ class Node:
         """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
         pause = _FIRST_PAUSE
         while True:
-            while link.empty and link.awaited is None:
+            while link.empty and link.awaited is None and not link.given_up:
                 await link.changed()
             address = await self._rendezvous.address_of(link.rank)
             address = behind(await self._rendezvous.door_of(link.rank)) or address
@@ -324,4 +341,4 @@ class Node:
                 pause = _FIRST_PAUSE
             else:
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _GIVEN_UP_PAUSE if link.given_up else _LONGEST_PAUSE)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,11 +28,13 @@ class Invitation:
         place: its place in the tree.
         token: the job's secret, which everyone who connects has to show.
         session: tells this tree from others; not secret.
+        hosts: names of the neighbours' hosts, for messages, as far as they are known.
     """
 
     place: Place
     token: str = field(repr=False)
     session: str
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
 
 class Rendezvous(Protocol):

@@ -167,6 +167,11 @@ class Round:
             case _ if self.ended is None:
                 self._take_step(rank, frame)
 
+    def sign(self, rank: int) -> None:
+        """Take note that a neighbour is sending a long frame."""
+        if rank in self._digests:
+            self._note(rank)
+
     def _take_step(self, rank: int, frame: Frame) -> None:
         """Take what belongs to a step."""
         match frame.kind:
@@ -224,9 +229,6 @@ class Round:
             self._compare(rank)
         for rank in self.gone:
             vigil.leave(rank)
-        for rank in place.neighbours:
-            if cause := self._seat.given_up(rank):
-                self.lose(rank, cause)
 
     def _compare(self, rank: int) -> None:
         """If a neighbour is doing something else, tell it what this rank does; it does the same."""
@@ -251,7 +253,7 @@ class Round:
             self._vigil.note(rank)
 
     def _late(self, rank: int, seconds: float) -> str:
-        return f"rank {rank} has not begun it {seconds:.1f} s after rank {self._seat.rank}"
+        return f"{self._seat.name(rank)} has not begun it {seconds:.1f} s after rank {self._seat.rank}"
 
     def _look_for_absent(self, vigil: Vigil) -> None:
         """Blame who keeps this rank waiting for its place in the tree, once the time is over."""

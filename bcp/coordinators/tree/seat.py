@@ -32,9 +32,6 @@ class Seat(Protocol):
     def trouble(self, rank: int) -> str:
         """Say why there is none, as the end of a message; or nothing."""
 
-    def given_up(self, rank: int) -> str:
-        """Say why a neighbour is taken to be dead, or nothing."""
-
     def absent(self) -> int | None:
         """Return a rank for which the tree waits that this rank has no place in yet; None if nobody knows one."""
 

@@ -1,0 +1,228 @@
+"""Which host this is, and at which of its addresses the job's other hosts reach it.
+
+Nothing here asks the network: names are not resolved but for the store's, and no packet is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bcp.errors import InputError
+
+__all__ = ["HINT", "VARIABLE", "Host", "address_of", "here", "interfaces", "stated_address"]
+
+VARIABLE = "BCP_ADDRESS"
+"""The environment variable that says where a host is: an address, a network such as 10.0.0.0/16, or an interface."""
+
+HINT = f"if the ranks' network is another one, say so, as in {VARIABLE}=10.0.0.0/16"
+"""The end of messages about addresses at which nobody answers."""
+
+Interface = IPv4Interface | IPv6Interface
+
+_LOOPBACK = "127.0.0.1"
+_ANYWHERE = ("10.255.255.255", 9)  # where a packet would leave by the default route
+_NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's host that say nothing about where it is
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's host, as the others are told of it.
+
+    Attributes:
+        name: its hostname, for people.
+        identity: the same for two processes where a loopback address of one is one of the other.
+        address: where others reach it, if that is known; else empty.
+        networks: its addresses with their networks, as in ``"10.0.0.1/24"``, the best guess first.
+    """
+
+    name: str
+    identity: str
+    address: str
+    networks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Host:
+        """Undo ``dataclasses.asdict``, from JSON."""
+        return cls(data["name"], data["identity"], data["address"], tuple(data["networks"]))
+
+
+def stated_address(argument: str | None) -> str:
+    """Return the address that the caller or :data:`VARIABLE` states; empty if neither does.
+
+    Raises:
+        InputError: the variable means no address of this host.
+
+    """
+    return argument or _from_variable(os.environ.get(VARIABLE, ""))
+
+
+def here(server: tuple[str, int] | None, stated: str = "") -> Host:
+    """Return this process's host.
+
+    Args:
+        server: host and port of the job's store, if it has such; the way to it is the way to the others.
+        stated: the address that :func:`stated_address` returns.
+
+    """
+    found = list(interfaces())
+    address = stated or _from_other_variables(found) or _towards_server(server)
+    outside = [each for _, each in found if not each.is_loopback and not each.is_link_local]
+    way_out = _source(*_ANYWHERE)
+    outside.sort(key=lambda each: (str(each.ip) != way_out, each.version))
+    return Host(socket.gethostname(), _identity(), address, tuple(map(str, outside)))
+
+
+def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
+    """Return the address at which a rank of this host listens.
+
+    Where no other host takes part, that is the loopback, unless another address was stated. An address that is not
+    known is the one in a network of the others' addresses, or the one on the way to them.
+
+    Raises:
+        InputError: there are other hosts, and no address that they could reach.
+
+    """
+    if not elsewhere:
+        return stated or _LOOPBACK
+    address = stated or host.address or _shared(host, elsewhere) or _on_the_way(elsewhere)
+    if not address or ip_address(address).is_loopback:
+        others = ", ".join(f"{other.name} ({_whereabouts(other)})" for other in elsewhere)
+        raise InputError(
+            f"host {host.name} ({_whereabouts(host)}) has no address that the job's other hosts reach: {others}. Set "
+            f"{VARIABLE} to an address, an interface or a network of this host, as in {VARIABLE}=10.0.0.0/16"
+        )
+    return address
+
+
+def interfaces() -> Iterator[tuple[str, Interface]]:
+    """Yield the addresses of all interfaces that are up, by the interface's name."""
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in states and states[name].isup:
+            for each in addresses:
+                if each.family in (socket.AF_INET, socket.AF_INET6):
+                    yield name, _interface(each.address, each.netmask)
+
+
+def _interface(address: str, netmask: str | None) -> Interface:
+    plain = ip_address(address.partition("%")[0])
+    bits = plain.max_prefixlen if netmask is None else int(ip_address(netmask)).bit_count()
+    return ip_interface(f"{plain}/{bits}")
+
+
+def _whereabouts(host: Host) -> str:
+    return host.address or " ".join(host.networks) or "no address but the loopback"
+
+
+# -- what the environment says -----------------------------------------------------------------------------
+
+
+def _from_variable(text: str) -> str:
+    """Return this host's address that :data:`VARIABLE` means; empty if it is not set."""
+    if not text:
+        return ""
+    found = list(interfaces())
+    try:
+        network = ip_network(text, strict=False)
+    except ValueError:
+        chosen = [each for name, each in found if name == text]
+    else:
+        chosen = [each for _, each in found if each.ip in network]
+    if not chosen:
+        has = ", ".join(f"{name} {each}" for name, each in found)
+        raise InputError(
+            f"{VARIABLE}={text!r} is no address, network or interface of host {socket.gethostname()}, which has {has}"
+        )
+    return str(_preferred(chosen).ip)
+
+
+def _from_other_variables(found: Sequence[tuple[str, Interface]]) -> str:
+    """Return the address that gloo's or NCCL's variable names; empty if there is none but a loopback."""
+    matches = (
+        _matching("GLOO_SOCKET_IFNAME", lambda name, wanted: name == wanted, found),
+        _matching("NCCL_SOCKET_IFNAME", str.startswith, found),
+    )
+    return next((str(each.ip) for each in matches if each is not None and not each.is_loopback), "")
+
+
+def _matching(
+    variable: str, matches: Callable[[str, str], bool], found: Sequence[tuple[str, Interface]]
+) -> Interface | None:
+    """Return the first address that another library's variable names, in its own syntax."""
+    text = os.environ.get(variable, "")
+    excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
+    for wanted in filter(None, text.lstrip("^=").split(",")):
+        if excluded:
+            return None  # NCCL's "all but these" leaves the choice open
+        same = (lambda name, wanted: name == wanted) if exact else matches
+        chosen = [each for name, each in found if same(name, wanted) and not each.is_link_local]
+        if chosen:
+            return _preferred(chosen)
+    return None
+
+
+def _preferred(chosen: Sequence[Interface]) -> Interface:
+    """Return an address of IPv4 if there is one, and no link's own if there is another."""
+    return min(chosen, key=lambda each: (each.is_link_local, each.version))
+
+
+# -- what the routes say ------------------------------------------------------------------------------------
+
+
+def _towards_server(server: tuple[str, int] | None) -> str:
+    """Return this host's address on the way to the store's server; empty where that leads to this host itself."""
+    if server is None or server[0] in _NO_HOST:
+        return ""
+    source = _source(*server)
+    return "" if not source or ip_address(source).is_loopback else source
+
+
+def _shared(host: Host, elsewhere: Sequence[Host]) -> str:
+    """Return this host's address in the network in which most of the others have one; empty if there is none.
+
+    Addresses that another host has as well, as those of a container engine's bridge, say nothing.
+    """
+    others = [ip_interface(text).ip for other in elsewhere for text in _stated_by(other)]
+    own = [each for each in map(ip_interface, host.networks) if each.ip not in others]
+    counts = [sum(other in each.network for other in others) for each in own]
+    best = max(counts, default=0)
+    return str(own[counts.index(best)].ip) if best else ""
+
+
+def _on_the_way(elsewhere: Sequence[Host]) -> str:
+    """Return this host's address on the way to the others; empty if there is none."""
+    targets = (ip_interface(text).ip for other in elsewhere for text in _stated_by(other))
+    sources = (_source(str(target), 9) for target in targets)
+    return next((source for source in sources if source and not ip_address(source).is_loopback), "")
+
+
+def _stated_by(host: Host) -> Iterable[str]:
+    return (host.address,) if host.address else host.networks
+
+
+def _source(host: str, port: int) -> str:
+    """Return the address from which packets to a host would leave this one; empty if there is no way."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(ip_address(probe.getsockname()[0].partition("%")[0]))
+    return ""
+
+
+def _identity() -> str:
+    """Return a name of this process's network: the kernel's, and its namespace, as hostnames may be equal."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 -- resolves no link, as Path.stat does
+    except OSError:
+        return socket.gethostname()
