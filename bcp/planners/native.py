@@ -111,8 +111,12 @@ def _bits_apart(bits: Any) -> Any:
 
 def _is_bounded(seeds: Any) -> bool:
     """Whether a seed sequence of this state is made at once."""
-    bits = _entropy_bits(seeds["entropy"]) + _entropy_bits(seeds.get("spawn_key", ()))
-    return bool(seeds["pool_size"] <= _MOST_POOL and bits <= _MOST_ENTROPY_BITS)
+    return bool(seeds["pool_size"] <= _MOST_POOL and _entropy_of(seeds) <= _MOST_ENTROPY_BITS)
+
+
+def _entropy_of(seeds: Any) -> float:
+    """Return the bits of entropy in the state of a seed sequence."""
+    return _entropy_bits(seeds["entropy"]) + _entropy_bits(seeds.get("spawn_key", ()))
 
 
 def _entropy_bits(value: Any) -> float:
@@ -131,8 +135,8 @@ def _bits_together(content: Any) -> Any:
     name, state, seeds = content
     if seeds is not None and not _is_bounded(seeds):
         raise CheckpointError(
-            f"a random generator has a seed sequence with a pool of {seeds['pool_size']} words or too much entropy; at "
-            f"most {_MOST_POOL} words and {_MOST_ENTROPY_BITS} bits are read"
+            f"a random generator has a seed sequence of {seeds['pool_size']} words and {_entropy_of(seeds)} "
+            f"bits of entropy; at most {_MOST_POOL} words and {_MOST_ENTROPY_BITS} bits are read"
         )
     bits = _BIT_GENERATORS[name](0 if seeds is None else np.random.SeedSequence(**seeds))
     bits.state = state

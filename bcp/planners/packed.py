@@ -34,7 +34,7 @@ _AS_IT_IS = frozenset({type(None), bool, float, complex, str, bytearray, torch.S
 _MOST_BITS = 2000
 """The restricted reader knows integers of up to 255 bytes."""
 
-MOST_HEX_DIGITS = 1 << 16
+_MOST_HEX_DIGITS = 1 << 16
 """Integers with more digits are neither saved nor loaded: arithmetic with them takes time with the square of these."""
 
 _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
@@ -242,9 +242,9 @@ def hex_text(number: int, where: str) -> str:
         StateError: a load would not accept it.
 
     """
-    if number.bit_length() > 4 * MOST_HEX_DIGITS:
+    if number.bit_length() > 4 * _MOST_HEX_DIGITS:
         raise StateError(
-            f"{where} is an integer of {number.bit_length()} bits, more than {4 * MOST_HEX_DIGITS}; save it as bytes"
+            f"{where} is an integer of {number.bit_length()} bits, more than {4 * _MOST_HEX_DIGITS}; save it as bytes"
         )
     return hex(number)
 
@@ -256,8 +256,8 @@ def hex_number(text: str) -> int:
         ValueError: the text is no integer, or has too many digits.
 
     """
-    if len(text) > MOST_HEX_DIGITS + len("-0x"):
-        raise ValueError(f"an integer has {len(text)} hexadecimal digits, at most {MOST_HEX_DIGITS} are read")
+    if len(text) > _MOST_HEX_DIGITS + len("-0x"):
+        raise ValueError(f"an integer has {len(text)} hexadecimal digits, at most {_MOST_HEX_DIGITS} are read")
     return int(text, 16)
 
 
