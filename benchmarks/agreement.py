@@ -93,7 +93,11 @@ class _Gathered:
         """Refuse: nobody asks."""
         raise NotImplementedError
 
-    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
+        """Refuse: nobody asks."""
+        raise NotImplementedError
+
+    async def bandwidth(self) -> float:
         """Refuse: nobody asks."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a process group offers to coordinators: a number for this rank, a store, a name for our keys."""
+"""The seat of a rank in a process group: its number, a store, and a prefix of our keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of an operation tell each other about themselves, and why it ended."""
+"""Messages of ranks about themselves, and about the end of an operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Abort", "Hello", "agrees", "describe", "different", "error_of"]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who takes part, and in what."""
+    """One rank that takes part in an operation."""
 
     rank: int
     what: str

@@ -18,7 +18,7 @@ import psutil
 
 from bcp.errors import InputError
 
-__all__ = ["HINT", "VARIABLE", "Host", "address_of", "here", "interfaces", "stated_address"]
+__all__ = ["HINT", "VARIABLE", "Host", "address_of", "here", "identity", "interfaces", "stated_address"]
 
 VARIABLE = "BCP_ADDRESS"
 """The environment variable that says where a host is: an address, a network such as 10.0.0.0/16, or an interface."""
@@ -78,7 +78,7 @@ def here(server: tuple[str, int] | None, stated: str = "") -> Host:
     outside = [each for _, each in found if not each.is_loopback and not each.is_link_local]
     way_out = _source(*_ANYWHERE)
     outside.sort(key=lambda each: (str(each.ip) != way_out, each.version))
-    return Host(socket.gethostname(), _identity(), address, tuple(map(str, outside)))
+    return Host(socket.gethostname(), identity(), address, tuple(map(str, outside)))
 
 
 def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
@@ -219,8 +219,8 @@ def _source(host: str, port: int) -> str:
     return ""
 
 
-def _identity() -> str:
-    """Return a name of this process's network: the kernel's, and its namespace, as hostnames may be equal."""
+def identity() -> str:
+    """Return the identity of this process's network: the kernel's boot and the namespace. Hostnames may be equal."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 -- resolves no link, as Path.stat does

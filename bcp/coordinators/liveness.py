@@ -1,4 +1,4 @@
-"""Who is alive: judged by what was seen and when, with the clock as an argument."""
+"""Signs of life of ranks: judges silence by the times of the last signs, with the clock as an argument."""
 
 from __future__ import annotations
 

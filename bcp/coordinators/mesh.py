@@ -1,4 +1,4 @@
-"""Bulk data from rank to rank: sockets of one operation, opened if two ranks have something to send."""
+"""The connections for bulk data of one operation, opened if two ranks have something to send."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ import json
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import anyio
 
-from bcp.coordinators.hosts import HINT
+from bcp.coordinators.backoff import Backoff
+from bcp.coordinators.hosts import HINT, identity
 from bcp.coordinators.proof import proof
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tls import TlsContexts
 from bcp.coordinators.wire import TlsWire, Wire
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_pool
-from bcp.protocols import Buffer
 
-__all__ = ["Mesh"]
+__all__ = ["LANES", "PROBE", "PROBE_LEAST", "PROBE_MOST", "Card", "Mesh"]
+
+Card = dict[str, Any]
+"""Facts about a rank's listener, which the other ranks need to connect."""
+
+LANES = 4
+"""Transfers at a time in each direction, each with a thread."""
+
+PROBE = 0xFFFF_FFFF
+"""Number of a connection whose messages are acknowledged, and else dropped: they measure how fast the way is."""
+
+PROBE_LEAST, PROBE_MOST = 64 << 10, 8 << 20
+"""Bytes of its first message and of the longest; each is twice as long as the one before."""
 
 _DIAL_SECONDS = 10.0  # for one rank that has said that it listens
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two attempts to connect; doubles
 _STRANGERS = 64  # besides the ranks that have still to come
-_LANES = 4  # transfers at a time in each direction, each with a thread
 _PROBES = 3  # signs of life that are asked for in vain before a connection counts as broken
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
-_HEAD_BYTES = 8  # the length of what follows
+_MOST_THREADS = 64  # those of transfers, and one for each probe of another rank
 
 
 class _UnprovedError(Exception):
@@ -42,11 +52,16 @@ class _UnprovedError(Exception):
 
 
 class Mesh:
-    """This rank's sockets in one operation: one for each direction between two ranks, opened by the sender.
+    """This rank's sockets in one operation: one or more for each direction between two ranks, opened by the sender.
 
     Both sides of a connection prove that they know a secret: the token that the listener published in the job's own
     store or tree, keyed with the job's secret if there is one. Neither is shown. Bytes are only bytes: nothing that is
     received is interpreted.
+
+    Attributes:
+        rank: this rank.
+        network: identity of its host's network.
+        threads: for blocking calls on the sockets.
     """
 
     def __init__(
@@ -70,7 +85,9 @@ class Mesh:
             tls: settings of TLS, for every connection; None: plain TCP.
 
         """
-        self._rank = rank
+        self.rank = rank
+        self.network = identity()
+        self.threads = ThreadPoolExecutor(_MOST_THREADS, "bcp-bulk-data")
         self._address = address
         self._world_size = world_size
         self._secret = secret
@@ -78,28 +95,25 @@ class Mesh:
         self._token = secrets.token_hex(_NONCE_BYTES)
         self._patience = patience
         self._listener = _listen(address, patience)
-        self._dialled: dict[int, Wire] = {}
-        self._accepted: dict[int, Wire] = {}
+        self._dialled: dict[tuple[int, int], Wire] = {}  # by rank and number
+        self._accepted: dict[tuple[int, int], Wire] = {}
         self._replaced: list[Wire] = []  # by a second connection of the same rank
         self._unproved: set[Wire] = set()
         self._strangers = Strangers("bulk data", rank, self._most_strangers)
         self._news = anyio.Event()
         self._scope = anyio.CancelScope()
-        self._threads = ThreadPoolExecutor(2 * _LANES, "bcp-bulk-data")
-        self._busy = False
 
     def __repr__(self) -> str:
         """Show the port and how many ranks are connected."""
-        return f"<Mesh of rank {self._rank}: {len(self._dialled)} dialled, {len(self._accepted)} accepted>"
+        return f"<Mesh of rank {self.rank}: {len(self._dialled)} dialled, {len(self._accepted)} accepted>"
 
     @property
     def card(self) -> bytes:
-        """What other ranks need to connect."""
+        """Facts that other ranks need to connect, as JSON."""
         port = self._listener.getsockname()[1]
         tls = self._tls is not None
-        host = socket.gethostname()
-        facts = {"address": self._address, "port": port, "token": self._token, "tls": tls, "host": host}
-        return json.dumps(facts).encode()
+        place = {"address": self._address, "port": port, "host": socket.gethostname(), "network": self.network}
+        return json.dumps({**place, "token": self._token, "tls": tls}).encode()
 
     async def serve(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -124,109 +138,33 @@ class Mesh:
 
     def disconnect(self) -> None:
         """Close all sockets, and let go of the threads, none of which is busy."""
-        self._threads.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
         self._listener.close()
         for wire in (*self._dialled.values(), *self._accepted.values(), *self._replaced):
             wire.close()
 
-    async def exchange(
-        self, send: Sequence[Buffer], receive: Sequence[int], card_of: Callable[[int], Awaitable[bytes]]
-    ) -> list[bytearray]:
-        """Send to and receive from all ranks at once; pairs with nothing to send are not connected.
-
-        Args:
-            send: bytes for each rank.
-            receive: how many bytes come from each rank.
-            card_of: returns the card of a rank, once it has one.
-
-        """
-        views = [memoryview(data) for data in send]
-        received = [bytearray(nbytes) for nbytes in receive]
-        received[self._rank][:] = views[self._rank]
-        # All send to the next rank, then to the one after it, and receive in the same order. So the first transfer in
-        # that order that is not done has a thread on both sides, however few there are.
-        size = self._world_size
-        after = [(self._rank + step) % size for step in range(1, size)]
-        before = [(self._rank - step) % size for step in range(1, size)]
-        filled = [rank for rank in after if views[rank].nbytes]
-        sends = iter([partial(self._send, rank, views[rank].cast("B"), card_of) for rank in filled])
-        receives = iter([partial(self._receive, rank, received[rank], card_of) for rank in before if receive[rank]])
-        try:
-            async with anyio.create_task_group() as group:
-                self._busy = True
-                group.start_soon(self._hang_up_when_cancelled)
-                async with anyio.create_task_group() as lanes:
-                    for transfers in (*[sends] * _LANES, *[receives] * _LANES):
-                        lanes.start_soon(_one_by_one, transfers)
-                self._busy = False
-                group.cancel_scope.cancel()
-        except ExceptionGroup as errors:
-            first: BaseException = errors
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from first.__cause__
-        return received
-
-    async def _hang_up_when_cancelled(self) -> None:
-        """End the connections of an exchange that ends before it is done, so that no thread waits in one."""
-        try:
-            await anyio.sleep_forever()
-        finally:
-            if self._busy:
-                for wire in (*self._dialled.values(), *self._accepted.values()):
-                    wire.hang_up()
-
-    async def _send(self, rank: int, data: memoryview, card_of: Callable[[int], Awaitable[bytes]]) -> None:
-        """Send one rank its bytes."""
-        if rank not in self._dialled:
-            self._dialled[rank] = await self._dial(rank, json.loads(await card_of(rank)))
-        async with self._blaming(rank, card_of):
-            await in_pool(self._threads, self._push, self._dialled[rank], data)
-
-    async def _receive(self, rank: int, out: bytearray, card_of: Callable[[int], Awaitable[bytes]]) -> None:
-        """Receive one rank's bytes."""
-        while rank not in self._accepted:
+    async def accepted(self, rank: int, flow: int) -> Wire:
+        """Return a connection that a rank has opened to this one, once it has."""
+        while (rank, flow) not in self._accepted:
             await self._news.wait()
-        wire = self._accepted[rank]
-        async with self._blaming(rank, card_of):
-            nbytes = await in_pool(self._threads, self._pull, wire, out)
-            if nbytes != len(out):
-                raise InputError(f"rank {rank} sent {nbytes} bytes where rank {self._rank} expected {len(out)}")
+        return self._accepted[rank, flow]
 
-    @staticmethod
-    def _push(wire: Wire, data: memoryview) -> None:
-        wire.block()
-        wire.push(memoryview(len(data).to_bytes(_HEAD_BYTES, "big")))
-        wire.push(data)
+    async def dialled(self, rank: int, flow: int, card: Card) -> Wire:
+        """Return this rank's connection to another one; opens it at the first call."""
+        if (rank, flow) not in self._dialled:
+            self._dialled[rank, flow] = await self._dial(rank, flow, card)
+        return self._dialled[rank, flow]
 
-    @staticmethod
-    def _pull(wire: Wire, out: bytearray) -> int:
-        """Fill a buffer if as many bytes come; return how many the other side says."""
-        wire.block()
-        head = bytearray(_HEAD_BYTES)
-        wire.pull(memoryview(head))
-        nbytes = int.from_bytes(head, "big")
-        if nbytes == len(out):
-            wire.pull(memoryview(out))
-        return nbytes
-
-    @asynccontextmanager
-    async def _blaming(self, rank: int, card_of: Callable[[int], Awaitable[bytes]]) -> AsyncIterator[None]:
-        """Turn a broken connection into an error that names both ends: either may be the one that is cut off."""
-        try:
-            yield
-        except OSError as error:
-            other = json.loads(await card_of(rank))["host"]
-            ends = f"rank {self._rank} (host {socket.gethostname()}) and rank {rank} (host {other})"
-            cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
-            raise PeerError(rank, cause) from error
+    def drop(self, rank: int, flow: int) -> None:
+        """Close a connection that this rank has opened, and that no thread uses."""
+        self._dialled.pop((rank, flow)).close()
 
     # -- dialling -----------------------------------------------------------------------------
 
-    async def _dial(self, rank: int, card: dict[str, Any]) -> Wire:
+    async def _dial(self, rank: int, flow: int, card: Card) -> Wire:
         """Connect to a rank; again and again, if it hangs up on a connection that it takes for a stranger's."""
         if card["tls"] != (self._tls is not None):
-            with_tls, without = (rank, self._rank) if card["tls"] else (self._rank, rank)
+            with_tls, without = (rank, self.rank) if card["tls"] else (self.rank, rank)
             raise PeerError(
                 rank,
                 f"rank {with_tls} sends bulk data with TLS and rank {without} without; give tls= to the coordinators "
@@ -234,36 +172,35 @@ class Mesh:
             )
         where = f"{card['address']} port {card['port']} (host {card['host']})"
         last: Exception | None = None
-        pause = _FIRST_PAUSE
+        backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         try:
             with anyio.fail_after(min(_DIAL_SECONDS, self._patience)):
                 while True:
                     connection = await _connected(card["address"], card["port"])
                     try:
-                        return await self._introduced(connection, rank, card)
+                        return await self._introduced(connection, rank, flow, card)
                     except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
                         last = error
-                    await anyio.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                    await backoff.sleep()
         except ssl.SSLError as error:
             raise self._untrusted(rank, where, error) from error
         except (OSError, _UnprovedError) as error:  # TimeoutError is one, too
             cause = (
-                f"rank {self._rank} (host {socket.gethostname()}) cannot connect to rank {rank} at {where}: "
+                f"rank {self.rank} (host {socket.gethostname()}) cannot connect to rank {rank} at {where}: "
                 f"{last or error or type(error).__name__}; {HINT}"
             )
             raise PeerError(rank, cause) from error
 
-    async def _introduced(self, connection: socket.socket, rank: int, card: dict[str, Any]) -> Wire:
+    async def _introduced(self, connection: socket.socket, rank: int, flow: int, card: Card) -> Wire:
         """Prove to the listener that this is a rank of the job, and let it prove the same."""
         name = None if self._tls is None else self._tls.target_name or card["address"]
         wire = self._wire(connection, name)
         try:
             await wire.handshake()
             nonce = secrets.token_bytes(_NONCE_BYTES)
-            await wire.send(nonce + self._rank.to_bytes(4, "big"))
+            await wire.send(nonce + self.rank.to_bytes(4, "big") + flow.to_bytes(4, "big"))
             challenge = bytes(await wire.fill(bytearray(_NONCE_BYTES)))
-            facts = (self._rank, rank, nonce.hex(), challenge.hex())
+            facts = (self.rank, rank, flow, nonce.hex(), challenge.hex())
             key = self._key(card["token"])
             await wire.send(proof(key, "dials", *facts))
             _compare(await wire.fill(bytearray(_PROOF_BYTES)), proof(key, "listens", *facts))
@@ -276,21 +213,21 @@ class Mesh:
         """Return the error for a TLS handshake with a rank that failed."""
         reason = getattr(error, "verify_message", "") or error.reason or str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
-            cause = f"rank {self._rank} does not accept the certificate of rank {rank} at {where}: {reason}"
+            cause = f"rank {self.rank} does not accept the certificate of rank {rank} at {where}: {reason}"
             return PeerError(rank, f"{cause}; give it one that the ca of Tls(...) has signed, for this name")
         if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             return InputError(
-                f"rank {rank} does not accept the certificate of rank {self._rank}: {reason}; "
+                f"rank {rank} does not accept the certificate of rank {self.rank}: {reason}; "
                 "give this rank one that is valid, and that the ca of Tls(...) has signed"
             )
-        return PeerError(rank, f"rank {self._rank} cannot talk TLS with it at {where}: {reason}")
+        return PeerError(rank, f"rank {self.rank} cannot talk TLS with it at {where}: {reason}")
 
     # -- listening ----------------------------------------------------------------------------
 
     async def _welcome(self, wire: Wire, stranger: Stranger) -> None:
         """Keep a connection whose other side proves that it is a rank of the job; close any other."""
         try:
-            rank = await self._proved(wire, stranger)
+            rank, flow = await self._proved(wire, stranger)
         except _UnprovedError as error:
             self._strangers.refuse(stranger, str(error))
         except ssl.SSLError as error:
@@ -301,29 +238,32 @@ class Mesh:
         else:
             if self._strangers.admit(stranger):
                 self._unproved.discard(wire)
-                if (earlier := self._accepted.get(rank)) is not None:
+                if (earlier := self._accepted.get((rank, flow))) is not None:
                     earlier.hang_up()
                     self._replaced.append(earlier)
-                self._accepted[rank] = wire
+                self._accepted[rank, flow] = wire
                 self._news.set()
                 self._news = anyio.Event()
+                if flow == PROBE:
+                    with suppress(OSError):  # the prober hangs up once it knows enough, or fails itself
+                        await in_pool(self.threads, _acknowledge, wire, interrupt=wire.hang_up)
                 return
         self._unproved.discard(wire)
         wire.close()
 
-    async def _proved(self, wire: Wire, stranger: Stranger) -> int:
-        """Return the rank that has connected, once both sides have proved that they know the secret."""
+    async def _proved(self, wire: Wire, stranger: Stranger) -> tuple[int, int]:
+        """Return the rank that has connected, and the connection's number; both sides have proved the secret then."""
         await wire.handshake()
-        head = await wire.fill(bytearray(_NONCE_BYTES + 4))
+        head = bytes(await wire.fill(bytearray(_NONCE_BYTES + 8)))
         stranger.spoke = True
-        nonce, rank = head[:_NONCE_BYTES], int.from_bytes(head[_NONCE_BYTES:], "big")
+        nonce, rank, flow = head[:-8], int.from_bytes(head[-8:-4], "big"), int.from_bytes(head[-4:], "big")
         challenge = secrets.token_bytes(_NONCE_BYTES)
         await wire.send(challenge)
-        facts = (rank, self._rank, nonce.hex(), challenge.hex())
+        facts = (rank, self.rank, flow, nonce.hex(), challenge.hex())
         key = self._key(self._token)
         _compare(await wire.fill(bytearray(_PROOF_BYTES)), proof(key, "dials", *facts))
         await wire.send(proof(key, "listens", *facts))
-        return rank
+        return rank, flow
 
     # -- both ---------------------------------------------------------------------------------
 
@@ -339,13 +279,17 @@ class Mesh:
 
     def _most_strangers(self) -> int:
         """Return how many connections may be unproved: some, and all ranks that have still to come."""
-        return _STRANGERS + self._world_size - 1 - len(self._accepted)
+        return _STRANGERS + max(self._world_size - 1, LANES) - len(self._accepted)
 
 
-async def _one_by_one(transfers: Iterator[Callable[[], Awaitable[None]]]) -> None:
-    """Do what is left of the transfers, one after another; others do so too."""
-    for transfer in transfers:
-        await transfer()
+def _acknowledge(wire: Wire) -> None:
+    """Take the messages of a probe, each twice as long as the one before, and answer each; blocks."""
+    wire.block()
+    block, nbytes = memoryview(bytearray(PROBE_MOST)), PROBE_LEAST
+    while nbytes <= PROBE_MOST:
+        wire.pull(block[:nbytes])
+        wire.push(block[:1])
+        nbytes *= 2
 
 
 def _compare(shown: bytes | bytearray, expected: bytes) -> None:
@@ -370,8 +314,8 @@ async def _connected(address: str, port: int) -> socket.socket:
 def _listen(address: str, patience: float) -> socket.socket:
     """Return a non-blocking listener on that address alone.
 
-    What it accepts asks a silent other side for a sign of life, and breaks when that side's kernel gives none. The
-    dialling side has no need to: each side that waits for bytes has accepted.
+    Accepted connections ask a silent peer for a sign of life, and break if the peer's kernel gives none. The dialling
+    side has no need to: each side that waits for bytes has accepted.
     """
     listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
     pause = max(1, round(patience / (_PROBES + 1)))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 import anyio
 
+from bcp.coordinators.exchange import Exchange
 from bcp.coordinators.hello import Abort, Hello, describe
-from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.mesh import Card, Mesh
 from bcp.coordinators.tls import Tls
 from bcp.errors import InputError, PeerError
 from bcp.pipeline import in_thread
-from bcp.protocols import Buffer
+from bcp.protocols import Buffer, flat_view
 
 __all__ = ["CardOf", "Channel", "Operation"]
 
@@ -68,8 +70,11 @@ class Channel(Protocol):
     async def cards(self, verb: str, mine: bytes) -> CardOf:
         """Publish this rank's card, and return how those of others are had. All ranks call it, once."""
 
-    async def blame(self, rank: int, cause: str) -> Exception:
-        """Return the error for what came of ``rank``: what it said itself if it did, else tell all of ``cause``."""
+    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
+        """Return the error that ends the operation, and tell all of it: ``cause``, unless a rank was quicker.
+
+        If this rank is not ``sure``, another one may know a better cause, and has some time to say it.
+        """
 
 
 class Operation:
@@ -106,7 +111,7 @@ class Operation:
         self._address = address
         self._tls = tls
         self._mesh: Mesh | None = None
-        self._card_of: CardOf
+        self._exchange: Exchange | None = None
 
     def __repr__(self) -> str:
         """Show what is being done and how far it is."""
@@ -179,32 +184,48 @@ class Operation:
         await self._channel.reply(number, answer)
         return answer
 
-    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send bytes to every rank and receive bytes from every rank, over sockets of this operation."""
+        rank = self._hello.rank
         if len(send) != self._world_size or len(receive) != self._world_size:
             raise InputError(
-                f"{len(send)} buffers and {len(receive)} sizes for {self._world_size} ranks; give one each"
+                f"{len(send)} buffers to send and {len(receive)} to fill for {self._world_size} ranks; give one each"
             )
-        if memoryview(send[self._hello.rank]).nbytes != receive[self._hello.rank]:
-            raise InputError(f"rank {self._hello.rank} expects of itself another number of bytes than it sends itself")
-        if self._mesh is None:
+        outgoing, incoming = [flat_view(data) for data in send], [flat_view(data) for data in receive]
+        if len(outgoing[rank]) != len(incoming[rank]):
+            raise InputError(f"rank {rank} expects of itself another number of bytes than it sends itself")
+        incoming[rank][:] = outgoing[rank]
+        exchange = await self._connected("all_to_all")
+        await exchange.all_to_all(outgoing, incoming)
+
+    async def bandwidth(self) -> float:
+        """Measure how many bytes a second this rank sends to other hosts, over sockets of this operation."""
+        exchange = await self._connected("bandwidth")
+        return await exchange.bandwidth(self._world_size)
+
+    async def _connected(self, verb: str) -> Exchange:
+        """Return this rank's side of exchanges; the first call listens, and tells the others where."""
+        if self._exchange is None:
+            rank, channel = self._hello.rank, self._channel
             address = await self._address()
             contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
-                self._hello.rank,
+                rank,
                 address,
                 self._world_size,
                 patience=self._patience,
-                secret=lambda: self._channel.secret,
+                secret=lambda: channel.secret,
                 tls=contexts,
             )
             self._group.start_soon(self._serve, self._mesh)
-            self._card_of = await self._channel.cards("all_to_all", self._mesh.card)
-        try:
-            return await self._mesh.exchange(send, receive, self._card_of)
-        except PeerError as error:
-            cause = f"{error.cause}, while rank {self._hello.rank} was in all_to_all"
-            raise await self._channel.blame(error.rank, cause) from error
+            published = await channel.cards(verb, self._mesh.card)
+
+            async def card_of(peer: int) -> Card:
+                card: Card = json.loads(await published(peer))
+                return card
+
+            self._exchange = Exchange(self._mesh, card_of, channel.blame)
+        return self._exchange
 
     async def _serve(self, mesh: Mesh) -> None:
         """Accept connections; if that fails, the operation does."""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import secrets
 
-__all__ = ["proof"]
+__all__ = ["new_token", "proof"]
+
+
+def new_token() -> str:
+    """Return a secret that nobody can guess."""
+    return secrets.token_hex(16)
 
 
 def proof(secret: bytes, side: str, *facts: object) -> bytes:

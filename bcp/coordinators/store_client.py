@@ -81,7 +81,10 @@ class StoreClient:
     """
 
     def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
-        """Prepare; ``connect(shared)`` is called in the thread, before the first call, and again where it failed."""
+        """Prepare; ``connect(shared)`` is called in the thread, before the first call and the next one after an error.
+
+        A TCPStore's client whose connection broke never works again, and torch does not make a new one.
+        """
         self.shared = shared
         self.name = _name_of(shared)
         self._connect = connect
@@ -160,6 +163,14 @@ class StoreClient:
             "restart the job if it does not come back"
         )
 
+    def _made(self, function: Callable[[], T]) -> T:
+        """Call a function in the thread; an error of the store is the end of the connection."""
+        try:
+            return function()
+        except STORE_ERRORS:
+            self._store = None
+            raise
+
     def _result(self, call: _Call[T], started: float) -> T:
         """Return what a call returned, or raise its error as one of bcp's."""
         result, error = call.outcome.pop()
@@ -180,7 +191,7 @@ class StoreClient:
 
     def _submit(self, function: Callable[[], T]) -> _Call[T]:
         """Let the thread make a call after all earlier ones; start it where there is none."""
-        call = _Call(function)
+        call = _Call(partial(self._made, function))
         with self._lock:
             self._waiting.append(call)
             if self._thread is None or not self._thread.is_alive():

@@ -66,11 +66,16 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     return await in_pool(_threads(), function, *args)
 
 
-async def in_pool(pool: ThreadPoolExecutor, function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Do the same in a thread of that pool: for calls that may block for long, and would keep others from a thread."""
+async def in_pool(
+    pool: ThreadPoolExecutor, function: Callable[[*Ts], T], *args: *Ts, interrupt: Callable[[], None] = lambda: None
+) -> T:
+    """Do the same in a thread of that pool: for calls that may block for long, and would keep others from a thread.
+
+    ``interrupt`` is called if a cancellation comes while the call runs, and lets it end.
+    """
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
-    await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)))
+    await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)), interrupt)
     result, error = box.pop()
     if error is None:
         return result  # type: ignore[return-value]  # the first of the two forms of an outcome
@@ -133,12 +138,13 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
     return job
 
 
-async def _ended(job: Future[None]) -> None:
+async def _ended(job: Future[None], interrupt: Callable[[], None]) -> None:
     """Wait until the job has ended, also when cancelled."""
     try:
         await asyncio.wrap_future(job)
     except asyncio.CancelledError:
         if not job.cancel():
+            interrupt()
             with anyio.CancelScope(shield=True):
                 while not job.done():
                     with suppress(asyncio.CancelledError):  # a second cancellation must not cut the waiting short

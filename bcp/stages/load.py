@@ -27,7 +27,7 @@ from bcp.stages.staging import Lease
 
 __all__ = ["LoadContext", "load_graph"]
 
-AllToAll = Callable[[Sequence[Buffer], Sequence[int]], Awaitable[Sequence[Buffer]]]
+AllToAll = Callable[[Sequence[Buffer], Sequence[Buffer]], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class LoadContext:
         assignment: what this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
-        all_to_all: bytes to every rank for bytes from every rank.
+        all_to_all: sends bytes to every rank, and fills a buffer from every rank.
         edited: whether the caller has put in stages, which may change bytes after they were checked.
         file_name: returns the key of a file, by its row in the layout.
         late: what the last round brought; it is placed while the next one is under way.
@@ -66,7 +66,7 @@ class LoadContext:
     all_to_all: AllToAll
     edited: bool = False
     file_name: Callable[[int], str] = "file {}".format
-    late: Sequence[tuple[Chunk, Buffer]] = field(default=())
+    late: Sequence[tuple[Chunk, torch.Tensor]] = field(default=())
     touched: bool = field(default=False)
     placed_nbytes: int = field(default=0)
     read_nbytes: int = field(default=0)
@@ -219,18 +219,20 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
         sealed = await in_thread(_sealed, context, loaded)
         for peer in peers:
             outgoing[peer] = sealed
-    chunks = assignment.receives(number)
-    sizes = [0] * context.world_size
-    for chunk in chunks:
-        sizes[chunk.reader] = chunk.nbytes + SEAL_BYTES
+    incoming: list[Buffer] = [bytearray()] * context.world_size
+    landing = [
+        (chunk, await in_thread(context.lease.take, chunk.nbytes + SEAL_BYTES)) for chunk in assignment.receives(number)
+    ]
+    for chunk, buffer in landing:
+        incoming[chunk.reader] = bytes_of(buffer)[: chunk.nbytes + SEAL_BYTES]
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_place_late, context, name="bcp placing a round")
-            incoming = await context.all_to_all(outgoing, sizes)
+            await context.all_to_all(outgoing, incoming)
     except ExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
-    context.late = [(chunk, incoming[chunk.reader]) for chunk in chunks]
+    context.late = landing
 
 
 def _sealed(context: LoadContext, loaded: Loaded) -> memoryview:
@@ -244,12 +246,14 @@ def _sealed(context: LoadContext, loaded: Loaded) -> memoryview:
 async def _place_late(context: LoadContext) -> None:
     """Place what the last round has brought."""
     late, context.late = context.late, ()
-    for chunk, data in late:
+    for chunk, buffer in late:
         context.received_nbytes += chunk.nbytes
         if context.verify:
             name = f"{context.file_name(chunk.file)} data bytes {chunk.start} to {chunk.stop}"
-            await in_thread(check_seal, memoryview(data), name, chunk.reader, context.rank)
-        await _reached(await _place(context, chunk, torch.frombuffer(data, dtype=torch.uint8, count=chunk.nbytes)))
+            data = bytes_of(buffer)[: chunk.nbytes + SEAL_BYTES]
+            await in_thread(check_seal, data, name, chunk.reader, context.rank)
+        await _reached(await _place(context, chunk, buffer[: chunk.nbytes]))
+        context.lease.give(buffer)
 
 
 async def _reached(mark: Mark) -> None:

@@ -144,10 +144,11 @@ class CoordinatorFailures:
         """Nobody waits for bytes of a rank that has failed."""
 
         async def body(rank: int, agreement: Agreement) -> object:
-            await agreement.all_to_all([b"x"] * 3, [1] * 3)
+            await agreement.all_to_all([b"x"] * 3, [bytearray(1) for _ in range(3)])
             if rank == 2:
                 raise KeyError("the reason")
-            return await agreement.all_to_all([b"x"] * 3, [1] * 3)
+            await agreement.all_to_all([b"x"] * 3, [bytearray(1) for _ in range(3)])
+            return None
 
         coordinators = self.coordinators(3)
         *others, failed = await run_ranks(coordinators, body)

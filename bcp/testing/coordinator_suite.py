@@ -70,24 +70,35 @@ class CoordinatorSuite(CoordinatorFailures):
 
     @pytest.mark.parametrize("world_size", [1, 2, 4])
     async def test_all_to_all(self, world_size: int) -> None:
-        """Every pair of ranks exchanges its own number of bytes, also none; twice, into new writable memory."""
+        """Every pair of ranks exchanges its own number of bytes, also none and many; twice."""
 
         def payload(source: int, target: int) -> bytes:
-            return bytes([10 * source + target]) * (70_000 * source * (target % 2) + target)
+            many = 20_000_001 * (source == world_size - 1 and target == 0)
+            return bytes([10 * source + target]) * (70_000 * source * (target % 2) + target + many)
 
         async def body(rank: int, agreement: Agreement) -> bool:
             for _ in range(2):
                 send = [bytearray(payload(rank, target)) for target in range(world_size)]
-                sizes = [len(payload(source, rank)) for source in range(world_size)]
-                received = await agreement.all_to_all(send, sizes)
+                received = [bytearray(len(payload(source, rank))) for source in range(world_size)]
+                await agreement.all_to_all(send, received)
                 for buffer in send:
                     buffer[:] = bytes(len(buffer))
                 for source, data in enumerate(received):
-                    assert bytes(data) == payload(source, rank)
-                    assert not memoryview(data).readonly
+                    assert data == payload(source, rank)
             return True
 
         assert await run_ranks(self.coordinators(world_size), body) == [True] * world_size
+
+    async def test_bandwidth(self) -> None:
+        """All ranks learn a rate; it can be asked for again, and bulk data still goes."""
+
+        async def body(_: int, agreement: Agreement) -> list[float]:
+            rates = [await agreement.bandwidth(), await agreement.bandwidth()]
+            await agreement.all_to_all([b"x"] * 3, [bytearray(1) for _ in range(3)])
+            return rates
+
+        outcomes = await run_ranks(self.coordinators(3), body)
+        assert all(isinstance(rates, list) and min(rates) > 0 for rates in outcomes), outcomes
 
     async def test_large_payloads(self) -> None:
         """Plans and metadata of many MiB pass, empty ones too."""

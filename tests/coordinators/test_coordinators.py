@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -57,7 +58,7 @@ async def answer(rank: int, agreement: Agreement) -> bytes:
         return b"".join(gathered)
 
     await agreement.divide("plan", b"", list)
-    await agreement.all_to_all([b"x", b""] if rank == 1 else [b"", b""], [0, 1] if rank == 0 else [0, 0])
+    await agreement.all_to_all([b"x", b""] if rank == 1 else [b"", b""], [bytearray(), bytearray(1 - rank)])
     return await agreement.decide("commit", b"%d" % rank, join)
 
 
@@ -72,7 +73,7 @@ async def test_no_key_stays_in_the_store(failing: int | None) -> None:
             raise ZeroDivisionError
         await agreement.divide("plan", bytes(5 << 20), list)
         if failing is None:
-            await agreement.all_to_all([b"xy", b"xy"], [2, 2])
+            await agreement.all_to_all([b"xy", b"xy"], [bytearray(2), bytearray(2)])
 
     await run_ranks(coordinators, body)
     await run_ranks(coordinators, body)  # deletes what nobody has read in the first
@@ -113,9 +114,12 @@ def test_a_fork_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_solo() -> None:
     async with SoloCoordinator().begin("save", 1.0) as agreement:
         assert await agreement.divide("plan", b"1", lambda gathered: [gathered[0] + b"!"]) == b"1!"
-        assert await agreement.all_to_all([b"xyz"], [3]) == [b"xyz"]
+        received = bytearray(3)
+        await agreement.all_to_all([b"xyz"], [received])
+        assert received == b"xyz"
         with pytest.raises(InputError):
-            await agreement.all_to_all([b"xyz"], [4])
+            await agreement.all_to_all([b"xyz"], [bytearray(4)])
+        assert await agreement.bandwidth() == math.inf
     with pytest.raises(ZeroDivisionError):
         async with SoloCoordinator().begin("save", 1.0):
             raise ZeroDivisionError

@@ -7,6 +7,7 @@ import datetime as dt
 import errno
 import gc
 import itertools
+import json
 import re
 import socket
 import ssl
@@ -30,7 +31,8 @@ from relays import LOOPBACK, Relay, relayed_job
 
 import bcp
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, Tls, strangers
-from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.exchange import Exchange
+from bcp.coordinators.mesh import Card, Mesh
 from bcp.coordinators.tree.gate import behind
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous
 from bcp.coordinators.tree.topology import Tree
@@ -229,22 +231,33 @@ async def sent(ranks: Sequence[Mesh], data: bytes, *, sender: int = 0) -> Any:
 
     async def send(group: anyio.abc.TaskGroup) -> None:
         nonlocal outcome
-        out = [b"", b""]
-        out[1 - sender] = data
+        out = [nothing, nothing]
+        out[1 - sender] = memoryview(data)
         try:
-            await ranks[sender].exchange(out, [0, 0], card_of)
+            await exchange(ranks[sender]).all_to_all(out, [nothing, nothing])
         except (PeerError, InputError) as error:
             outcome = error
             group.cancel_scope.cancel()
 
     async def receive() -> None:
         nonlocal outcome
-        sizes = [0, 0]
-        sizes[sender] = len(data)
-        outcome = bytes((await ranks[1 - sender].exchange([b"", b""], sizes, card_of))[sender])
+        received, incoming = bytearray(len(data)), [nothing, nothing]
+        incoming[sender] = memoryview(received)
+        await exchange(ranks[1 - sender]).all_to_all([nothing, nothing], incoming)
+        outcome = received
 
-    async def card_of(rank: int) -> bytes:
-        return ranks[rank].card
+    nothing = memoryview(b"")
+
+    def exchange(mesh: Mesh) -> Exchange:
+        return Exchange(mesh, card_of, blame)
+
+    async def card_of(rank: int) -> Card:
+        card: Card = json.loads(ranks[rank].card)
+        return card
+
+    async def blame(rank: int, cause: str, *, sure: bool) -> Exception:
+        del sure
+        return PeerError(rank, cause)
 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as serving:
@@ -632,7 +645,7 @@ say = lambda *words: print(*words, flush=True)
 card = mesh.Mesh.card
 
 def asked(self):
-    if self._rank == 0:
+    if self.rank == 0:
         say("mesh", self._listener.getsockname()[1])
         sys.stdin.readline()
     return card.fget(self)

@@ -42,7 +42,8 @@ def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
     async def main() -> list[object]:
         async with ranks.begin("first", 60.0) as agreement:
             together = await agreement.decide("commit", b"%d" % rank, join)
-            received = await agreement.all_to_all([bytes([rank])] * SIZE, [1] * SIZE)
+            received = [bytearray(1) for _ in range(SIZE)]
+            await agreement.all_to_all([bytes([rank])] * SIZE, received)
         started, result = time.monotonic(), list[object]()
         try:
             async with ranks.begin("second", 1.0 if kind == "store" else 60.0) as agreement:

@@ -71,8 +71,11 @@ class _DeadlyAgreement:
 
         return await self._inner.decide(step, mine, never)
 
-    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[int]) -> Sequence[Buffer]:
-        return await self._inner.all_to_all(send, receive)
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
+        await self._inner.all_to_all(send, receive)
+
+    async def bandwidth(self) -> float:
+        return await self._inner.bandwidth()
 
 
 def main(rank: int, port: int, job: str, directory: Path, victim: int | None, moment: str) -> None:

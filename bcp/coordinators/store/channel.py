@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
+from bcp.coordinators.backoff import Backoff
 from bcp.coordinators.hello import Abort, Hello, agrees, error_of
 from bcp.coordinators.operation import CardOf
 from bcp.coordinators.store.mailbox import Mailbox
@@ -17,7 +18,6 @@ from bcp.coordinators.store.watch import Watch
 __all__ = ["StoreChannel"]
 
 _FAREWELL_SECONDS = 5.0  # how long a rank that leaves tries to say so
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks for a payload; doubles
 
 
 class StoreChannel:
@@ -98,7 +98,7 @@ class StoreChannel:
 
     async def _meet(self) -> None:
         """Return once all ranks are there; blame the one that keeps this one waiting for longer than the timeout."""
-        roll, started, pause = self._mailbox.roll, anyio.current_time(), _FIRST_PAUSE
+        roll, started, backoff = self._mailbox.roll, anyio.current_time(), self._backoff()
         while True:
             met = await self._watch.call(self._mailbox.meet)
             if roll.heard is not None and roll.heard[0] == self._mailbox.number:
@@ -111,8 +111,7 @@ class StoreChannel:
                 raise await self._watch.blame_late(absent, waited)
             if waited > 2 * self._timeout:  # rank 0 is there, and will say whom it waits for; unless it died
                 raise await self._watch.blame(0, f"rank 0 has not told that all are there after {waited:.1f} s")
-            await anyio.sleep(pause)
-            pause = self._longer(pause)
+            await backoff.sleep()
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -160,16 +159,16 @@ class StoreChannel:
             await self._watch.call(self._mailbox.publish, "card", mine)
         return self._card_of
 
-    async def blame(self, rank: int, cause: str) -> Exception:
+    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
         """Tell all ranks that ``rank`` is to blame; a rank that fails itself aborts before it closes its sockets."""
+        del sure  # the store has one order for all
         abort = await self._watch.call(self._mailbox.aborted)
         return await self._watch.blame(rank, cause) if abort is None else error_of(abort)
 
     async def _card_of(self, rank: int) -> bytes:
-        pause = _FIRST_PAUSE
+        backoff = self._backoff()
         while (card := await self._watch.call(self._mailbox.published, "card", rank)) is None:
-            await anyio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await backoff.sleep()
         return card
 
     @contextmanager
@@ -184,7 +183,7 @@ class StoreChannel:
 
     async def _arrival(self, names: Mapping[int, str]) -> None:
         """Return once all payloads are there; ``names`` has them by the rank that sends each."""
-        pause = _FIRST_PAUSE
+        backoff = self._backoff()
         while names:
             left = self._watch.liveness.left & names.keys()  # before the look: who has left sends nothing any more
             if await self._watch.call(self._mailbox.posted, list(names.values())):
@@ -192,13 +191,11 @@ class StoreChannel:
             for rank in left:
                 if not await self._watch.call(self._mailbox.posted, [names[rank]]):
                     raise await self._watch.blame(rank, f"{self._watch.name(rank)} has left early")
-            await anyio.sleep(pause)
-            pause = self._longer(pause)
+            await backoff.sleep()
 
-    def _longer(self, pause: float) -> float:
-        """Return the next pause between two looks."""
-        # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
-        return min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
+    def _backoff(self) -> Backoff:
+        """Return the pauses between two looks."""
+        return Backoff.of_store(self._world_size)
 
     def _post_all(self, payloads: Mapping[str, bytes]) -> None:
         """Publish payloads, in one call in a thread."""

@@ -30,14 +30,12 @@ class Mailbox:
     Attributes:
         roll: finds the other ranks; the keys lie below the session that it agrees on.
         number: the operation's.
-        client: calls the store.
     """
 
     def __init__(self, roll: Roll, number: int, rank: int, world_size: int) -> None:
         """Open the mailbox of the operation of that number."""
         self.roll = roll
         self.number = number
-        self.client = roll.client
         self._rank = rank
         self._world_size = world_size
         self._posted: list[str] = []
@@ -154,7 +152,7 @@ class Mailbox:
 
     @property
     def _store(self) -> Store:
-        return self.client.store
+        return self.roll.client.store
 
     def _present(self, keys: list[str]) -> list[str]:
         """Return those keys that are there: one call where all are, else one for each."""

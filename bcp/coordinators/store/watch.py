@@ -60,7 +60,7 @@ class Watch:
 
     def name(self, rank: int) -> str:
         """Name a rank, with host and process where they are known."""
-        return str(self.hellos.get(rank, f"rank {rank}"))
+        return str(self.hellos[rank]) if rank in self.hellos else self._mailbox.roll.name(rank)
 
     def leave(self) -> None:
         """Look no more; there will be no verdict after this."""
@@ -68,14 +68,14 @@ class Watch:
 
     async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call a function of the mailbox; a store that does not answer within the timeout is rank 0's end."""
-        return await self._mailbox.client.call(function, *args, seconds=self._timeout)
+        return await self._mailbox.roll.client.call(function, *args, seconds=self._timeout)
 
     async def say(self, function: Callable[[*Ts], object], *args: *Ts, seconds: float) -> bool:
         """Do the same for a last word, whether or not this task is cancelled; return whether it was said.
 
         A store that has just been given up is not asked again.
         """
-        client = self._mailbox.client
+        client = self._mailbox.roll.client
         if client.stuck:
             return False
         with anyio.CancelScope(shield=True), suppress(PeerError):
@@ -156,7 +156,9 @@ class Watch:
 
     async def blame_late(self, rank: int, seconds: float) -> PeerError:
         """Do as :meth:`blame` for a rank that has not begun."""
-        return await self.blame(rank, f"rank {rank} has not begun it {seconds:.1f} s after rank {self._hello.rank}")
+        return await self.blame(
+            rank, f"{self.name(rank)} has not begun it {seconds:.1f} s after rank {self._hello.rank}"
+        )
 
     async def blame(self, rank: int, cause: str) -> PeerError:
         """Tell all ranks that ``rank`` is to blame, and return the error to raise."""

@@ -41,7 +41,7 @@ _CLOSE_SECONDS = 8.0  # longer than a node's own limit
 class GrpcCoordinator:
     """A :class:`~bcp.protocols.Coordinator` over a tree; made for up to some 100,000 ranks.
 
-    Every rank has one stream to its parent, which stays open. What all ranks say is gathered on its way up, each
+    Every rank has one stream to its parent, which stays open. Payloads of all ranks are gathered on their way up, each
     distinct payload once, and answers go down the same way; a rank watches its neighbours only. Nothing is sent or
     opened before the first operation.
 
@@ -137,7 +137,7 @@ class GrpcCoordinator:
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
-        """What has passed between this rank and each neighbour in the tree; empty before the first operation."""
+        """Traffic between this rank and each neighbour in the tree; empty before the first operation."""
         return {} if self._node is None else self._node.traffic
 
     def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:

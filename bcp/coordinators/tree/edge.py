@@ -1,4 +1,4 @@
-"""What both ends of a gRPC stream share: who is there, how they are secured, how frames go to and fro."""
+"""Code of both ends of a gRPC stream: introduction, credentials, and the frames that go to and fro."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def converse(
 ) -> str | None:
     """Send what the link has and take what comes, until one side ends it.
 
-    Returns why it ended, or None where the other side has said goodbye. What the transport raises comes through.
+    Returns why it ended, or None if the other side has said goodbye. Errors of the transport come through.
     """
     pump = asyncio.create_task(link.pump(connection, write))
     try:

@@ -1,4 +1,4 @@
-"""What goes over an edge of the tree, as bytes.
+"""Frames of an edge of the tree, as bytes.
 
 A frame is its kind, the number of the operation, the number of the step, and a body that depends on the kind. Numbers
 are varints (7 bits a byte, the lowest first), so that most frames are 3 bytes and their body.
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 4
-"""Of what ranks are doing; two texts that differ look the same once in 4 billion times, and are a mistake anyway."""
+"""Length of a digest of an operation's name. Different names agree once in 4 billion times, and are mistakes anyway."""
 
 PIECE_BYTES = 64 << 10
-"""Of a frame that goes over an edge in pieces: each is a sign of life, and 0.2 Mbit/s take 2.6 s for it."""
+"""Length of a piece of a large frame. Each piece is a sign of life, and takes 2.6 s at 0.2 Mbit/s."""
 
 _LONGEST_NUMBER = 9  # bytes: 63 bits
 
@@ -44,7 +44,7 @@ class FrameError(ValueError):
 
 
 class Kind(IntEnum):
-    """What a frame says.
+    """The meaning of a frame.
 
     Attributes:
         JOIN: this rank has begun the operation; body: a digest of what it is doing.

@@ -65,7 +65,7 @@ class Link:
 
     @property
     def traffic(self) -> Traffic:
-        """What has passed."""
+        """Bytes and messages that have passed."""
         (sent, messages_sent), (received, messages_received) = self._sent, self._received
         return Traffic(sent, received, messages_sent, messages_received)
 

@@ -27,7 +27,7 @@ _EXIT_SECONDS = 8.0  # longer than any node's own limit
 
 
 class Closable(Protocol):
-    """What is closed when the process ends."""
+    """Nodes that are closed when the process ends."""
 
     async def aclose(self) -> None:
         """Let go of everything."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from bcp.coordinators.backoff import Backoff
 from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.tls import Tls
 from bcp.coordinators.tree.dial import RefusedError, dial
@@ -68,7 +69,7 @@ class Node:
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
-        """What has passed over each edge, by neighbour."""
+        """Traffic of each edge, by neighbour."""
         return {rank: link.traffic for rank, link in list(self._links.items())}
 
     # -- this node's own rank -----------------------------------------------------------------
@@ -314,7 +315,7 @@ class Node:
 
     async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
         """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
-        pause = _FIRST_PAUSE
+        backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         while True:
             while link.empty and link.awaited is None and not link.given_up:
                 await link.changed()
@@ -338,7 +339,7 @@ class Node:
                 self._mute = True
                 continue
             if connected:
-                pause = _FIRST_PAUSE
+                backoff.pause = _FIRST_PAUSE
             else:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _GIVEN_UP_PAUSE if link.given_up else _LONGEST_PAUSE)
+                backoff.longest = _GIVEN_UP_PAUSE if link.given_up else _LONGEST_PAUSE
+                await backoff.sleep()

@@ -67,7 +67,7 @@ class Relay:
 
     @property
     def verb(self) -> str | None:
-        """What this node's rank is waiting in, the oldest if there are several."""
+        """The verb that this node's rank is waiting in, the oldest if there are several."""
         return next((step.verb for step in self._steps.values() if step.verb is not None), None)
 
     def verb_of(self, number: int) -> str | None:

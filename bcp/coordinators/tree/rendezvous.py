@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from bcp.coordinators.hello import Abort
+from bcp.coordinators.proof import new_token
 from bcp.coordinators.tree.topology import Place, Tree
 from bcp.errors import InputError
 
-__all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Rendezvous", "new_token"]
+__all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Rendezvous"]
 
 Ended = Callable[[int, Abort], None]
 """Called with an operation's number and why it has ended."""
@@ -22,7 +23,7 @@ Ended = Callable[[int, Abort], None]
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a rank needs to take part.
+    """Facts that a rank needs to take part.
 
     Attributes:
         place: its place in the tree.
@@ -63,11 +64,6 @@ class Rendezvous(Protocol):
 
     def silence(self, seconds: float) -> str:
         """Say that the way to the others has been silent for so many seconds or more, as a cause; or nothing."""
-
-
-def new_token() -> str:
-    """Return a secret that nobody can guess."""
-    return secrets.token_hex(16)
 
 
 class Addresses:
@@ -129,7 +125,7 @@ class Addresses:
 
 
 class _Board:
-    """Where the ranks of one process put up their ports and doors. Only used on the coordinators' loop."""
+    """Ports and doors of the ranks of one process. Only used on the coordinators' loop."""
 
     def __init__(self) -> None:
         self._ports: dict[int, int] = {}

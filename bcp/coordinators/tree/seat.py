@@ -1,4 +1,4 @@
-"""What an operation's round is given by its node, and by the node's own rank."""
+"""Interfaces of a round: to its node, and to the node's own rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Part", "Seat"]
 
 
 class Seat(Protocol):
-    """What a round needs of the node that it belongs to."""
+    """The node that a round belongs to, as far as the round uses it."""
 
     rank: int
     place: Place | None
@@ -44,7 +44,7 @@ class Seat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What this node's own rank does in the operation.
+    """The part of this node's own rank in the operation.
 
     Attributes:
         what: what it is doing.

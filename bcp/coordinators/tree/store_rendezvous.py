@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bcp.coordinators.backoff import Backoff
 from bcp.coordinators.hello import Abort
 from bcp.coordinators.hosts import Host
 from bcp.coordinators.roll import Roll
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreRendezvous"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks; doubles
 _ANNOUNCE_SECONDS = 5.0  # how long a rank tries to tell the others that an operation has ended
 
 
@@ -56,6 +55,8 @@ class StoreRendezvous:
         self._world_size = world_size
         self._fanout = fanout
         self._first: Place | None = None  # rank 0's own, with the order of all
+        self._addresses: dict[int, str] = {}  # as they were found: later connections need no store
+        self._doors: dict[int, str] = {}
         self._roll = Roll(self._client, prefix, rank, world_size, address=address, texts=self._grow)
 
     def __repr__(self) -> str:
@@ -83,15 +84,18 @@ class StoreRendezvous:
 
     async def address_of(self, rank: int) -> str:
         """Return where a rank listens, once it does."""
-        key, pause = self._roll.key("address", rank), _FIRST_PAUSE
+        if rank in self._addresses:
+            return self._addresses[rank]
+        key, backoff = self._roll.key("address", rank), Backoff.of_store(self._world_size)
         while (address := await self._client.call(self._get, key)) is None:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE * max(1.0, self._world_size / 1000))
-        return address.decode()
+            await backoff.sleep()
+        self._doors[rank] = (await self._client.call(self._get, self._roll.key("door", rank)) or b"").decode()
+        self._addresses[rank] = address.decode()
+        return self._addresses[rank]
 
     async def door_of(self, rank: int) -> str:
         """Return the door of a rank whose address is known."""
-        return (await self._client.call(self._get, self._roll.key("door", rank)) or b"").decode()
+        return self._doors[rank]
 
     async def announce(self, number: int, abort: Abort) -> None:
         """Tell those who still wait for their place that an operation has ended."""

@@ -1,4 +1,4 @@
-"""Who talks to whom: a tree of ranks, those of one host together. Pure topology."""
+"""A tree of ranks, in which the ranks of one host are together. Pure topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Place", "Tree"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one rank has to know of the tree.
+    """One rank's place in the tree.
 
     Attributes:
         rank: this rank.

@@ -1,4 +1,4 @@
-"""What many ranks say, with each distinct value once: it is how payloads go up and down the tree."""
+"""Payloads of many ranks, with each distinct value once: the form in which they go up and down the tree."""
 
 from __future__ import annotations
 

@@ -1,0 +1,205 @@
+"""Bulk data between ranks: which bytes go over which connection, in which order, and how fast they go."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+import anyio
+
+from bcp.coordinators.mesh import LANES, PROBE, PROBE_LEAST, PROBE_MOST, Card, Mesh
+from bcp.coordinators.wire import Wire
+from bcp.errors import InputError, PeerError
+from bcp.pipeline import in_pool
+
+__all__ = ["Blame", "Exchange"]
+
+
+class Blame(Protocol):
+    """Tells all ranks that one is to blame, and returns the error that ends the operation."""
+
+    async def __call__(self, rank: int, cause: str, *, sure: bool) -> Exception:
+        """Do so; if this rank is not ``sure``, another one may know a better cause."""
+
+
+_FLOW_BYTES = 16 << 20  # a transfer uses one more connection for each of these, as far as there are lanes for them
+_HEAD_BYTES = 8  # the length of a transfer
+_PROBE_SECONDS = 0.05  # after these the last message says how fast the way is; a delayed thread costs less
+
+
+class Exchange:
+    """This rank's side of all exchanges of one operation."""
+
+    def __init__(self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], blame: Blame) -> None:
+        """Prepare.
+
+        Args:
+            mesh: makes the connections.
+            card_of: returns the card of a rank, once it has one.
+            blame: returns the error that ends the operation.
+
+        """
+        self._mesh = mesh
+        self._card_of = card_of
+        self._blame = blame
+
+    def __repr__(self) -> str:
+        """Show the connections."""
+        return f"<Exchange over {self._mesh!r}>"
+
+    # -- all to all ---------------------------------------------------------------------------
+
+    async def all_to_all(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
+        """Send to and receive from all other ranks at once; pairs with nothing to send are not connected.
+
+        Args:
+            send: bytes for each rank.
+            receive: a buffer for the bytes of each rank, as long as these are.
+
+        """
+        # All send to the next rank, then to the one after it, and receive in the same order. So the first transfer in
+        # that order that is not done has a thread on both sides, however few there are.
+        rank, size = self._mesh.rank, len(send)
+        after = [(rank + step) % size for step in range(1, size)]
+        before = [(rank - step) % size for step in range(1, size)]
+        sends = iter([partial(self._send, peer, *each) for peer in after for each in _flows(send[peer], size)])
+        receives = iter(
+            [partial(self._receive, peer, *each) for peer in before for each in _flows(receive[peer], size)]
+        )
+        try:
+            async with anyio.create_task_group() as lanes:
+                for transfers in (*[sends] * LANES, *[receives] * LANES):
+                    lanes.start_soon(_one_by_one, transfers)
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            raise first from first.__cause__
+
+    async def _send(self, peer: int, flow: int, data: memoryview, total: int) -> None:
+        """Send one rank its bytes, or the part of them that goes over one connection."""
+        async with self._blaming(peer):
+            wire = await self._mesh.dialled(peer, flow, await self._card_of(peer))
+            await in_pool(self._mesh.threads, _push, wire, data, total, interrupt=wire.hang_up)
+
+    async def _receive(self, peer: int, flow: int, out: memoryview, total: int) -> None:
+        """Receive one rank's bytes, or a part."""
+        async with self._blaming(peer):
+            wire = await self._mesh.accepted(peer, flow)
+            nbytes = await in_pool(self._mesh.threads, _pull, wire, out, total, interrupt=wire.hang_up)
+        if nbytes != total:
+            raise InputError(f"rank {peer} sent {nbytes} bytes where rank {self._mesh.rank} expected {total}")
+
+    @asynccontextmanager
+    async def _blaming(self, peer: int) -> AsyncIterator[None]:
+        """Turn a connection that cannot be had, or breaks, into the operation's error.
+
+        The others learn of it before the sockets to them close, so that they do not take these for the cause. A
+        neighbour that hangs up may have heard of another cause; a network that is silent is one.
+        """
+        try:
+            yield
+        except PeerError as error:
+            raise await self._blame(error.rank, error.cause, sure=False) from error
+        except OSError as error:
+            card = await self._card_of(peer)
+            ends = f"rank {self._mesh.rank} (host {socket.gethostname()}) and rank {peer} (host {card['host']})"
+            cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
+            raise await self._blame(peer, cause, sure=not isinstance(error, ConnectionError)) from error
+
+    # -- how fast the way is ------------------------------------------------------------------
+
+    async def bandwidth(self, size: int) -> float:
+        """Return how many bytes a second this rank sends to one of another host; inf if all ``size`` are on this one.
+
+        All ranks measure at once, so that ranks of one host share what it has.
+        """
+        rates = [await self._rate(peer) for peer in await self._elsewhere(size)]
+        return max(rates, default=math.inf)
+
+    async def _elsewhere(self, size: int) -> list[int]:
+        """Return up to two ranks of other hosts, one on each side: either may be on a host that is slow itself.
+
+        The ranks of a host choose different ones if their numbers follow each other, as they do as a rule.
+        """
+        rank = self._mesh.rank
+        up = await self._first_elsewhere([(rank + step) % size for step in range(1, size)])
+        if up is None:
+            return []
+        down = await self._first_elsewhere([(rank - step) % size for step in range(1, size)])
+        assert down is not None  # noqa: S101 -- for mypy: there is another host
+        here = (up - rank) % size + (rank - down) % size - 1  # ranks of this host, one after another
+        chosen = {(rank + here) % size: up, (rank - here) % size: down}
+        return list(dict.fromkeys([await self._first_elsewhere([wish]) or other for wish, other in chosen.items()]))
+
+    async def _first_elsewhere(self, peers: Sequence[int]) -> int | None:
+        """Return the first of these ranks that is on another host."""
+        for peer in peers:
+            if (await self._card_of(peer))["network"] != self._mesh.network:
+                return peer
+        return None
+
+    async def _rate(self, peer: int) -> float:
+        """Return how many bytes a second reach a rank."""
+        async with self._blaming(peer):
+            wire = await self._mesh.dialled(peer, PROBE, await self._card_of(peer))
+            try:
+                return await in_pool(self._mesh.threads, _measure, wire, interrupt=wire.hang_up)
+            finally:
+                self._mesh.drop(peer, PROBE)
+
+
+async def _one_by_one(transfers: Iterator[Callable[[], Awaitable[None]]]) -> None:
+    """Do what is left of the transfers, one after another; others do so too."""
+    for transfer in transfers:
+        await transfer()
+
+
+def _flows(data: memoryview, size: int) -> Iterator[tuple[int, memoryview, int]]:
+    """Cut a transfer into about equal parts, one for each connection: yield (flow, part, bytes of all parts).
+
+    Both sides get the same parts. With many ranks, each pair has one connection, as all lanes are busy anyway.
+    """
+    total = len(data)
+    count = min(-(-total // _FLOW_BYTES), max(1, LANES // (size - 1)))
+    for flow in range(count):
+        yield flow, data[flow * total // count : (flow + 1) * total // count], total
+
+
+def _push(wire: Wire, data: memoryview, total: int) -> None:
+    """Send a part, and how many bytes the whole has; blocks."""
+    wire.block()
+    wire.push(memoryview(total.to_bytes(_HEAD_BYTES, "big")))
+    wire.push(data)
+
+
+def _pull(wire: Wire, out: memoryview, total: int) -> int:
+    """Fill a buffer if the sender's whole has ``total`` bytes; return how many it has. Blocks."""
+    wire.block()
+    head = bytearray(_HEAD_BYTES)
+    wire.pull(memoryview(head))
+    nbytes = int.from_bytes(head, "big")
+    if nbytes == total:
+        wire.pull(out)
+    return nbytes
+
+
+def _measure(wire: Wire) -> float:
+    """Return how many bytes a second a peer receives; blocks for some hundredths of a second.
+
+    Messages double, as the listener expects: the first ones fit into whatever the network lends.
+    """
+    wire.block()
+    ack, block = memoryview(bytearray(1)), memoryview(bytes(PROBE_MOST))
+    nbytes, ends = PROBE_LEAST, time.perf_counter() + _PROBE_SECONDS
+    while True:
+        began = time.perf_counter()
+        wire.push(block[:nbytes])
+        wire.pull(ack)
+        now = time.perf_counter()
+        if now >= ends or nbytes == PROBE_MOST:
+            return nbytes / (now - began)
+        nbytes *= 2
