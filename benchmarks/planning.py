@@ -187,13 +187,13 @@ def share_reads(planned: Planned, target: Job, figures: Figures) -> None:
             mine = replace(table, start=start[dp], stop=stop[dp])
             runs[target.rank(tp, dp, pp)] = line.runs(wants(layout, mine, saved).ranges())
     options = LoadOptions()
-    limits = {"read_bytes": options.read_bytes, "exchange_bytes": options.exchange_bytes}
+    divided = partial(share, line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes)
     said = [line.encode(each) for each in runs]
-    shared = share(line, runs, **limits)
+    shared = divided()
     reads = [assign(line, rank, runs[rank], shared, read_bytes=options.read_bytes) for rank in range(0, 8960, 640)]
     case = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}, {target.world_size:,} ranks"
     figures.add(f"{case}: rank 0 receives", sum(map(len, said)) / 1e6, "MB")
     figures.add(f"{case}: rank 0 tells everyone", len(shared.encode(line)) / 1e6, "MB")
     figures.add(f"{case}: reading what ranks want", cpu_ms(lambda: [line.decode(each) for each in said], 1), "ms")
-    figures.add(f"{case}: dividing the reading", cpu_ms(lambda: share(line, runs, **limits), 1), "ms")
+    figures.add(f"{case}: dividing the reading", cpu_ms(divided, 1), "ms")
     figures.add(f"{case}: rounds of exchange", reads[0].rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bcp._agree import agree
 from bcp._load.claims import file_of
+from bcp._load.pace import MEASURED_BYTES, packed_rate, speeds
 from bcp._load.targets import Wanted, both_names, some
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
@@ -21,6 +22,7 @@ from bcp.pipeline import Budget, planning
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Assignment, Chunk, assign
+from bcp.plan.load.fill import Floats
 from bcp.plan.load.line import VERSIONS, BlockLine
 from bcp.plan.load.renamed import MASTER, Renamed
 from bcp.plan.load.share import Shared, share
@@ -33,6 +35,9 @@ from bcp.stages.check import SEAL_BYTES
 from bcp.stages.load_items import ReadItem
 
 __all__ = ["Reading", "budget_of", "key_of", "plan_reads", "read_items"]
+
+_Asked = tuple[int, Ints, bytes]
+"""A message that was taken apart: the number, the names, and the rest."""
 
 HEAD = struct.Struct("<2q")
 """Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
@@ -56,7 +61,8 @@ async def plan_reads(
 ) -> tuple[Wanted, Reading]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
 
-    Rank 0 divides what several ranks want, and tells everyone; what is left each rank reads by itself.
+    Rank 0 divides what several ranks want, and tells everyone; what is left each rank reads by itself. If that is
+    much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     """
     layout = metadata.layout
     line = BlockLine.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
@@ -64,14 +70,27 @@ async def plan_reads(
         await agree(agreement, "reads", rank, mine, _nothing)
         raise mine
 
+    asked_of: list[_Asked] = []  # on rank 0
+
     async def answer(messages: Sequence[bytes]) -> bytes:
-        return await planning(_answer, mine.renamed, line, messages, options)
+        asked_of.extend(_opened(message, mine.renamed, rank) for rank, message in enumerate(messages))
+        return await planning(_answer, mine.renamed, line, asked_of, options)
+
+    async def answer_again(rates: Sequence[bytes]) -> bytes:
+        speed = speeds(rates)
+        return b"" if speed is None else await planning(_share, line, asked_of, options, speed)
 
     runs = await planning(line.runs, mine.wants.ranges())
     kinds = sum(1 << code for code in mine.kinds)
     asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
-    reply = await agree(agreement, "reads", rank, asked, answer)
-    return mine, await planning(_reading, mine.renamed, line, reply, rank, runs, options)
+    world_size, unexpected, table = _opened(await agree(agreement, "reads", rank, asked, answer), mine.renamed, 0)
+    shared = await planning(Shared.decode, table, line, world_size)
+    if shared.nbytes(line) >= MEASURED_BYTES * world_size:
+        rate = packed_rate(await agreement.bandwidth())
+        if table := await agree(agreement, "speeds", rank, rate, answer_again):
+            shared = await planning(Shared.decode, table, line, world_size)
+    assignment = await planning(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
+    return mine, Reading(assignment, tuple(_names(mine.renamed, unexpected)))
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
@@ -83,7 +102,7 @@ def _message(number: int, names: Ints, rest: bytes) -> bytes:
     return HEAD.pack(number, len(names)) + names.astype("<i4").tobytes() + rest
 
 
-def _opened(data: bytes, names: Renamed, rank: int) -> tuple[int, Ints, bytes]:
+def _opened(data: bytes, names: Renamed, rank: int) -> _Asked:
     """Undo :func:`_message`: return the number, the names, and the rest. Raises CorruptError."""
     known = len(names.saved.tensors) + len(names.layout.objects)
     number, count = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1)
@@ -94,9 +113,8 @@ def _opened(data: bytes, names: Renamed, rank: int) -> tuple[int, Ints, bytes]:
     return number, rows, data[end:]
 
 
-def _answer(names: Renamed, line: BlockLine, messages: Sequence[bytes], options: LoadOptions) -> bytes:
+def _answer(names: Renamed, line: BlockLine, asked: Sequence[_Asked], options: LoadOptions) -> bytes:
     """Say what nobody wants and who reads what; on rank 0."""
-    asked = [_opened(message, names, rank) for rank, message in enumerate(messages)]
     kinds = reduce(or_, (number for number, _, _ in asked))
     unexpected = _unexpected(names, kinds, concat([rows for _, rows, _ in asked]))
     if len(unexpected) and options.strict:
@@ -104,20 +122,16 @@ def _answer(names: Renamed, line: BlockLine, messages: Sequence[bytes], options:
             f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(names, unexpected))}; "
             "pass strict=False to leave them out"
         )
-    shared = Shared.nothing()
-    if options.overlap_loading:
-        runs = [line.decode(rest) for _, _, rest in asked]
-        line.check(np.concatenate(runs))
-        shared = share(line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes)
-    return _message(len(messages), unexpected, shared.encode(line))
+    table = _share(line, asked, options) if options.overlap_loading else Shared.nothing().encode(line)
+    return _message(len(asked), unexpected, table)
 
 
-def _reading(names: Renamed, line: BlockLine, reply: bytes, rank: int, runs: Ints, options: LoadOptions) -> Reading:
-    """Make this rank's part of the answer."""
-    world_size, unexpected, rest = _opened(reply, names, 0)
-    shared = Shared.decode(rest, line, world_size)
-    assignment = assign(line, rank, runs, shared, read_bytes=options.read_bytes)
-    return Reading(assignment, tuple(_names(names, unexpected)))
+def _share(line: BlockLine, asked: Sequence[_Asked], options: LoadOptions, speed: Floats | None = None) -> bytes:
+    """Divide the reading of the blocks that several ranks want; on rank 0."""
+    runs = [line.decode(rest) for _, _, rest in asked]
+    line.check(np.concatenate(runs))
+    divided = share(line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes, speed=speed)
+    return divided.encode(line)
 
 
 def _unexpected(names: Renamed, kinds: int, rows: Ints) -> Ints:

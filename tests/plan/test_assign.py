@@ -26,7 +26,13 @@ MIB = 1 << 20
 
 
 def plans(
-    line: BlockLine, ranges: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, shared: bool = True
+    line: BlockLine,
+    ranges: Sequence[Ints],
+    *,
+    read_bytes: int,
+    exchange_bytes: int,
+    shared: bool = True,
+    speed: npt.NDArray[np.float64] | None = None,
 ) -> list[Assignment]:
     """Say what every rank does; all that ranks tell each other goes through bytes."""
     runs = [line.runs(rows) for rows in ranges]
@@ -34,7 +40,7 @@ def plans(
     for rows in told:
         line.check(rows)
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
-    table = share(line, told, **limits) if shared else Shared.nothing()
+    table = share(line, told, **limits, speed=speed) if shared else Shared.nothing()
     known = Shared.decode(table.encode(line), line, len(ranges))
     return [assign(line, rank, mine, known, read_bytes=read_bytes) for rank, mine in enumerate(runs)]
 
@@ -64,7 +70,9 @@ def test_readers_share_every_wanted_block_and_everything_arrives(data: st.DataOb
     read_bytes, exchange_bytes = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 400))
     line = BlockLine.of(saved.layout, data.draw(st.sampled_from([None, 48])))
     ranges = [memory.wants.ranges() for memory in memories]
-    plan = plans(line, ranges, read_bytes=read_bytes, exchange_bytes=exchange_bytes, shared=shared)
+    limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
+    speed = data.draw(st.none() | st.lists(st.floats(0.001, 1.0), min_size=ranks, max_size=ranks).map(np.array))
+    plan = plans(line, ranges, **limits, shared=shared, speed=speed)
     size = line.block_bytes
     wanted = [{(f, b) for f, a, z in rows.tolist() for b in range(a // size, -(-z // size))} for rows in ranges]
     check_chunks(line, plan, wanted, read_bytes)
@@ -140,8 +148,8 @@ def test_a_strip_is_divided_among_the_members_of_its_sets(given_: list[tuple[set
     nbytes = blocks * 16 - 3  # the last block of each is short
     sets = Sets(begins(np.array([len(members) for members in ranks])), np.concatenate(ranks))
     strip = Strip(16, begins(blocks), begins(nbytes), np.arange(len(ranks) + 1))
-    load = np.arange(6) * 10.0
-    cuts = fill(strip, sets, load)
+    load, speed = np.arange(6) * 10.0, np.array([1.0, 0.5, 1.0, 0.1, 1.0, 1.0])
+    cuts = fill(strip, sets, load, speed)
     assert (np.diff(cuts) >= 0).all()
     assert cuts[sets.begin].tolist() == strip.blocks.tolist()
     owner, size = sets.owner, np.diff(cuts)
@@ -295,6 +303,19 @@ def test_a_shared_chunk_travels_whole() -> None:
 def test_nothing_wanted_is_nothing_to_do() -> None:
     plan = plans(BlockLine.of(one_file(64).layout), [rows(), rows()], read_bytes=64, exchange_bytes=64)
     assert (plan[0].rounds, plan[0].items()) == (0, [])
+
+
+def test_a_slow_rank_reads_less_and_sends_less_in_each_round() -> None:
+    line = line_of(1000)
+    wanted = [rows((0, 0, 1000 * MIB))] * 4
+    speed = np.array([1.0, 1.0, 0.1, 1.0])
+    plan = plans(line, wanted, read_bytes=32 * MIB, exchange_bytes=256 * MIB, speed=speed)
+    found = loads(plan)
+    assert sum(found) == 1000 * MIB
+    np.testing.assert_allclose(found, 1000 * MIB * speed / speed.sum(), atol=MIB)
+    rounds = [[chunk.nbytes for chunk in each.items() if chunk.nbytes] for each in plan]
+    assert max(rounds[2]) <= 0.2 * max(rounds[0])
+    assert len(rounds[2]) <= len(rounds[0])
 
 
 def test_chunks_are_smaller_the_more_ranks_send_to_one() -> None:

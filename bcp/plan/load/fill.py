@@ -1,4 +1,4 @@
-"""Dividing what sets of ranks want over the ranks of each set, so that all have equally much to read.
+"""Dividing what sets of ranks want over the ranks of each set, so that all take equally long to read it.
 
 Every set is a vessel: what it has to give is poured over its ranks, and fills up those with the least load first. Sets
 with the least choice go first; where sets have no rank in common, many are poured at once.
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from bcp.plan.columns import Ints, mix, spread
 
-__all__ = ["Sets", "Strip", "begins", "fill"]
+__all__ = ["Floats", "Sets", "Strip", "begins", "fill"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -79,13 +79,14 @@ class Strip:
         return self.blocks[run] + at_block, begin + np.where(up, high, low)
 
 
-def fill(strip: Strip, sets: Sets, load: Floats) -> Ints:
+def fill(strip: Strip, sets: Sets, load: Floats, speed: Floats) -> Ints:
     """Divide the strip: each member of a set gets a part of what the set has to give, in the order of its members.
 
     Args:
         strip: what there is to divide, in the order of the sets.
         sets: who may get it.
         load: float64[world size], bytes that each rank has to read anyway; what it gets is added.
+        speed: float64[world size], above 0: a rank of half the speed has as much to do with half the bytes.
 
     Returns:
         int64[m + 1]: where the part of each member begins, in blocks of the strip, and where the last one ends.
@@ -98,7 +99,7 @@ def fill(strip: Strip, sets: Sets, load: Floats) -> Ints:
     for sweep in range(SWEEPS):
         for batch in batches:
             base = load[batch.rank] - given[batch.member]
-            part = batch.pour(base, np.diff(begin)[batch.sets].astype(np.float64))
+            part = batch.pour(base, speed[batch.rank], np.diff(begin)[batch.sets].astype(np.float64))
             if sweep == SWEEPS - 1:  # in whole blocks; whoever comes later makes up for what is lost by rounding
                 at, nbytes = strip.snap(begin[batch.sets][batch.owner] + batch.before(part))
                 cut[batch.member] = at
@@ -145,13 +146,13 @@ class _Batch:
         total = np.cumsum(values) - values
         return np.asarray(total - total[self.first][self.owner])
 
-    def pour(self, load: Floats, give: Floats) -> Floats:
-        """Return what each member gets if every set fills up those of its members that have the least load."""
-        order = np.lexsort((load, self.owner))
-        number = np.arange(1, len(order) + 1) - self.first[self.owner]
-        # The level is where the k least loaded would all end; with too few or too many of them it would be higher.
-        levels = (give[self.owner] + self.before(load[order]) + load[order]) / number
-        return np.maximum(np.minimum.reduceat(levels, self.first)[self.owner] - load, 0.0)
+    def pour(self, load: Floats, speed: Floats, give: Floats) -> Floats:
+        """Return the bytes of each member if every set fills up those of its members that would end first."""
+        order = np.lexsort((load / speed, self.owner))
+        load_so_far, speed_so_far = (self.before(each[order]) + each[order] for each in (load, speed))
+        # The level is when the first k members would all end; with too few or too many of them it would be later.
+        levels = (give[self.owner] + load_so_far) / speed_so_far
+        return np.maximum(np.minimum.reduceat(levels, self.first)[self.owner] * speed - load, 0.0)
 
 
 def _disjoint(sets: Sets) -> list[Ints]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from bcp.errors import CorruptError
 from bcp.plan.columns import Ints, mix, spread
 from bcp.plan.flat import swept
-from bcp.plan.load.fill import Sets, Strip, begins, fill
+from bcp.plan.load.fill import Floats, Sets, Strip, begins, fill
 from bcp.plan.load.line import VERSIONS, BlockLine
 
 __all__ = ["Shared", "share"]
@@ -64,6 +64,11 @@ class Shared:
         """Return in which round the first chunk of these stretches travels: those of a reader take turns."""
         before = np.cumsum(self.parts) - self.parts
         return before[rows] - before[np.searchsorted(self.reader, self.reader[rows])]
+
+    def nbytes(self, line: BlockLine) -> int:
+        """Return how many bytes are read for several ranks."""
+        _, start, stop = line.bytes_of(self.run)
+        return int((stop - start).sum())
 
     def of_rank(self, rank: int) -> Ints:
         """Return the rows of the stretches that a rank wants, whoever reads them."""
@@ -128,19 +133,24 @@ def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints
     return [np.frombuffer(part, each).astype(np.int64) for part, each in zip(parts, types, strict=True)]
 
 
-def share(line: BlockLine, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int) -> Shared:
+def share(
+    line: BlockLine, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
+) -> Shared:
     """Divide the blocks that at least two ranks want over the ranks that want them. Pure: equal inputs, equal results.
 
-    A rank with much to read for itself reads less for others. What a rank receives in a round is at most
-    ``exchange_bytes``, but never less than one block from each rank that it shares with.
+    A rank with much to read for itself reads less for others, and so does a slow one, which also sends less in each
+    round. What a rank receives in a round is at most ``exchange_bytes``, but never less than one block from each rank
+    that it shares with.
 
     Args:
         line: the files.
         runs: :meth:`BlockLine.runs` of every rank.
         read_bytes: the largest read.
         exchange_bytes: most bytes that one rank receives in one round.
+        speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
 
     """
+    speed = np.ones(len(runs)) if speed is None else speed
     wanted = _Wanted.of(line, _parties(line, runs))
     several = wanted.sets.size > 1
     nbytes = np.bincount(wanted.set, weights=wanted.nbytes, minlength=len(several))
@@ -150,10 +160,10 @@ def share(line: BlockLine, runs: Sequence[Ints], *, read_bytes: int, exchange_by
         return Shared.nothing()
     wanted = wanted.of_sets(np.flatnonzero(several))
     strip = wanted.strip(line)
-    cuts = fill(strip, wanted.sets, load)
+    cuts = fill(strip, wanted.sets, load, speed)
     fair = strip.nbytes[-1] // (len(runs) * CHUNKS_PER_RANK)
     most = np.minimum(exchange_bytes // _senders(wanted.sets, strip, len(runs)), min(read_bytes, fair))
-    return _stretches(wanted, strip, cuts, np.maximum(most // line.block_bytes, 1))
+    return _stretches(wanted, strip, cuts, most / line.block_bytes, speed)
 
 
 def _senders(sets: Sets, strip: Strip, world_size: int) -> Ints:
@@ -246,8 +256,11 @@ def _members(parties: _Parties, at: Ints) -> Sets:
     return Sets(begins(np.bincount(which[source], minlength=len(at))), rank[order])
 
 
-def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Ints) -> Shared:
-    """Cut the strip where an interval ends or another rank reads on; a chunk has at most ``most`` blocks, by set."""
+def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Floats, speed: Floats) -> Shared:
+    """Cut the strip where an interval ends or another rank reads on.
+
+    A chunk has at most ``most`` blocks, by set, and less of a slow reader; but one block at least.
+    """
     # Both are sorted, so that a stable sort merges them: 4 ms for a million edges, where unique() takes 0.3 s.
     edges = np.sort(np.concatenate((strip.blocks, cuts)), kind="stable")
     length = np.diff(edges)
@@ -258,5 +271,5 @@ def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Ints) -> Shared:
     group = wanted.set[interval]
     order = np.lexsort((first, reader))
     run = np.stack((first, first + length), axis=1)[order]
-    parts = -(-length // most[group])
+    parts = -(-length // np.maximum(most[group] * speed[reader], 1).astype(np.int64))
     return Shared(run, parts[order], reader[order], group[order], wanted.sets)
