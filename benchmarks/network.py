@@ -21,6 +21,8 @@ _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _NOWHERE = "02:00:00:00:00:99"  # a hardware address that no host has
 
+Flow = tuple[int, int]
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
@@ -29,8 +31,8 @@ def missing() -> str:
     """Say why this machine cannot play a network, or nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "there is no ip or tc: install iproute2"
+    if not all(map(shutil.which, ("ip", "ss", "tc"))):
+        return "there is no ip, ss or tc: install iproute2"
     try:
         Network(1).close()
     except subprocess.CalledProcessError as error:
@@ -59,6 +61,7 @@ class Network:
             raise
 
     def __repr__(self) -> str:
+        """Show how many hosts there are."""
         return f"Network({len(self.hosts)}, prefix={self._prefix!r})"
 
     def close(self) -> None:
@@ -122,6 +125,26 @@ class Network:
         if mbit is not None:
             _run(*tc, "add", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms")
 
+    def flows(self, host: int, peer: int) -> set[Flow]:
+        """Return the connections between two hosts, as (port here, port there)."""
+        found = _run("ip", "netns", "exec", self.space(host), "ss", "-Htn", "dst", self.address(peer))
+        ends = [line.split()[3:5] for line in found.splitlines()]
+        return {(_port_of(here), _port_of(there)) for here, there in ends}
+
+    def reset(self, host: int, peer: int, flows: Iterable[Flow]) -> None:
+        """Break connections: both ends hear of it at once."""
+        for here, there in flows:
+            which = ["dst", self.address(peer), "sport", "=", f":{here}", "dport", "=", f":{there}"]
+            _run("ip", "netns", "exec", self.space(host), "ss", "-K", "-tn", *which)
+        if self.flows(host, peer).intersection(flows):
+            raise OSError("connections of others cannot be ended here: the kernel lacks INET_DIAG_DESTROY")
+
+    def swallow(self, host: int, peer: int, flows: Iterable[Flow]) -> None:
+        """Lose what a host sends over connections, for good: a table of connections has dropped them."""
+        for here, there in flows:
+            which = ["to", self.address(peer), "ipproto", "tcp", "sport", str(here), "dport", str(there)]
+            self.ip(host, "rule", "add", *which, "blackhole")
+
     # -- how it is made -----------------------------------------------------------------------
 
     @property
@@ -165,8 +188,12 @@ def _call(function: str, *args: object) -> None:
         raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 -- ours
+def _port_of(end: str) -> int:
+    return int(end.rpartition(":")[2])
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603 -- ours
 
 
 def _try(*command: str) -> None:
