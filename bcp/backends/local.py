@@ -82,6 +82,11 @@ class LocalBackend:
         """Show the root."""
         return f"LocalBackend({str(self._root)!r})"
 
+    @property
+    def root(self) -> Path:
+        """Return the directory."""
+        return self._root
+
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object durably: all of it or none."""
         path = await in_thread(self._path, key)

@@ -1,0 +1,60 @@
+"""The command line: ``python -m bcp COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from bcp._doctor import doctor, leave
+
+__all__ = ["main"]
+
+_DOCTOR = """\
+Check the job's store, network, clocks, storage and versions, and say on rank 0 how they are.
+Run it on every rank, the way the job is run, as in
+
+  torchrun --nnodes=4 --nproc-per-node=8 ... -m bcp doctor /shared/run
+
+The exit status is 0 if all is well, 1 if not, and 2 if the call or the environment is wrong."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bcp", description="Commands of bcp.", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_doctor(commands)
+    parsed = vars(parser.parse_args(arguments))
+    run = parsed.pop("run")
+    status: int = run(**parsed)
+    return status
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check what a job needs, from every rank",
+        description=_DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", nargs="?", help="folder or URL for checkpoints, which is tried out")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="how long all of it may take, 30 by default; more for ranks that start far apart",
+    )
+    parser.set_defaults(run=doctor)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+if __name__ == "__main__":
+    leave(main())
