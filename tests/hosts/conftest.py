@@ -6,7 +6,8 @@ from contextlib import ExitStack, closing
 from functools import cache
 
 import pytest
-from network import Network, missing
+
+from benchmarks.network import Network, missing
 
 _missing = cache(missing)
 

@@ -12,23 +12,31 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
-from network import Network, enter
 from ranks import forkserver
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+
+import bcp
+from benchmarks.network import Network, enter
 
 __all__ = ["HUNG", "Job", "Store"]
 
 HUNG = "no answer"
 """The outcome of a rank that has not answered in time."""
 
+DEAD = "dead"
+"""The outcome of a rank whose process has ended."""
+
 PORT = 29_500
+_TIMEOUT = timedelta(seconds=60)
 
 
 class Store:
@@ -40,7 +48,7 @@ class Store:
         self._folder = tempfile.TemporaryDirectory()
         self._pipe = ours
         self._process = forkserver().Process(
-            target=_serve_store, args=(theirs, port, *_seat(network, host, self._folder.name)), daemon=True
+            target=_serve_store, args=(theirs, port, *seat(network, host, self._folder.name)), daemon=True
         )
         self._process.start()
         ours.recv()
@@ -55,12 +63,79 @@ class Store:
         self._folder.cleanup()
 
 
-class Job:
-    """One rank for each entry of ``placement``, a host's number.
+class Ranks:
+    """Processes that do what they are told, by rank.
 
     Attributes:
         size: how many ranks there are.
     """
+
+    def __init__(self, processes: Sequence[Any], pipes: Sequence[Connection]) -> None:
+        self.size = len(processes)
+        self._processes, self._pipes = processes, pipes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(size={self.size})"
+
+    def begin(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> None:
+        """Let ranks call ``function(*args)``; all of them by default."""
+        for rank in range(self.size) if ranks is None else ranks:
+            with suppress(BrokenPipeError):  # it is dead, and will be found so
+                self._pipes[rank].send_bytes(pickle.dumps((function, args)))
+
+    def collect(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """Return what the ranks' calls came to: a result, an exception, :data:`HUNG` or :data:`DEAD`."""
+        outcomes: dict[int, Any] = {}
+        wanted = list(range(self.size) if ranks is None else ranks)
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < len(wanted):
+            waiting = {self._pipes[rank]: rank for rank in wanted if rank not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                outcomes |= dict.fromkeys(waiting.values(), HUNG)
+            for pipe in ready:
+                try:
+                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())  # noqa: S301 -- from our own child
+                except (EOFError, ConnectionError):
+                    outcomes[waiting[pipe]] = DEAD
+        return outcomes
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, ranks: Iterable[int] | None = None
+    ) -> dict[int, Any]:
+        """Do both."""
+        chosen = None if ranks is None else list(ranks)
+        self.begin(function, *args, ranks=chosen)
+        return self.collect(timeout, chosen)
+
+    def reach(self, function: Callable[..., Any], *args: Any, marks: Path) -> None:
+        """Let all ranks call ``function(*args, marks)``; return when each has come to its :func:`halt`."""
+        self.begin(function, *args, marks)
+        deadline = time.monotonic() + 60.0
+        while not marks.is_dir() or len(list(marks.iterdir())) < self.size:
+            assert time.monotonic() < deadline, "not all ranks came so far"
+            time.sleep(0.01)
+
+    def pid(self, rank: int) -> int:
+        """Return a rank's process."""
+        return int(self._processes[rank].pid)
+
+    def signal(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Send a rank's process a signal."""
+        os.kill(self._processes[rank].pid, number)
+
+    def close(self) -> None:
+        """Kill all ranks, as a launcher does before it starts them anew."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class Job(Ranks):
+    """One rank for each entry of ``placement``, a host's number."""
 
     def __init__(
         self,
@@ -79,77 +154,53 @@ class Job:
             environment: returns variables of a rank.
 
         """
-        self.size = len(placement)
         self._folder = tempfile.TemporaryDirectory()
-        self._processes, self._pipes = [], list[Connection]()
+        processes, pipes = [], []
+        size = len(placement)
         for rank, host in enumerate(placement):
             ours, theirs = forkserver().Pipe()
-            where = _seat(network, host, self._folder.name)
+            where = seat(network, host, self._folder.name)
             variables = {"GLOO_SOCKET_IFNAME": "eth0", **environment(rank)}
             process = forkserver().Process(
-                target=_be_rank, args=(theirs, where, variables, init(rank), rank, self.size), daemon=True
+                target=_be_rank, args=(theirs, where, variables, init(rank), rank, size), daemon=True
             )
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            processes.append(process)
+            pipes.append(ours)
+        super().__init__(processes, pipes)
         started = self.collect(60.0)
         if any(outcome is not None for outcome in started.values()):
             self.close()
             raise AssertionError(f"the process group did not come up: {started}")
 
-    def __repr__(self) -> str:
-        return f"Job(size={self.size})"
-
-    def begin(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> None:
-        """Let ranks call ``function(*args)``; all of them by default."""
-        for rank in range(self.size) if ranks is None else ranks:
-            self._pipes[rank].send_bytes(pickle.dumps((function, args)))
-
-    def collect(self, timeout: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """Return what the ranks' calls came to: a result, an exception, or :data:`HUNG`."""
-        outcomes: dict[int, Any] = {}
-        wanted = list(range(self.size) if ranks is None else ranks)
-        deadline = time.monotonic() + timeout
-        while len(outcomes) < len(wanted):
-            waiting = {self._pipes[rank]: rank for rank in wanted if rank not in outcomes}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                outcomes |= dict.fromkeys(waiting.values(), HUNG)
-            for pipe in ready:
-                try:
-                    outcomes[waiting[pipe]] = pickle.loads(pipe.recv_bytes())  # noqa: S301 -- from our own child
-                except (EOFError, ConnectionError):
-                    outcomes[waiting[pipe]] = "dead"
-        return outcomes
-
-    def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, ranks: Iterable[int] | None = None
-    ) -> dict[int, Any]:
-        """Do both."""
-        chosen = None if ranks is None else list(ranks)
-        self.begin(function, *args, ranks=chosen)
-        return self.collect(timeout, chosen)
-
-    def signal(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Send a rank's process a signal."""
-        os.kill(self._processes[rank].pid, number)
-
     def close(self) -> None:
-        """Kill all ranks, as a launcher does before it starts them anew."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        """Kill all ranks."""
+        super().close()
         self._folder.cleanup()
+
+
+def halt(marks: Path) -> bcp.Stage:
+    """Return a stage that shows that this rank has come so far, and goes on when there is a file ``go``."""
+
+    async def run(item: object) -> object:
+        _mark(marks)
+        while not (marks / "go").exists():  # noqa: ASYNC110 -- another process makes it
+            await anyio.sleep(0.02)
+        return item
+
+    return bcp.Stage("halt", run)
+
+
+def _mark(marks: Path) -> None:
+    marks.mkdir(exist_ok=True)
+    (marks / str(dist.get_rank())).touch()
 
 
 Seat = tuple[str, str, Path]
 
 
-def _seat(network: Network, host: int, folder: str) -> Seat:
+def seat(network: Network, host: int, folder: str) -> Seat:
     """Return what a process needs to be on a host."""
     file = Path(folder) / f"hosts.{host}"
     file.write_text(network.hosts_file(host))
@@ -163,9 +214,9 @@ def _serve_store(pipe: Connection, port: int, *seat: Any) -> None:
     signal.pause()
 
 
-def _be_rank(pipe: Connection, seat: Seat, variables: Mapping[str, str], init: str, rank: int, size: int) -> None:
+def _be_rank(pipe: Connection, where: Seat, variables: Mapping[str, str], init: str, rank: int, size: int) -> None:
     """Be one rank: join the group, then run what comes until the test ends or leaves us."""
-    enter(*seat)
+    enter(*where)
     os.environ.update(variables)
     torch.set_num_threads(1)
     try:
@@ -174,6 +225,11 @@ def _be_rank(pipe: Connection, seat: Seat, variables: Mapping[str, str], init: s
         pipe.send_bytes(pickle.dumps(repr(error)))
         raise
     pipe.send_bytes(pickle.dumps(None))
+    serve(pipe)
+
+
+def serve(pipe: Connection) -> None:
+    """Call what comes, one after another, until the test ends."""
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())  # noqa: S301 -- from our own parent
@@ -188,15 +244,22 @@ def _be_rank(pipe: Connection, seat: Seat, variables: Mapping[str, str], init: s
 
 def _join(init: str, rank: int, size: int) -> None:
     """Make the process group; an agent's store is used as torchrun's workers use it."""
-    timeout = timedelta(seconds=60)
     if init.startswith("agent://"):
         host, _, port = init.removeprefix("agent://").rpartition(":")
-        store = dist.TCPStore(host.strip("[]"), int(port), size, is_master=False, timeout=timeout)
-        # gloo does not survive its own keys of earlier ranks: it gets others, and bcp the store with all keys
-        fresh = dist.PrefixStore(os.environ["ATTEMPT"], store)
-        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=size, timeout=timeout)
-        group = dist.group.WORLD
-        backend, _ = distributed_c10d._world.pg_map[group]
-        distributed_c10d._world.pg_map[group] = backend, dist.PrefixStore("default_pg", store)
+        join(host.strip("[]"), int(port), rank, size, fresh=os.environ["ATTEMPT"])
     else:
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=_TIMEOUT)
+
+
+def join(host: str, port: int, rank: int, size: int, *, fresh: str) -> None:
+    """Make the process group over a store that has keys of earlier ranks.
+
+    Gloo connects to addresses of ranks that have ended, if it finds them. It gets keys below ``fresh``, and bcp finds
+    the store with all keys.
+    """
+    store = dist.TCPStore(host, port, size, is_master=False, timeout=_TIMEOUT)
+    own = dist.PrefixStore(fresh, store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=_TIMEOUT)
+    group = dist.group.WORLD
+    backend, _ = distributed_c10d._world.pg_map[group]
+    distributed_c10d._world.pg_map[group] = backend, dist.PrefixStore("default_pg", store)

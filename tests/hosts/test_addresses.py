@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from jobs import Job
-from network import Network
 from test_restarts import WAIT, works
 
 import bcp
 from bcp.coordinators import coordinator
+from benchmarks.network import Network
 
 
 @contextmanager

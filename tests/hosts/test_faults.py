@@ -11,12 +11,12 @@ import anyio
 import pytest
 import torch
 from jobs import HUNG, Job
-from network import Network
 from test_restarts import loaded, saved, works
 
 import bcp
 from bcp.coordinators import coordinator
 from bcp.protocols import Agreement
+from benchmarks.network import Network
 
 TIMEOUT = 6.0
 LATE = TIMEOUT + 2.0
@@ -64,8 +64,9 @@ def exchanged(nbytes: int, rounds: int) -> float:
 
 async def _exchange(agreement: Agreement, nbytes: int, rounds: int) -> None:
     size = coordinator().world_size
+    incoming = [bytearray(nbytes) for _ in range(size)]
     for _ in range(rounds):
-        await agreement.all_to_all([bytes(nbytes)] * size, [nbytes] * size)
+        await agreement.all_to_all([bytes(nbytes)] * size, incoming)
 
 
 def errors_of(outcomes: dict[int, object]) -> dict[int, bcp.PeerError]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import Job, Store
-from network import Network
 
 import bcp
+from benchmarks.network import Network
 
 WAIT = 40.0
 
