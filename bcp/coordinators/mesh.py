@@ -42,6 +42,7 @@ _DIAL_SECONDS = 10.0  # for one rank that has said that it listens
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two attempts to connect; doubles
 _STRANGERS = 64  # besides the ranks that have still to come
 _PROBES = 3  # signs of life that are asked for in vain before a connection counts as broken
+_MOST_KEEPALIVE = 32_000.0  # seconds; Linux takes 32,767
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _MOST_THREADS = 64  # those of transfers, and one for each probe of another rank
@@ -318,9 +319,10 @@ def _listen(address: str, patience: float) -> socket.socket:
     side has no need to: each side that waits for bytes has accepted.
     """
     listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
-    pause = max(1, round(patience / (_PROBES + 1)))
+    seconds = int(min(patience, _MOST_KEEPALIVE))
+    pause = max(1, seconds // (_PROBES + 1))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds - _PROBES * pause))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     listener.settimeout(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from bcp._load.pace import packed_rate, speeds
 from bcp.coordinators.exchange import Exchange, _flows
-from bcp.coordinators.mesh import Card
+from bcp.coordinators.mesh import Card, _listen
 
 MIB = 1 << 20
 
@@ -73,3 +74,12 @@ async def test_a_transfer_is_cut_into_equal_parts(size: int, nbytes: int) -> Non
 async def test_only_much_slower_ranks_count_as_slow(rates: list[float], expected: list[float] | None) -> None:
     found = speeds([packed_rate(rate) for rate in rates])
     assert (found if found is None else found.tolist()) == expected
+
+
+@pytest.mark.parametrize("patience", [0.5, 6.0, 7.0, 120.0, 1e6, math.inf])
+async def test_a_silent_peer_is_given_up_after_the_timeout(patience: float) -> None:
+    listener = _listen("127.0.0.1", patience)
+    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    idle, pause, probes = (listener.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+    listener.close()
+    assert idle + probes * pause == max(4, min(patience, 32_000))  # whole seconds, four of them at least
