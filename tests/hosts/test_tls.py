@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import trustme
 from jobs import Job
@@ -49,7 +50,8 @@ def test_a_job_with_certificates(network: Network, tmp_path: Path) -> None:
     for rank in range(2):
         tls = certificates(authority, "job.bcp.test")
         ranks.begin(round_trip, tmp_path / "ckpt", tls, network.address(rank + 1), ranks=[rank])
-    assert all(0.1 < received < 0.9 for received in ranks.collect(60.0).values())
+    received = ranks.collect(60.0)  # how the reading is shared depends on the speeds that were measured
+    assert sum(received.values()) == pytest.approx(1.0, rel=0.01)
     for rank in range(2):
         tls = certificates(authority if rank == 0 else trustme.CA(), "job.bcp.test")
         ranks.begin(refused, tmp_path / "other", tls, network.address(rank + 1), ranks=[rank])
