@@ -1,7 +1,7 @@
 """The moment of a call, in the caller's thread; the same for the synchronous and the asynchronous calls.
 
-Arguments are checked, planner, backend and coordinator are chosen, the CUDA stream is marked, and this rank takes its
-place in the order of operations.
+Arguments are checked, planner, backend and coordinator are chosen, the caller's device and streams are noted, and this
+rank takes its place in the order of operations.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
+from bcp.pipeline import beginning_with
 from bcp.plan.shards import KINDS
 from bcp.planners import planner as planner_for
 from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
-from bcp.stages.device import record_fence
+from bcp.stages.device import Caller
 from bcp.telemetry.timeline import Timeline
 
 __all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]
@@ -138,7 +139,13 @@ def _take_place(
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
         return _refused(ranks, step, timeout_of(options), error)
     operation = ranks.begin(checked.does, checked.timeout)
-    return Call(checked.name, lambda **moment: work(checked.job(operation=operation, **moment)))
+
+    async def run(**moment: object) -> T:
+        job = checked.job(operation=operation, **moment)
+        with beginning_with(job.caller.enter):
+            return await work(job)
+
+    return Call(checked.name, run)
 
 
 def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) -> Call[Any]:
@@ -173,7 +180,7 @@ def _check_save(
         f"save {common['path']} with world_size={ranks.world_size} overwrite={options.overwrite} "
         f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs}"
     )
-    job = partial(SaveJob, **common, options=options, fence=record_fence())
+    job = partial(SaveJob, **common, options=options)
     return _Checked(f"save to {path}", does, job, options.timeout)
 
 
@@ -200,6 +207,7 @@ def _common(
         "rank": ranks.rank,
         "world_size": ranks.world_size,
         "clock": clock,
+        "caller": Caller.here(),
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Agreement, Backend, Planner, States
-from bcp.stages.device import Fence
+from bcp.stages.device import Caller
 from bcp.telemetry.timeline import Timeline
 
 __all__ = ["Job", "LoadJob", "SaveJob"]
@@ -29,6 +29,7 @@ class Job:
         world_size: how many ranks take part.
         operation: this rank's place in the next operation of all ranks.
         clock: started when the caller called.
+        caller: where on this machine's accelerators the calling thread works.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Job:
     world_size: int
     operation: AbstractAsyncContextManager[Agreement]
     clock: Timeline
+    caller: Caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,11 @@ class SaveJob(Job):
 
     Attributes:
         options: how to save.
-        fence: what the caller's CUDA stream had queued when it called.
         on_snapshot: called once training may go on.
         goes_on: whether anybody waits for that; else the caller waits for the end.
     """
 
     options: SaveOptions
-    fence: Fence
     on_snapshot: Callable[[], None]
     goes_on: bool
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 
 from bcp import _load as loading
@@ -17,11 +17,11 @@ from bcp.options import Graph
 from bcp.pipeline import Pipeline, beside, failures_collected, giving_way, in_thread, planning
 from bcp.planners.guard import being_loaded
 from bcp.protocols import Agreement
-from bcp.stages.device import Lanes, cuda_devices
+from bcp.stages.device import Lanes, accelerators
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.save import SaveContext, Writers, save_graph
-from bcp.stages.staging import shared_pool
+from bcp.stages.staging import pool_for
 from bcp.telemetry.progress import progress_bar
 
 __all__ = ["aload", "aprepare", "asave"]
@@ -39,10 +39,11 @@ async def asave(job: SaveJob) -> SaveReport:
             stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
             held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
             items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
-            values = await in_thread(saving.owned_values, held, plan, job.options)
+            values = await in_thread(saving.owned_values, job, held, plan)
             undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
-                stored = await _write(job, held, items, snapshot)
+                with own_errors():
+                    stored = await _write(job, items, snapshot)
                 receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
                 written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
@@ -50,18 +51,16 @@ async def asave(job: SaveJob) -> SaveReport:
     return saving.report(job, held, opening, receipt, items, snapshot)
 
 
-async def _write(
-    job: SaveJob, held: saving.Held, items: Sequence[WriteItem], snapshot: saving.Snapshot
-) -> list[PartReceipt]:
+async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
     nbytes = sum(item.nbytes for item in items)
     budget = snapshot.lend(items)
-    with own_errors(), ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.callback(snapshot.release)  # where copies fail: cleaning up may take long
         stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
-        pinned = bool(cuda_devices(held.shards.tensors, held.address))
-        lease = stack.enter_context(shared_pool(pinned=pinned).lease())
+        borrowing = pool_for(snapshot.devices).borrowed(most=saving.pinned_nbytes(options))
+        lease = await stack.enter_async_context(borrowing)
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
         writers = Writers()
@@ -69,7 +68,7 @@ async def _write(
             lease,
             writers,
             saving.BLOCK_BYTES,
-            job.fence,
+            snapshot.fence,
             len(items),
             snapshot.taken,
             copies_first=job.goes_on and budget.capacity >= nbytes,
@@ -81,7 +80,9 @@ async def _write(
         if not items:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
-        return await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
+        stored = await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
+    snapshot.pinned_nbytes = lease.pinned_nbytes
+    return stored
 
 
 @failures_collected()
@@ -89,13 +90,14 @@ async def aprepare(job: SaveJob) -> None:
     """Do what the first save of a layout does once: agree on a plan (paper sec. 4.1), and get staging memory."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     async with job.opened, together(job.operation) as agreement:
-        stock = await attempt(planning(saving.take_stock, job))
+        stock = await attempt(planning(saving.rehearse, job))
         if isinstance(stock, saving.Held):
             job.on_snapshot()
         held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
     items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
-    pool = shared_pool(pinned=bool(cuda_devices(held.shards.tensors, held.address)))
-    await in_thread(pool.reserve, saving.first_sizes(items, job.options))
+    pool = pool_for(accelerators(held.shards.tensors, held.address))
+    sizes, most = saving.first_sizes(items, job.options), saving.pinned_nbytes(job.options)
+    await in_thread(partial(pool.reserve, sizes, most=most))
 
 
 # -- load ----------------------------------------------------------------------------------------
@@ -109,9 +111,10 @@ async def aload(job: LoadJob) -> LoadReport:
         async with loading.say_if_replaced(job.backend, metadata, job.path):
             asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
             wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-            context = await _read(job, agreement, metadata, wanted, reading)
+            with own_errors():
+                context = await _read(job, agreement, metadata, wanted, reading)
     with loading.say_if_half_loaded(context):
-        await in_thread(loading.put_values, wanted, job.states)
+        await in_thread(loading.put_values, job, wanted)
     return loading.report(job, metadata, wanted, reading, context)
 
 
@@ -120,13 +123,12 @@ async def _read(
 ) -> LoadContext:
     """Fill the tensors, and wait until every rank has done so."""
     options = job.options
-    with own_errors(), ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         ranks = loading.needed_receipts(reading, wanted, metadata.layout)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
-        devices = cuda_devices(wanted.targets.shards.tensors, wanted.targets.shards.address)
-        lease = stack.enter_context(shared_pool(pinned=bool(devices)).lease(keep=False))
-        lanes = stack.enter_context(Lanes(devices))
-        await in_thread(lanes.settle)
+        devices = accelerators(wanted.targets.shards.tensors, wanted.targets.shards.address)
+        lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
+        lanes = await stack.enter_async_context(Lanes(devices))
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
@@ -140,7 +142,7 @@ async def _read(
             load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
         )
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
-        await in_thread(loading.put_shared, wanted.shared, job.rank)
+        await in_thread(loading.put_shared, job, wanted.shared)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return context
 

@@ -55,6 +55,9 @@ class SaveReport:
         budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
         plan_cached: whether the layout was unchanged, so that only digests were exchanged.
         files: keys that this rank wrote, relative to ``path``.
+        threads: how many threads bcp had in this process at the end, those of other saves and loads included.
+        streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
+        pinned_nbytes: the most bytes of page-locked host memory that it had while this save borrowed some.
     """
 
     path: str
@@ -71,6 +74,9 @@ class SaveReport:
     budget_wait_seconds: float = 0.0
     plan_cached: bool = False
     files: tuple[str, ...] = ()
+    threads: int = 0
+    streams: int = 0
+    pinned_nbytes: int = 0
 
     @property
     def throughput(self) -> float:
@@ -97,6 +103,9 @@ class LoadReport:
         unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
         unmatched: kinds of which this rank wanted names and the checkpoint has none of them (``strict=False`` only); a
             :class:`~bcp.errors.NothingLoadedWarning` names them as well.
+        threads: how many threads bcp had in this process at the end, those of other saves and loads included.
+        streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
+        pinned_nbytes: the most bytes of page-locked host memory that it had while this load borrowed some.
     """
 
     path: str
@@ -112,6 +121,9 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    threads: int = 0
+    streams: int = 0
+    pinned_nbytes: int = 0
 
     @property
     def throughput(self) -> float:

@@ -68,6 +68,11 @@ class SaveOptions:
             snapshot never waits for storage; 8 parts where the caller waits for storage anyway. With less, training
             waits longer and memory is saved; the report says by how much. What has room for all the data may be
             exceeded by the headers of the files, some hundred bytes a tensor.
+        pinned_bytes: most of the staging memory that may be page-locked, per process, if tensors are on a device; 0
+            for none. None: 16 GiB, and no more than a quarter of the host's memory for all ranks of the host together
+            (``$LOCAL_WORLD_SIZE``). Parts beyond it go to ordinary memory. Copies to locked memory run at the speed of
+            the bus, others at a third to a half of it, but locked memory is lost to everybody else on the host. It is
+            kept for the next save (see ``docs/gpu.md``).
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
         io_workers: parts that are written at once, by as many threads. ``$BCP_IO_WORKERS``, else 4.
         copy_workers: parts that are copied to the host at once. With three, two cores have always something to copy:
@@ -97,6 +102,7 @@ class SaveOptions:
     codecs: Sequence[Codec] = ()
     balance: Literal["split", "worst-fit"] = "split"
     budget_bytes: int | None = None
+    pinned_bytes: int | None = None
     part_bytes: int = 32 * MIB
     io_workers: int = field(default_factory=_workers)
     copy_workers: int = 3
@@ -115,6 +121,8 @@ class SaveOptions:
         _codecs(self.codecs)
         if self.budget_bytes is not None:  # else the rank's own state
             _positive(self, "budget_bytes")
+        if self.pinned_bytes:  # else the default, or none
+            _positive(self, "pinned_bytes")
         _one_of(self, "balance", ("split", "worst-fit"))
         _one_of(self, "snapshot", ("eager", "lazy"))
         _one_of(self, "ionice", ("best-effort", "idle", None))

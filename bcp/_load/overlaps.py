@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bcp._job import LoadJob
 from bcp.errors import MismatchError
 from bcp.plan.columns import Ints, concat
 from bcp.plan.load.renamed import Renamed
@@ -95,13 +96,21 @@ def without_overlaps(shards: LocalShards, source: Ints, names: Renamed) -> tuple
     return replace(shards, tensors=tensors, address=None if shared else address), tuple(shared)
 
 
-def put_shared(shared: Sequence[Shared], rank: int) -> None:
+def put_shared(job: LoadJob, shared: Sequence[Shared]) -> None:
     """Put values into memory that targets share.
 
     Raises:
         MismatchError: values disagree about some of that memory, of which nothing was written to then.
 
     """
+    with job.caller.streams_in_use(), torch.no_grad():
+        _check_same(shared, job.rank)
+        for each in shared:
+            each.put()
+
+
+def _check_same(shared: Sequence[Shared], rank: int) -> None:
+    """Look whether targets that share memory agree about its values."""
     wrong = list(filter(None, (each.differing() for each in shared)))
     if wrong:
         texts = [f"{' and '.join(each[:SHOWN])}{' and others' if len(each) > SHOWN else ''}" for each in wrong]
@@ -111,9 +120,6 @@ def put_shared(shared: Sequence[Shared], rank: int) -> None:
             f"{'; '.join(texts[:SHOWN])}{more}; give each target memory of its own (untie or .clone() it), or leave "
             "all but one out of the load with rename={'its name in the checkpoint': None}"
         )
-    with torch.no_grad():
-        for each in shared:
-            each.put()
 
 
 def _with_tied(shards: LocalShards, source: Ints, stored: Ints) -> LocalShards:

@@ -15,10 +15,11 @@ from bcp._load.targets import Wanted
 from bcp.events import LoadReport
 from bcp.metadata import Metadata
 from bcp.options import unchanged
+from bcp.pipeline import thread_count
 from bcp.plan.load.copies import check_complete, copies
 from bcp.plan.load.straight import straight
 from bcp.protocols import Agreement, ScatterReader
-from bcp.stages.device import Lanes
+from bcp.stages.device import Lanes, stream_count
 from bcp.stages.load import LoadContext
 from bcp.stages.memory import addresses, writable
 from bcp.stages.place import Targets
@@ -103,4 +104,7 @@ def report(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, c
         missing=wanted.missing,
         unexpected=reading.unexpected,
         unmatched=wanted.unmatched,
+        threads=thread_count(),
+        streams=stream_count(),
+        pinned_nbytes=context.lease.pinned_nbytes,
     )

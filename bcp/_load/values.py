@@ -21,7 +21,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS
 from bcp.planners.extras import restore
 from bcp.planners.values import decode_values
-from bcp.protocols import ObjectKey, States
+from bcp.protocols import ObjectKey
 from bcp.receipt import Receipt
 
 __all__ = ["ask", "needed_receipts", "put_values"]
@@ -36,7 +36,7 @@ def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout) -> set[int
 async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     """Find the tensors that this rank wants, and read all that is no tensor; raises what keeps it from being loaded."""
     layout = metadata.layout
-    wanted = await planning(find_targets, job, metadata)
+    wanted = await planning(_find, job, metadata)
     rows = {key: row for key, row in wanted.renamed.objects.items() if KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     sources = extra_sources(layout, job.states, job.rank)
@@ -46,6 +46,17 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     extras, nbytes = await read_extras(job, metadata, receipts, sources)
     missing = wanted.missing + missing_keys(job, extras)
     return replace(wanted, receipts=receipts, objects=objects, missing=missing, extras=extras, extras_nbytes=nbytes)
+
+
+def _find(job: LoadJob, metadata: Metadata) -> Wanted:
+    """Find the targets. States that the planner makes for them are made as the caller would make them.
+
+    What the caller has queued is over then: it may copy from or to targets in host memory.
+    """
+    with job.caller.streams_in_use():
+        wanted = find_targets(job, metadata)
+    job.caller.wait()
+    return wanted
 
 
 def _read_objects(
@@ -70,14 +81,17 @@ def _texts(
         yield name, text, f"{kind}: {path}"
 
 
-def put_values(wanted: Wanted, states: States) -> None:
+def put_values(job: LoadJob, wanted: Wanted) -> None:
     """Set values, dataloader, extra states, random states, in this order; called when every rank has all its tensors.
 
-    The owners of each kind take their states in the order of their keys, so that they may communicate.
+    The owners of each kind take their states in the order of their keys, so that they may communicate. What they queue
+    on devices is done when this returns.
     """
-    wanted.targets.finish(wanted.objects)
-    last: list[Callable[[], None]] = []
-    for kind, value in wanted.extras.items():
-        restore(states[kind], value, kind, last)
-    for function in last:
-        function()
+    with job.caller.streams_in_use():
+        wanted.targets.finish(wanted.objects)
+        last: list[Callable[[], None]] = []
+        for kind, value in wanted.extras.items():
+            restore(job.states[kind], value, kind, last)
+        for function in last:
+            function()
+    job.caller.wait()

@@ -1,12 +1,12 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
-from bcp._save.held import Held, take_stock
-from bcp._save.memory import first_sizes
+from bcp._save.held import Held
+from bcp._save.memory import first_sizes, pinned_nbytes
 from bcp._save.parts import make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.rivals import not_replaced
 from bcp._save.root import BLOCK_BYTES, Opening, Root
-from bcp._save.snapshot import Snapshot
+from bcp._save.snapshot import Snapshot, rehearse
 from bcp._save.undo import Undo, undone_on_error
 
 __all__ = [
@@ -23,10 +23,11 @@ __all__ = [
     "only_save_to",
     "open_files",
     "owned_values",
+    "pinned_nbytes",
     "plan_writes",
     "put_receipt",
+    "rehearse",
     "report",
-    "take_stock",
     "undone_on_error",
     "write_items",
 ]

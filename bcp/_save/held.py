@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
+
+import torch
 
 from bcp._job import SaveJob
 from bcp.plan.columns import Ints
@@ -41,17 +43,33 @@ class Held:
 
 
 def take_stock(job: SaveJob) -> Held:
-    """Ask the planner what this rank holds, and pack what no planner looks into."""
+    """Ask the planner what this rank holds, and pack what no planner looks into.
+
+    Copies that the caller has queued from a device to host memory are over when this returns.
+    """
     opaque = {kind: job.states[kind] for kind in OPAQUE_KINDS if kind in job.states}
     for kind, value in opaque.items():
         check_changeable(value, kind)
-    with undisturbed(*opaque.values()) as random_states:
+    with job.caller.streams_in_use(), undisturbed(*opaque.values()) as random_states:
         planner = job.planner()
         shards = planner.local_shards(job.states)
         collected = {kind: collect(value, kind, random_states) for kind, value in opaque.items()}
-    extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
+        job.caller.wait_for_copies_to([*shards.tensors, *_tensors(collected)])
+        extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), address, extras)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in collected extra states."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _tensors(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _tensors(child)
 
 
 _latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from bcp._save.written import encode_written
 from bcp.events import SaveReport
 from bcp.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.options import SaveOptions
-from bcp.pipeline import planning
+from bcp.pipeline import planning, thread_count
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
 from bcp.plan.save.parts import DataFile, data_files
@@ -26,15 +26,17 @@ from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
 from bcp.planners.values import encode_values
 from bcp.protocols import Backend, ObjectKey, PartWriter
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
+from bcp.stages.device import stream_count
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.memory import addresses
 
 __all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
-def owned_values(held: Held, plan: SavePlan, options: SaveOptions) -> dict[ObjectKey, str]:
+def owned_values(job: SaveJob, held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
-    return encode_values(held.shards.objects, plan.objects, trust=options.trust)
+    with job.caller.streams_in_use():
+        return encode_values(held.shards.objects, plan.objects, trust=job.options.trust)
 
 
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
@@ -151,4 +153,7 @@ def report(
         budget_wait_seconds=snapshot.budget.waited_seconds,
         plan_cached=opening.cached,
         files=tuple(dict.fromkeys(item.key for item in items)),
+        threads=thread_count(),
+        streams=stream_count(),
+        pinned_nbytes=snapshot.pinned_nbytes,
     )

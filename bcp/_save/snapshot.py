@@ -11,21 +11,25 @@ from itertools import repeat
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch.optim import Optimizer
+
 from bcp._job import SaveJob
 from bcp._save.held import Held, take_stock
 from bcp._save.memory import staging_nbytes
 from bcp._save.sample import Sample
 from bcp._save.steady import Steady
-from bcp.errors import InputError
+from bcp.errors import InputError, StateError
 from bcp.pipeline import Budget, in_thread
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.planners.guard import check_not_loading, check_unchanged, versions
 from bcp.planners.steps import StepHold, torch_optimizers
 from bcp.protocols import LocalShards, ObjectKey
-from bcp.stages.device import cuda_devices, on_side_stream
+from bcp.stages.device import Fence, accelerators
+from bcp.stages.gather import host_copies
 from bcp.stages.items import WriteItem
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "rehearse"]
 
 _CONSTANT = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
@@ -41,6 +45,9 @@ class Snapshot:
     Attributes:
         seconds: from the call until the caller could go on.
         budget: the staging memory.
+        devices: those that hold any of the tensors.
+        fence: what copies from them wait for: what the caller had queued, and what was queued to take stock.
+        pinned_nbytes: the most bytes of pinned memory that this process had meanwhile.
     """
 
     def __init__(self, job: SaveJob) -> None:
@@ -50,6 +57,9 @@ class Snapshot:
         self._check: Callable[[], None] = _nothing
         self.seconds = 0.0
         self.budget = Budget(1)
+        self.devices: Sequence[int] = ()
+        self.fence: Fence = {}
+        self.pinned_nbytes = 0
 
     def __enter__(self) -> Self:
         """Do nothing yet."""
@@ -76,10 +86,19 @@ class Snapshot:
             self._hold.release()
 
     def take_stock(self) -> Held:
-        """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on."""
-        held = take_stock(self._job)
-        if self._job.options.snapshot == "lazy":
-            held = self._hold_back(held)
+        """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on.
+
+        Raises:
+            StateError: a device has no memory for copies that have to be made there first.
+
+        """
+        try:
+            held = self._taken_stock()
+        except torch.OutOfMemoryError as error:
+            raise StateError(
+                f"rank {self._job.rank} has no device memory to make copies of what has no plain memory: {error}; free "
+                "some (torch.cuda.empty_cache()), or pass contiguous tensors"
+            ) from error
         if self._job.options.guard:
             check_not_loading(held.shards, self._job.rank)
             sample = Sample(held.shards, held.address)
@@ -87,6 +106,15 @@ class Snapshot:
         if self._hold is not None:
             self._go_on()
         return held
+
+    def _taken_stock(self) -> Held:
+        held = take_stock(self._job)
+        self.devices = accelerators(held.shards.tensors, held.address)
+        self.fence = self._job.caller.fence(self.devices)
+        if self._job.options.snapshot == "eager":
+            return held
+        with self._job.caller.streams_in_use():
+            return self._hold_back(held)
 
     def lend(self, items: Sequence[WriteItem]) -> Budget:
         """Return the staging memory for parts: for all of them, where the caller waits for the copies."""
@@ -117,25 +145,36 @@ class Snapshot:
 
         To host memory: in the device's there may be no room for it twice.
         """
-        states = self._job.states
-        if "optimizer" not in states:
-            raise InputError(
-                "snapshot='lazy' holds back the optimizer's steps until everything is copied: pass "
-                "states['optimizer'], or save with snapshot='eager'"
-            )
-        optimizers, wrapped = torch_optimizers(states["optimizer"])
+        optimizers, wrapped = _optimizers(self._job)
         self._hold = StepHold(optimizers)
-        steady = Steady(states.get("model"), optimizers, wrapped=wrapped)
+        steady = Steady(self._job.states.get("model"), optimizers, wrapped=wrapped)
         shards, address = held.shards, held.address.copy()
         others, tensors = _not_states(shards.table.tensors), list(shards.tensors)
         rows = [at for at, row in enumerate(shards.table.tensor.tolist()) if row in others]
         now = [at for at in rows if tensors[at] not in steady]
-        with on_side_stream(cuda_devices([tensors[at] for at in now]), self._job.fence):
-            for at in now:
-                tensors[at] = tensors[at].detach().to("cpu", copy=True)
-                address[at] = tensors[at].data_ptr() if address[at] else 0  # a copy's elements lie as those did
+        for at, copy in zip(now, host_copies([tensors[at] for at in now], self.fence), strict=True):
+            tensors[at] = copy
+            address[at] = copy.data_ptr() if address[at] else 0  # a copy's elements lie as those did
         kept = replace(shards, tensors=tensors, objects=_kept(shards.objects))
         return replace(held, shards=kept, address=address)
+
+
+def rehearse(job: SaveJob) -> Held:
+    """Find out what this rank holds, for a save to come; for lazy ones, notice from now on if a step is captured."""
+    held = take_stock(job)
+    if job.options.snapshot == "lazy":
+        StepHold(_optimizers(job)[0]).release()
+    return held
+
+
+def _optimizers(job: SaveJob) -> tuple[list[Optimizer], bool]:
+    """Return the optimizers whose steps are held back, and whether any was in a wrapper."""
+    if "optimizer" not in job.states:
+        raise InputError(
+            "snapshot='lazy' holds back the optimizer's steps until everything is copied: pass "
+            "states['optimizer'], or save with snapshot='eager'"
+        )
+    return torch_optimizers(job.states["optimizer"])
 
 
 def _check(shards: LocalShards, before: list[int], sample: Sample, rank: int) -> None:

@@ -11,13 +11,15 @@ from bcp.pipeline.budget import Budget
 from bcp.pipeline.garbage import failures_collected, planning, uncollected
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
-from bcp.pipeline.threads import giving_way, in_pool, in_thread
+from bcp.pipeline.threads import at_last, beginning_with, giving_way, in_pool, in_thread, thread_count
 
 __all__ = [
     "Budget",
     "Item",
     "Pipeline",
     "Stage",
+    "at_last",
+    "beginning_with",
     "beside",
     "failures_collected",
     "giving_way",
@@ -25,5 +27,6 @@ __all__ = [
     "in_thread",
     "planning",
     "tee",
+    "thread_count",
     "uncollected",
 ]

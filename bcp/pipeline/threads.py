@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 from anyio.lowlevel import RunVar
 
-__all__ = ["giving_way", "in_pool", "in_thread"]
+__all__ = ["at_last", "beginning_with", "giving_way", "in_pool", "in_thread", "thread_count"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -37,6 +37,13 @@ _pools: RunVar[dict[Priority, ThreadPoolExecutor]] = RunVar("bcp thread pools")
 _priority: ContextVar[Priority] = ContextVar("bcp thread priority", default=_AS_THE_PROCESS)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+_first: ContextVar[Callable[[], None]] = ContextVar("bcp thread beginning", default=_nothing)
+
+
 @contextmanager
 def giving_way(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
     """Let calls of :func:`in_thread` inside of the block run in threads that let other work go first.
@@ -54,6 +61,19 @@ def giving_way(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
         _priority.reset(token)
 
 
+@contextmanager
+def beginning_with(first: Callable[[], None]) -> Iterator[None]:
+    """Let every call of :func:`in_thread` inside of the block begin with this one, in the same thread.
+
+    It sets what belongs to a thread and not to a task: a library's current device, for instance.
+    """
+    token = _first.set(first)
+    try:
+        yield
+    finally:
+        _first.reset(token)
+
+
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Run a blocking call in a worker thread and return what it returns; it sees the caller's context variables.
 
@@ -64,6 +84,25 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     by asyncio itself: ``asyncio.timeout``, ``wait_for``, ``Task.cancel``, Ctrl-C under ``asyncio.run``.
     """
     return await in_pool(_threads(), function, *args)
+
+
+async def at_last(function: Callable[[*Ts], object], *args: *Ts) -> None:
+    """Run a blocking call in a worker thread, also when cancelled: for what has to be done before a block is left.
+
+    Where a cancellation comes before a thread has begun, the call is made here.
+    """
+    begun: list[bool] = []
+
+    def run() -> None:
+        begun.append(True)
+        function(*args)
+
+    try:
+        with anyio.CancelScope(shield=True):
+            await in_thread(run)
+    finally:
+        if not begun:
+            run()
 
 
 async def in_pool(
@@ -83,6 +122,11 @@ async def in_pool(
         raise error
     finally:
         del error  # it would hold this frame and the frame it: a cycle that keeps the caller's buffers alive
+
+
+def thread_count() -> int:
+    """Return how many threads bcp has in this process now, of whatever room."""
+    return sum(thread.name.startswith("bcp-") for thread in threading.enumerate())
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -116,6 +160,7 @@ def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
     An error too: a future hangs on StopIteration (Python 3.11), and takes a CancelledError for its own cancellation.
     """
     try:
+        _first.get()()
         box.append((function(), None))
     except BaseException as error:  # noqa: BLE001 -- raised again by in_thread
         box.append((None, error))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bcp._accelerator import kind
 from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.plan.strided import overlaps_itself
@@ -108,8 +109,8 @@ def _known_reason(tensor: torch.Tensor, placed: int | None) -> str:  # noqa: PLR
         return "is uninitialized; run one forward pass of its lazy module first"
     if placed is None and getattr(tensor, FLATTENED, False):
         return "is a part of an FSDP1 unit whose wrapper was not passed; pass the FullyShardedDataParallel module"
-    if local.is_meta:
-        return "is on the meta device and has no values; materialise it with to_empty() first"
+    if not local.is_cpu and (reason := _elsewhere(local)):
+        return reason
     if local.is_nested:
         return "is a nested tensor; pass its parts, as in tensor.unbind(), or a padded tensor"
     if local.is_quantized:
@@ -128,6 +129,15 @@ def _known_reason(tensor: torch.Tensor, placed: int | None) -> str:  # noqa: PLR
             f"has {local.numel()} elements but no memory: its storage was freed, or it stands for another tensor "
             "inside of torch.func or torch.compile; pass a .clone() of it that was made outside, or a new tensor"
         )
+    return ""
+
+
+def _elsewhere(tensor: torch.Tensor) -> str:
+    """Say why nothing can be copied from where a tensor is, other than the CPU."""
+    if tensor.is_meta:
+        return "is on the meta device and has no values; materialise it with to_empty() first"
+    if tensor.device.type != kind():
+        return f"is on {tensor.device}, which is no device of torch.accelerator ({kind()}); move it to the CPU first"
     return ""
 
 

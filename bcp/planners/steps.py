@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from bcp._accelerator import capturing
 from bcp.errors import InputError
 
 __all__ = ["StepHold", "torch_optimizers"]
@@ -79,15 +80,19 @@ class _Gate:
         changed: guards the others.
         holds: who holds the steps.
         waiting: since when the steps that wait do so.
+        captured: whether any step was captured into a CUDA graph: its replay calls no hook.
     """
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.holds: set[StepHold] = set()
         self.waiting: list[float] = []
+        self.captured = False
 
     def __call__(self, *_: object) -> None:
         """Wait if somebody holds the step; called before every one, by torch."""
+        if capturing():
+            self.captured = True
         if self.holds:
             self._wait()
 
@@ -142,9 +147,20 @@ class StepHold:
     """
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        """Hold them from now on."""
+        """Hold them from now on.
+
+        Raises:
+            InputError: a step of one of them was captured into a graph since it was first held.
+
+        """
         self.waited_seconds = 0.0
         self._gates = [_gate(optimizer) for optimizer in optimizers]
+        for gate, optimizer in zip(self._gates, optimizers, strict=True):
+            if gate.captured:
+                raise InputError(
+                    f"a step of {type(optimizer).__name__} was captured into a CUDA graph: it is replayed without the "
+                    "hook that would hold it back; save with snapshot='eager'"
+                )
         for gate in self._gates:
             with gate.changed:
                 gate.holds.add(self)

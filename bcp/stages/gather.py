@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import ne
 
@@ -11,14 +12,17 @@ import torch
 from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
 from bcp.plan.save.parts import Span
-from bcp.stages.device import SMALL_BYTES, Fence, cuda_devices, on_side_stream
-from bcp.stages.flat import INTEGER, flat_to_bytes
+from bcp.stages.device import SMALL_BYTES, Fence, accelerators, on_side_stream
+from bcp.stages.flat import INTEGER, flat_to_bytes, row_of, typed
 from bcp.stages.items import WriteItem
 from bcp.stages.memory import move
 
 __all__ = ["gather"]
 
-_TOGETHER = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8}
+_TOGETHER_BYTES = 1 << 22
+"""Most bytes of small tensors in one transfer: what they are gathered in is free device memory."""
+
+_ALIGNED = 16  # bytes of the largest element
 
 Copy = tuple[torch.Tensor, Span]
 """The live memory of a row, and what of it goes where."""
@@ -27,7 +31,7 @@ Copy = tuple[torch.Tensor, Span]
 def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
     """Copy every span of a part to its place in the buffer; what they show is copied when this returns.
 
-    Memory of a CUDA device is copied by its copy engine, on bcp's own stream, after the fence.
+    Memory of a device is copied by its copy engine, on bcp's own stream, after the fence.
     """
     plain = item.address[item.part.columns[0]] > 0
     _check_in_place(item, item.part.columns[0][plain])
@@ -36,13 +40,38 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
         return
     others = (item.part.spans[number] for number in np.flatnonzero(~plain).tolist())
     rest = [(item.tensors[span.row], span) for span in others]
-    with torch.no_grad(), on_side_stream(cuda_devices([tensor for tensor, _ in rest]), fence):
+    with torch.no_grad(), on_side_stream(accelerators([tensor for tensor, _ in rest]), fence):
         for run in _runs(rest):
             if len(run) > 1:
                 _together(run, item, buffer)
             else:
                 _alone(*run[0], item, buffer)
         _move(item, item.part.columns[:, plain], buffer)  # while the device copies
+
+
+def host_copies(tensors: Sequence[torch.Tensor], fence: Fence) -> list[torch.Tensor]:
+    """Return copies in host memory, with the strides of their tensors; small ones of a device come in one transfer."""
+    copies: dict[int, torch.Tensor] = {}
+    small = defaultdict[torch.device, list[int]](list)
+    for at, tensor in enumerate(tensors):
+        if not tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes < SMALL_BYTES:
+            small[tensor.device].append(at)
+    with torch.no_grad(), on_side_stream(accelerators(tensors), fence):
+        for rows in small.values():
+            copies |= zip(rows, _copies([tensors[at] for at in rows]), strict=True)
+        rest = (at for at in range(len(tensors)) if at not in copies)
+        copies |= {at: tensors[at].detach().to("cpu", copy=True) for at in rest}
+    return [copies[at] for at in range(len(tensors))]
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Copy contiguous tensors of one device by one transfer."""
+    sources = [row_of(tensor.detach()) for tensor in tensors]
+    ends = np.cumsum([-(-source.nbytes // _ALIGNED) * _ALIGNED for source in sources])
+    starts = [0, *ends[:-1].tolist()]
+    here = _gathered(sources, starts, int(ends[-1])).to("cpu")
+    for tensor, at in zip(tensors, starts, strict=True):
+        yield typed(here, at, tuple(tensor.shape), tensor.dtype)
 
 
 def _check_in_place(item: WriteItem, rows: Ints) -> None:
@@ -68,34 +97,52 @@ def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
 
 
 def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-    """Put small neighbours of one dtype and device together; what cannot go together stays alone."""
-    begin, kind, end = 0, None, -1
+    """Put small neighbours on one device together; what cannot go together stays alone."""
+    begin, where, end = 0, None, -1
     for index, (tensor, span) in enumerate(copies):
         nbytes = (span.stop - span.start) * tensor.element_size()
         small = nbytes < SMALL_BYTES and tensor.is_contiguous() and not tensor.is_cpu
-        own = (tensor.dtype, tensor.device) if small else None
-        if index and (own is None or own != kind or span.at != end):
+        own = tensor.device if small else None
+        full = index > begin and span.at + nbytes - copies[begin][1].at > _TOGETHER_BYTES
+        if index and (own is None or own != where or span.at != end or full):
             yield copies[begin:index]
             begin = index
-        kind, end = own, span.at + nbytes
+        where, end = own, span.at + nbytes
     yield copies[begin:]
 
 
 def _together(run: Sequence[Copy], item: WriteItem, buffer: torch.Tensor) -> None:
-    """Copy from a device what are neighbours in the buffer, by one call."""
+    """Copy what are neighbours in the buffer by one transfer, where the device has room to gather them."""
     sources = [_flat(tensor, span, item) for tensor, span in run]
-    dtype = sources[0].dtype
-    if dtype not in _TOGETHER and not dtype.is_complex:  # float8, unsigned integers: not all calls take them
-        dtype = INTEGER[dtype.itemsize]
-        sources = [source.view(dtype) for source in sources]
-    at, nbytes = run[0][1].at, sum(source.nbytes for source in sources)
-    out = buffer[at : at + nbytes].view(dtype)
-    torch._foreach_copy_(torch.split(out, list(map(len, sources))), sources, non_blocking=True)
+    begin, nbytes = run[0][1].at, sum(source.nbytes for source in sources)
+    try:
+        there = _gathered(sources, [span.at - begin for _, span in run], nbytes)
+    except torch.OutOfMemoryError:
+        for tensor, span in run:
+            _alone(tensor, span, item, buffer)
+    else:
+        buffer[begin : begin + nbytes].copy_(there, non_blocking=True)
+
+
+def _gathered(sources: Sequence[torch.Tensor], starts: Sequence[int], nbytes: int) -> torch.Tensor:
+    """Gather rows of one device in uint8 memory of that device, from these bytes on.
+
+    20,000 tensors would be as many transfers.
+    """
+    there = torch.empty(nbytes, dtype=torch.uint8, device=sources[0].device)
+    pairs = defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]](list)
+    for source, at in zip(sources, starts, strict=True):
+        size = source.element_size()
+        size = size if size in INTEGER and at % size == 0 else 1
+        pairs[size].append((there[at : at + source.nbytes].view(INTEGER[size]), source.view(INTEGER[size])))
+    for each in pairs.values():  # few kernels for tensors of one dtype
+        torch._foreach_copy_([target for target, _ in each], [source for _, source in each])
+    return there
 
 
 def _flat(tensor: torch.Tensor, span: Span, item: WriteItem) -> torch.Tensor:
     """View what a span shows of a contiguous tensor, as one row."""
-    return tensor.view(-1)[_inside(span, item)]
+    return row_of(tensor)[_inside(span, item)]
 
 
 def _alone(tensor: torch.Tensor, span: Span, item: WriteItem, buffer: torch.Tensor) -> None:

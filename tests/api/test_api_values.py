@@ -15,6 +15,7 @@ from api.checkpoints import entries, model
 from torch import nn
 
 import bcp
+from bcp.stages import device
 
 Point = collections.namedtuple("Point", "x y")  # noqa: PYI024 -- one of the types to be tried
 
@@ -398,6 +399,7 @@ def test_random_states_of_accelerators_that_were_used(
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+        monkeypatch.setattr(device, "devices_in_use", list)  # no tensor is on any
 
     states = {"rng": bcp.RNGState()}
     runs_on(Devices(2, used=False))

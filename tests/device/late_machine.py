@@ -149,6 +149,7 @@ class Machine:
         devices: how many there are.
         counts: how often each thing was done, as in ``counts["d2h"]``.
         waits: for each wait of the host: what it was for, and whether an event loop ran in the thread.
+        on_loop: calls of the driver in threads in which an event loop ran.
         host: the clock of the host's threads.
         flight: queued accesses to host memory.
     """
@@ -163,6 +164,7 @@ class Machine:
         self.flight: list[Access] = []
         self.counts: Counter[str] = Counter()
         self.waits: list[tuple[str, bool]] = []
+        self.on_loop: list[str] = []
         self.relaxed: set[int] = set()
         self.hurry = 0.3  # seconds of random delays in all
         self.on_drain: list[Callable[[], None]] = []
@@ -227,7 +229,9 @@ class Machine:
             raise RuntimeError(f"Cannot re-initialize {self.kind.upper()} in forked subprocess")
 
     def forbid(self, what: str) -> None:
-        """Record what no thread may do while a stream captures."""
+        """Record what no thread may do while a stream captures; and whether it is done on an event loop."""
+        if asyncio._get_running_loop() is not None:
+            self.on_loop.append(what)
         me = threading.get_ident()
         for lane in list(self.lanes):
             everywhere = lane.mode == "global" and me not in self.relaxed

@@ -23,14 +23,25 @@ def device_index(given: object) -> int:
 class Stream:
     """Stands for ``torch.Stream`` and ``torch.cuda.Stream``."""
 
-    def __init__(self, device: object = None, priority: int = 0, *, lane: Lane | None = None, **_: object) -> None:
+    def __init__(
+        self,
+        device: object = None,
+        priority: int = 0,
+        *,
+        lane: Lane | None = None,
+        stream_id: int | None = None,
+        **_: object,
+    ) -> None:
         self.priority = priority
+        if stream_id is not None:  # another name of a stream that is there
+            lane = next(each for each in machine().lanes if each.number == stream_id)
         if lane is None:
             machine().on_stream()
             lane = machine().side_lane(device_index(device))
         self.lane = lane
         self.device_index = lane.device
         self.device = torch.device(machine().kind, lane.device)
+        self.device_type = 1  # CUDA's
         self.stream_id = self.cuda_stream = self.native_handle = lane.number
         self._before: list[tuple[int, Lane]] = []
 

@@ -18,6 +18,8 @@ from late_memory import Memory, address_of, memory
 from late_streams import Event, Stream, device_index
 from late_tensors import Patches, of_tensors
 
+from bcp import _accelerator
+
 
 class _Error(enum.IntEnum):
     """Stands for ``cudaError_t``."""
@@ -29,13 +31,16 @@ class _Error(enum.IntEnum):
     notRegistered = 713  # noqa: N815 -- CUDA's
 
 
-def _exchange(mode: int) -> int:
-    """Let the calling thread do while others capture what a global capture forbids it (any mode but 0)."""
+def exchange(pointer: Any) -> int:
+    """Stand for the driver's ``cuThreadExchangeStreamCaptureMode``.
 
-    me = threading.get_ident()
+    In any mode but 0 the calling thread may do, while others capture, what a global capture forbids.
+    """
+    me, mode = threading.get_ident(), pointer._obj
     before = 1 if me in machine().relaxed else 0
-    (machine().relaxed.add if mode else machine().relaxed.discard)(me)
-    return before
+    (machine().relaxed.add if mode.value else machine().relaxed.discard)(me)
+    mode.value = before
+    return 0
 
 
 def _set_stream(stream: Stream | None) -> None:
@@ -125,7 +130,6 @@ def _of_module(this: Machine, module: ModuleType) -> Patches:
         found["cudart"] = lambda: SimpleNamespace(
             cudaHostRegister=memory().register,
             cudaHostUnregister=memory().unregister,
-            cudaThreadExchangeStreamCaptureMode=_exchange,
             cudaError=_Error,
         )
     return {(module, name): value for name, value in found.items()}
@@ -167,18 +171,25 @@ class _Map(mmap.mmap):
             low = address_of(made)
         except (ValueError, TypeError):  # read-only
             return made
-        high = low + len(made)
-        key = object()
+        high, key = low + len(made), id(made)
 
-        def gone(_: object) -> None:  # before the memory goes
-            del _watched[key]
-            where.unmapped(low, high)
+        def gone(_: object = None) -> None:  # before the memory goes
+            if _watched.pop(key, None) is not None:
+                where.unmapped(low, high)
 
-        _watched[key] = weakref.ref(made, gone)
+        _watched[key] = weakref.ref(made, gone), gone
         return made
 
+    def close(self) -> None:
+        if id(self) in _watched:
+            _watched[id(self)][1]()
+        super().close()
 
-_watched: dict[object, Any] = {}
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_watched: dict[int, Any] = {}
 
 
 class Patched:
@@ -207,4 +218,6 @@ def patch(this: Machine, _memory: Memory) -> Patched:
         _tensor_patches[this.kind] = of_tensors(this.kind)
     module = getattr(torch, this.kind)
     patches = _tensor_patches[this.kind] | _of_module(this, module) | _of_accelerator(this)
+    if this.kind == "cuda":
+        patches[_accelerator, "_exchange_capture_mode"] = lambda: exchange
     return Patched(patches | {(mmap, "mmap"): _Map})

@@ -1,6 +1,6 @@
-"""What is known to be wrong on devices: each test fails for the reason that its mark names.
+"""Defects of order and lifetime on devices that bcp once had: each test failed then, by behaviour.
 
-A mended defect loses its mark. ``A1`` to ``A10`` and ``B`` are the rows of the review of the device path.
+``A1`` to ``A10`` and ``B`` are the rows of the review that found them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,6 @@ from bcp.stages.staging import shared_pool
 
 MIB = 1 << 20
 SAVES = pytest.mark.parametrize("how", ["save", "background", "asave"])
-
-
-def broken(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 @pytest.fixture
@@ -79,7 +75,6 @@ def paused(name: str, at: threading.Event, begun: threading.Event | None = None)
 # -- A1
 
 
-@broken("A1: the child frees the pool's page-locked buffers, which CUDA aborts for")
 @pytest.mark.parametrize("how", ["save", "background", "asave", "load"])
 def test_a1_a_fork_after_a_save_or_load(machine: late.Machine, tmp_path: Path, how: str) -> None:
     states = {"model": {"w": torch.ones(5000, device="cuda")}}
@@ -99,7 +94,6 @@ def test_a1_a_fork_after_a_save_or_load(machine: late.Machine, tmp_path: Path, h
 # -- A2
 
 
-@broken("A2: two workers make a side stream each, and the load waits for one of them")
 def test_a2_a_load_whose_workers_all_are_the_first_on_a_device(machine: late.Machine, tmp_path: Path) -> None:
     wanted = {f"w{n}": torch.full((300_000,), float(n)) for n in range(24)}
     saved(tmp_path, {"model": wanted})
@@ -127,7 +121,6 @@ def test_a2_a_load_whose_workers_all_are_the_first_on_a_device(machine: late.Mac
 # -- A3
 
 
-@broken("A3: extra states are copied on the worker's default stream, which does not wait for the caller's")
 @pytest.mark.parametrize("how", ["save", "background", "asave", "lazy"])
 @pytest.mark.usefixtures("own_stream")
 def test_a3_extra_states_on_a_device(machine: late.Machine, tmp_path: Path, how: str) -> None:
@@ -145,7 +138,6 @@ def test_a3_extra_states_on_a_device(machine: late.Machine, tmp_path: Path, how:
     assert (target["model"]["w"][0], target["extra_states"]["e"][0]) == (5, 5)
 
 
-@broken("A3: a Stateful reads its tensors on the worker's default stream")
 @pytest.mark.usefixtures("own_stream")
 def test_a3_a_stateful_that_reads_a_device(machine: late.Machine, tmp_path: Path) -> None:
     scale = torch.zeros(1, device="cuda")
@@ -169,7 +161,6 @@ def test_a3_a_stateful_that_reads_a_device(machine: late.Machine, tmp_path: Path
     assert scaler.value == 5
 
 
-@broken("A3: what torch negates when it is read is negated on the worker's default stream, after the fence")
 @pytest.mark.parametrize("own", [False, True])
 def test_a3_a_lazy_negative(machine: late.Machine, tmp_path: Path, *, own: bool) -> None:
     with torch.cuda.stream(torch.cuda.Stream() if own else None):
@@ -201,7 +192,6 @@ class Asked:
         torch.cuda.set_rng_state(state["rng"])
 
 
-@broken("A4: a worker's current device is 0, or what its last call left, and not the caller's")
 @SAVES
 @pytest.mark.usefixtures("machine")
 def test_a4_the_current_device_of_a_stateful(tmp_path: Path, how: str) -> None:
@@ -218,7 +208,6 @@ def test_a4_the_current_device_of_a_stateful(tmp_path: Path, how: str) -> None:
     assert torch.cuda.current_device() == 1
 
 
-@broken("A4: Megatron's random states are those of device 0")
 @pytest.mark.usefixtures("machine")
 def test_a4_random_states_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tracker:
@@ -273,7 +262,6 @@ class Hooked(nn.Module):
         state[f"{prefix}w"] = state[f"{prefix}w"].detach().clone()
 
 
-@broken("A5: what load_state_dict queues at the end of a load is not waited for")
 def test_a5_what_hooks_made_anew(machine: late.Machine, tmp_path: Path) -> None:
     module = Hooked()
     module.w.data.fill_(5)
@@ -312,7 +300,6 @@ def test_a5_a_learning_rate_on_a_device(machine: late.Machine, tmp_path: Path) -
 # -- A6
 
 
-@broken("A6: on other accelerators copies are asynchronous and nobody waits for them")
 @SAVES
 def test_a6_a_save_from_another_accelerator(tmp_path: Path, how: str) -> None:
     with accelerators("xpu") as machine:
@@ -324,7 +311,6 @@ def test_a6_a_save_from_another_accelerator(tmp_path: Path, how: str) -> None:
         assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in model.items())
 
 
-@broken("A6: on other accelerators copies are asynchronous and nobody waits for them")
 def test_a6_a_load_to_another_accelerator(tmp_path: Path) -> None:
     wanted = {f"w{n}": torch.full((300_000,), float(n)) for n in range(4)}
     saved(tmp_path, {"model": wanted})
@@ -340,7 +326,6 @@ def test_a6_a_load_to_another_accelerator(tmp_path: Path) -> None:
 # -- A7
 
 
-@broken("A7: a part that fails does not wait for the copies that it has queued")
 @SAVES
 def test_a7_a_part_that_fails_behind_queued_copies(machine: late.Machine, tmp_path: Path, how: str) -> None:
     model = {f"w{n}": torch.full((100_000,), float(n), device="cuda") for n in range(4)}
@@ -359,7 +344,6 @@ def test_a7_a_part_that_fails_behind_queued_copies(machine: late.Machine, tmp_pa
 # -- A8
 
 
-@broken("A8: a replayed step of a captured SGD calls no hook, and tears a lazy snapshot")
 def test_a8_a_lazy_snapshot_and_a_captured_optimizer(machine: late.Machine, tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(1000, device="cuda"))
     model = nn.Module()
@@ -395,7 +379,6 @@ def test_a8_a_lazy_snapshot_and_a_captured_optimizer(machine: late.Machine, tmp_
 # -- A9
 
 
-@broken("A9: a background save makes calls that a capture in another thread forbids")
 @pytest.mark.parametrize("snapshot", ["eager", "lazy"])
 def test_a9_a_capture_during_a_background_save(machine: late.Machine, tmp_path: Path, snapshot: Any) -> None:
     weight, own = nn.Parameter(torch.zeros(1000, device="cuda")), torch.zeros(10, device="cuda")
@@ -428,7 +411,6 @@ def big(nbytes: int) -> dict[str, torch.Tensor]:
     return model
 
 
-@broken("A10: torch rounds page-locked memory up to a power of two bytes")
 @pytest.mark.usefixtures("machine")
 def test_a10_no_more_memory_is_locked_than_the_state_has(tmp_path: Path) -> None:
     model = big(10 * MIB)
@@ -436,7 +418,6 @@ def test_a10_no_more_memory_is_locked_than_the_state_has(tmp_path: Path) -> None
     assert late.memory().locked_nbytes <= 1.05 * 10 * MIB
 
 
-@broken("A10: page-locked memory that is given back stays with torch's allocator")
 @pytest.mark.usefixtures("machine")
 def test_a10_memory_goes_back_to_the_system(tmp_path: Path) -> None:
     model = big(4 * MIB)
@@ -450,7 +431,6 @@ def test_a10_memory_goes_back_to_the_system(tmp_path: Path) -> None:
 # -- B
 
 
-@broken("B: a part of a second device waits for all that is queued there")
 def test_b_devices_are_synchronised_for_no_part(machine: late.Machine, tmp_path: Path) -> None:
     model = {f"w{n}": torch.ones(300_000, device=f"cuda:{n % 2}") for n in range(16)}
     torch.cuda.synchronize(0)
@@ -460,7 +440,6 @@ def test_b_devices_are_synchronised_for_no_part(machine: late.Machine, tmp_path:
     assert machine.counts["device synchronize"] <= 1
 
 
-@broken("B: small tensors of a device are copied to the host one by one")
 def test_b_small_tensors_are_copied_together(machine: late.Machine, tmp_path: Path) -> None:
     with late.as_host():
         values = torch.arange(20_000, dtype=torch.float32)
@@ -472,15 +451,16 @@ def test_b_small_tensors_are_copied_together(machine: late.Machine, tmp_path: Pa
     assert machine.counts["d2h"] <= 100
 
 
-@broken("B: at the end of a load the event loop's thread waits for the device")
 def test_b_the_event_loop_never_waits_for_a_device(machine: late.Machine, tmp_path: Path) -> None:
     model = {"w": torch.ones(1000, device="cuda")}
     saved(tmp_path, {"model": model})
     loaded(tmp_path, {"model": model})
+    asyncio.run(bcp.asave(tmp_path, {"model": model}, overwrite=True))
+    asyncio.run(bcp.aload(tmp_path, {"model": model}))
     assert not [what for what, on_loop in machine.waits if on_loop]
+    assert not machine.on_loop
 
 
-@broken("B: page-locked memory of the CPU is read while the caller's stream still writes to it")
 @pytest.mark.parametrize("how", ["save", "background", "lazy"])
 def test_b_an_average_that_is_kept_in_pinned_memory(machine: late.Machine, tmp_path: Path, how: str) -> None:
     weight = nn.Parameter(torch.full((1000,), 5.0, device="cuda"))
@@ -498,7 +478,6 @@ def test_b_an_average_that_is_kept_in_pinned_memory(machine: late.Machine, tmp_p
     assert torch.equal(found["ema"], found["w"])
 
 
-@broken("B: the guard takes the end of a copy that was queued before the save for a write during it")
 def test_b_the_guard_and_a_copy_that_was_queued_before(machine: late.Machine, tmp_path: Path) -> None:
     weight, average = torch.full((1000,), 5.0, device="cuda"), torch.zeros(1000, pin_memory=True)
     torch.cuda.synchronize()
@@ -512,7 +491,6 @@ def test_b_the_guard_and_a_copy_that_was_queued_before(machine: late.Machine, tm
     assert not machine.defects
 
 
-@broken("B: new optimizer states lie in memory of the worker's stream, which may use it again too early")
 @pytest.mark.usefixtures("own_stream")
 def test_b_new_optimizer_states_belong_to_the_callers_stream(machine: late.Machine, tmp_path: Path) -> None:
     def trained(steps: int) -> dict[str, Any]:
@@ -535,7 +513,6 @@ def test_b_new_optimizer_states_belong_to_the_callers_stream(machine: late.Machi
     assert not machine.defects
 
 
-@broken("B: bytes for a target that is not aligned go to a clone, and are lost")
 def test_b_a_target_that_is_not_aligned() -> None:
     out = torch.zeros(17, dtype=torch.uint8)
     flat_to_bytes(torch.ones(2, 2).t(), 0, 4, out[1:])

@@ -16,6 +16,7 @@ from late import accelerators, launch, sleep
 from torch import nn
 
 import bcp
+from bcp import _accelerator
 from bcp.stages import gather
 from bcp.stages.staging import shared_pool
 
@@ -367,7 +368,7 @@ def test_what_is_forbidden_while_a_stream_captures() -> None:
                 in_thread(event.query)
 
             def relaxed() -> None:
-                torch.cuda.cudart().cudaThreadExchangeStreamCaptureMode(1)
+                _accelerator.enter_thread(0)
                 event.query()
 
             with machine.capture():
@@ -427,6 +428,8 @@ def test_a_staging_buffer_that_is_given_back_too_early() -> None:
         with pool.lease() as lease:
             lease.give(lease.take(100))
         assert not machine.defects
+        del buffer, lease
+        pool.clear()  # memory goes before the machine does
 
 
 def test_plain_copies_of_bcp_are_watched() -> None:

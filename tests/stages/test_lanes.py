@@ -1,16 +1,19 @@
-"""What is said to CUDA, on a machine that need not have any: streams and events are stand-ins that write a log."""
+"""What the order of copies is made of, on a machine that need not have a device: stand-ins write a log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bcp.errors import InputError
 from bcp.stages import device
-from bcp.stages.device import Lanes, Mark, cuda_devices
+from bcp.stages.device import Caller, Lanes, Mark, accelerators, on_side_stream, stream_count
+
+pytestmark = pytest.mark.anyio
 
 
 class Stream:
@@ -18,62 +21,57 @@ class Stream:
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
+        self.device_index = int(name[-1])
 
-    def __repr__(self) -> str:
-        return self.name
+    def record_event(self) -> Event:
+        self.log.append(f"mark {self.name}")
+        return Event(self)
 
-    def synchronize(self) -> None:
-        self.log.append(f"wait for {self.name}")
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.stream.name}")
 
 
 class Event:
-    """An event that is done once somebody has waited for it."""
+    """A mark on a stream."""
 
-    log: list[str]
-
-    def __init__(self, *, blocking: bool) -> None:
-        assert blocking
-        self.done = False
-
-    def record(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.log.append(f"mark {stream}")
-
-    def query(self) -> bool:
-        return self.done
 
     def synchronize(self) -> None:
-        self.done = True
-        self.log.append(f"reach {self.stream}")
+        self.stream.log.append(f"reach {self.stream.name}")
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pose as a machine with three devices; the last of them has no streams but one."""
     log: list[str] = []
-    current: dict[int, Any] = {number: Stream(f"caller {number}", log) for number in range(2)}
-    sides = [Stream(f"side {number}", log) for number in range(2)]
+    current: dict[int, Any] = {number: Stream(f"caller {number}", log) for number in range(3)}
+    made: dict[int, Any] = {number: Stream(f"side {number}", log) for number in range(2)}
 
     def use(stream: Stream) -> None:
-        current[int(stream.name[-1])] = stream
-        log.append(f"use {stream}")
+        current[stream.device_index] = stream
+        log.append(f"use {stream.name}")
 
-    monkeypatch.setattr(Event, "log", log, raising=False)
-    monkeypatch.setattr(device, "_side_stream", lambda number: sides[number])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda number: current[number])
-    monkeypatch.setattr(torch.cuda, "set_stream", use)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda number: log.append(f"wait for device {number}"))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    posing = SimpleNamespace(
+        current_device_index=lambda: 0,
+        set_device_index=lambda _: None,
+        current_stream=lambda number: current[number],
+        set_stream=use,
+        synchronize=lambda number: log.append(f"wait for device {number}"),
+    )
+    monkeypatch.setattr(torch, "accelerator", posing)
+    monkeypatch.setattr(device, "_streams", {})
+    monkeypatch.setattr(device, "kind", lambda: "cuda")
+    monkeypatch.setattr(device, "new_stream", made.get)
+    monkeypatch.setattr(device, "sleeping_event", Stream.record_event)
     return log
 
 
-def test_copies_are_queued_on_side_streams_and_marked_there(log: list[str]) -> None:
-    with Lanes([0, 1]) as lanes:
-        lanes.settle()
+async def test_copies_are_queued_on_side_streams_and_marked_there(log: list[str]) -> None:
+    async with Lanes([0, 1]) as lanes:
         with lanes.opened():
             mark = lanes.mark()
-        assert not mark.reached
         mark.wait()
-        assert mark.reached
     assert log == [
         "wait for device 0",
         "wait for device 1",
@@ -85,9 +83,8 @@ def test_copies_are_queued_on_side_streams_and_marked_there(log: list[str]) -> N
         "use caller 1",
         "reach side 0",
         "reach side 1",
-        "wait for side 0",
-        "wait for side 1",
     ]
+    assert stream_count() == 2
 
 
 def test_the_thread_gets_its_streams_back_when_a_copy_fails(log: list[str]) -> None:
@@ -97,24 +94,52 @@ def test_the_thread_gets_its_streams_back_when_a_copy_fails(log: list[str]) -> N
     assert log == ["use side 1", "use caller 1"]
 
 
-def test_a_load_that_fails_leaves_no_copy_under_way(log: list[str]) -> None:
+async def test_a_load_that_fails_leaves_no_copy_under_way(log: list[str]) -> None:
     def fail(lanes: Lanes) -> None:
         with lanes.opened():
             lanes.mark()
             raise RuntimeError("corrupt")
 
-    with pytest.raises(RuntimeError, match="corrupt"), Lanes([0]) as lanes:
-        fail(lanes)
-    assert log[-1] == "wait for side 0"
+    with pytest.raises(RuntimeError, match="corrupt"):
+        async with Lanes([0]) as lanes:
+            fail(lanes)
+    assert log[-2:] == ["mark side 0", "reach side 0"]
 
 
-def test_without_devices_there_is_nothing_to_wait_for(log: list[str]) -> None:
-    with Lanes([]) as lanes:
-        lanes.settle()
+def test_copies_of_a_save_wait_for_the_fence_and_are_waited_for(log: list[str]) -> None:
+    caller = Caller(0, {number: torch.accelerator.current_stream(number) for number in range(2)})
+    fence = caller.fence([1])
+    assert log == ["mark caller 1"]
+    with pytest.raises(RuntimeError, match="corrupt"), on_side_stream([0, 1], fence):
+        raise RuntimeError("corrupt")
+    assert log[1:] == [
+        "wait for device 0",  # it has no fence
+        "side 1 waits for caller 1",
+        "use side 0",
+        "use side 1",
+        "mark side 0",
+        "mark side 1",
+        "reach side 0",
+        "reach side 1",
+        "use caller 0",
+        "use caller 1",
+    ]
+
+
+def test_a_device_without_side_streams_is_waited_for_before_and_after(log: list[str]) -> None:
+    with on_side_stream([2], {}):
+        log.append("copy")
+    assert log == ["wait for device 2", "copy", "wait for device 2"]
+    assert stream_count() == 0
+
+
+async def test_without_devices_there_is_nothing_to_wait_for(log: list[str]) -> None:
+    async with Lanes([]) as lanes:
         with lanes.opened():
             mark = lanes.mark()
-    assert mark == Mark()
-    assert mark.reached
+    assert mark == Mark([])
+    with on_side_stream([], {}):
+        pass
     assert log == []
 
 
@@ -125,15 +150,18 @@ class Placed:
         self.device, self.asked = torch.device(where), False
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cpu(self) -> bool:
         self.asked = True
-        return self.device.type == "cuda"
+        return self.device.type == "cpu"
 
 
+@pytest.mark.usefixtures("log")
 def test_devices_of_tensors_without_an_address_in_host_memory() -> None:
     tensors: list[Any] = [Placed("cuda:3"), Placed("cpu"), Placed("cuda"), Placed("cuda:3"), Placed("cpu")]
-    assert cuda_devices(tensors, np.array([0, 4096, 0, 0, 0])) == [0, 3]
+    assert accelerators(tensors, np.array([0, 4096, 0, 0, 0])) == [0, 3]
     assert [tensor.asked for tensor in tensors] == [True, False, True, True, True]
-    assert cuda_devices(tensors) == [0, 3]
+    assert accelerators(tensors) == [0, 3]
     assert tensors[1].asked
-    assert cuda_devices(tensors[1:2], np.array([0])) == []
+    assert accelerators(tensors[1:2], np.array([0])) == []
+    with pytest.raises(InputError, match=r"tensors on xla:1 cannot be copied"):
+        accelerators([*tensors, Placed("xla:1")])

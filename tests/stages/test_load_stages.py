@@ -222,6 +222,8 @@ def test_a_stage_that_changes_lengths_is_told_of_codecs(change: str) -> None:
 class Point:
     """A mark that is reached when somebody waits for it."""
 
+    events = ("one",)
+
     def __init__(self, log: list[str]) -> None:
         self.log, self.reached = log, False
 
