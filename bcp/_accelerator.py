@@ -101,8 +101,8 @@ def _exchange_capture_mode() -> Callable[[object], object] | None:
 
 
 def capturing() -> bool:
-    """Whether the calling thread's current stream captures a graph."""
-    return kind() == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Whether the calling thread's current stream captures a graph; torch.compile knows both calls."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def locks_pages() -> bool:
