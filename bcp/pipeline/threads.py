@@ -89,7 +89,7 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 async def at_last(function: Callable[[*Ts], object], *args: *Ts) -> None:
     """Run a blocking call in a worker thread, also when cancelled: for what has to be done before a block is left.
 
-    Where a cancellation comes before a thread has begun, the call is made here.
+    Where no thread has begun it, because a cancellation comes first or no thread can be had, the call is made here.
     """
     begun: list[bool] = []
 
@@ -100,9 +100,12 @@ async def at_last(function: Callable[[*Ts], object], *args: *Ts) -> None:
     try:
         with anyio.CancelScope(shield=True):
             await in_thread(run)
-    finally:
-        if not begun:
-            run()
+    except BaseException as error:
+        if begun:
+            raise
+        function(*args)
+        if not isinstance(error, Exception):
+            raise
 
 
 async def in_pool(

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import anyio
 import pytest
 
-from bcp.pipeline import giving_way, in_thread, threads
+from bcp.pipeline import at_last, beginning_with, giving_way, in_thread, thread_count, threads
 from bcp.pipeline.threads import MAX_THREADS
 
 pytestmark = pytest.mark.anyio
@@ -56,6 +56,77 @@ async def test_threads_give_way_to_other_reads_and_writes() -> None:
     with giving_way(io="idle"):
         assert await in_thread(priority) == 3
     assert await in_thread(priority) == 0
+
+
+async def test_calls_begin_with_what_the_block_says() -> None:
+    mine = threading.local()
+
+    def seen() -> str:
+        return getattr(mine, "word", "")
+
+    def say(word: str) -> None:
+        mine.word = word
+
+    with beginning_with(lambda: say("one")):
+        assert await in_thread(seen) == "one"
+        with beginning_with(lambda: say("two")):
+            assert await in_thread(seen) == "two"
+        assert await in_thread(seen) == "one"
+    assert seen() == ""
+
+
+async def test_a_beginning_that_fails_fails_the_call() -> None:
+    calls: list[int] = []
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    with beginning_with(fail), pytest.raises(RuntimeError, match="device lost"):
+        await in_thread(calls.append, 1)
+    assert calls == []
+
+
+async def test_what_is_done_at_last_is_done_when_cancelled() -> None:
+    done: list[str] = []
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await at_last(done.append, "by a scope")
+    task = asyncio.ensure_future(at_last(done.append, "by asyncio"))
+    await asyncio.sleep(0)
+    task.cancel()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert done == ["by a scope", "by asyncio"]
+
+
+async def test_what_is_done_at_last_is_done_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    await at_last(done.append, "here")
+    assert done == ["here"]
+
+
+async def test_an_error_of_what_is_done_at_last_comes_out_once() -> None:
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        await at_last(fail)
+    assert calls == [1]
+
+
+async def test_threads_are_counted() -> None:
+    before = thread_count()
+    with giving_way(nice=1):  # a pool of its own
+        assert await in_thread(thread_count) == before + 1
 
 
 class Odd(BaseException):
