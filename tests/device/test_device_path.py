@@ -207,6 +207,42 @@ def test_a_load_into_pinned_memory_that_the_caller_still_reads(
     assert (weight.cpu()[0], average[0]) == (5, 7)
 
 
+def test_a_load_waits_for_what_still_computes_with_its_targets(machine: late.Machine, tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"w": torch.full((100,), 7.0)}})
+    weight = torch.full((100,), 5.0, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # which the caller's stream does not wait for
+        late.sleep(0.02)
+        copied = weight.clone()
+    bcp.load(tmp_path, {"model": {"w": weight}})
+    torch.cuda.synchronize()
+    assert (copied.cpu()[0], weight.cpu()[0]) == (5, 7)
+    assert not machine.defects
+
+
+class Anew(nn.Module):
+    """A module that gives its parameter's values to a copy, and takes a state by copies on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(10, device="cuda"))
+        self.register_state_dict_post_hook(lambda module, state, prefix, _: module.anew(state, f"{prefix}w"))
+
+    def anew(self, state: dict[str, Any], name: str) -> None:
+        state[name] = state[name].detach().clone()
+
+
+def test_what_a_module_takes_is_there_for_every_stream(machine: late.Machine, tmp_path: Path) -> None:
+    module = Anew()
+    module.w.data.fill_(5)
+    bcp.save(tmp_path, {"model": module})
+    module.w.data.zero_()
+    bcp.load(tmp_path, {"model": module})
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert module.w.add(0).tolist() == [5] * 10
+    assert not machine.defects
+
+
 # -- captures
 
 
