@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test check format demo bench chaos clean
+.PHONY: help venv test gpu check format demo bench chaos clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -34,6 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one.
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
+
+gpu: venv  ## Run the tests that need CUDA devices, and print figures; eight minutes at most.
+	$(BIN)/python -m pytest -m gpu -s tests/gpu $(ARGS)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import pytest
 from ranks import Ranks
 from xdist.scheduler import LoadScopeScheduling
 
+pytest.register_assert_rewrite("gpu.scenarios")  # shared by tests/gpu and tests/device
 hypothesis.settings.register_profile("bcp", deadline=None)  # how long an example takes is the machine's business
 hypothesis.settings.load_profile("bcp")
 

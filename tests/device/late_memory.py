@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -110,6 +110,7 @@ class Memory:
         self.free: defaultdict[tuple[int, int], list[Block]] = defaultdict(list)  # by lane and size
         self.freed: deque[tuple[Block, Clock, Clock]] = deque()
         self.refuse = 0
+        self.limits = [ARENA] * machine.devices
         self.pinned: dict[int, Pinned] = {}
         self.host_free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.host_reserved = 0
@@ -152,11 +153,15 @@ class Memory:
             if self.refuse:
                 self.refuse -= 1
                 if not self.refuse:
-                    raise torch.OutOfMemoryError(f"{self.machine.kind} out of memory. Tried to allocate {size} bytes")
+                    self._no_room(size)
+            if (pool := getattr(self.machine.local, "pool", None)) is not None:
+                pool.nbytes += size
             if free := self.free[lane.number, size]:
                 block = free.pop()
                 block.shared.clear()
             else:
+                if self.ends[lane.device] + size > self.limits[lane.device]:
+                    self._no_room(size)
                 block = Block(lane.device, self.ends[lane.device], size, lane)
                 self.ends[lane.device] += size
             start = self.starts[lane.device] + block.offset
@@ -166,6 +171,9 @@ class Memory:
                 lane.put(poison)
             self.machine.counts["allocate"] += 1
             return block
+
+    def _no_room(self, size: int) -> NoReturn:
+        raise torch.OutOfMemoryError(f"{self.machine.kind} out of memory. Tried to allocate {size} bytes")
 
     def _watch(self, data: np.ndarray, block: Block) -> None:
         machine = self.machine

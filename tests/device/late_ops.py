@@ -83,6 +83,9 @@ def _to_device(to: Operand, of: Operand, *, non_blocking: bool) -> None:
     this = machine()
     lane = this.current(to.device)
     this.counts["h2d"] += 1
+    if not to.contiguous:  # through memory of the device
+        with as_host():
+            memory().allocate(to.ref.shape, to.ref.dtype, lane.device)
     touches, keep = [to.ref.touch(this, write=True)], ()
     source: Ref | torch.Tensor = of.ref
     if non_blocking and of.contiguous and (of.pinned or this.kind != "cuda"):

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import late_ops as ops
 import torch
+from late_cuda import of_cuda
 from late_machine import Machine, emulated, machine, raw
 from late_memory import Memory, address_of, memory
 from late_streams import Event, Stream, device_index
@@ -127,6 +128,7 @@ def _of_module(this: Machine, module: ModuleType) -> Patches:
         "empty_cache": lambda: None,
     }
     if this.kind == "cuda":
+        found |= of_cuda(this)
         found["cudart"] = lambda: SimpleNamespace(
             cudaHostRegister=memory().register,
             cudaHostUnregister=memory().unregister,
