@@ -54,14 +54,16 @@ def take_stock(job: SaveJob) -> Held:
         planner = job.planner()
         shards = planner.local_shards(job.states)
         collected = {kind: collect(value, kind, random_states) for kind, value in opaque.items()}
-        job.caller.wait_for_copies_to([*shards.tensors, *_tensors(collected)])
+        if job.caller.streams:
+            values = list({id(value): value for value in shards.objects.values()}.values())
+            job.caller.wait_for_copies_to([*shards.tensors, *_tensors(values), *_tensors(collected)])
         extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), address, extras)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in collected extra states."""
+    """Yield the tensors in a nested value."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

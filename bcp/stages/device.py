@@ -84,7 +84,7 @@ class Caller:
 
         Copies from and to pinned memory need not be over when the call that queues them returns.
         """
-        if self.streams and any(map(_is_pinned, tensors)):
+        if any(map(_is_pinned, tensors)):
             self.wait()
 
 

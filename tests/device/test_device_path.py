@@ -193,6 +193,33 @@ def test_extra_states_in_pinned_memory(machine: late.Machine, tmp_path: Path, *,
     assert found["deep"][0]["ema"].tolist() == [5.0] * 100
 
 
+@pytest.mark.parametrize("snapshot", ["eager", "lazy"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_hyper_parameters_that_are_tensors(
+    machine: late.Machine, tmp_path: Path, snapshot: Any, *, pinned: bool
+) -> None:
+    model = nn.Linear(2, 2, device="cuda")
+    betas = tuple(torch.zeros(1, pin_memory=True) if pinned else torch.zeros(1, device="cuda") for _ in range(2))
+    source = torch.tensor([0.5], device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.param_groups[0]["betas"] = betas
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        late.sleep(0.02)
+        for beta in betas:
+            beta.copy_(source, non_blocking=True)
+        states = {"model": model, "optimizer": optimizer}
+        pending = bcp.save(tmp_path, states, async_checkpoint=True, snapshot=snapshot)
+        if not pinned:
+            for beta in betas:
+                beta.zero_()
+        pending.wait()
+    assert not machine.defects
+    optimizer.param_groups[0]["betas"] = (0.1, 0.2)
+    bcp.load(tmp_path, states)
+    assert [float(beta) for beta in optimizer.param_groups[0]["betas"]] == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("kind", ["model", "extra_states"])
 def test_a_load_into_pinned_memory_that_the_caller_still_reads(
     machine: late.Machine, tmp_path: Path, kind: str
