@@ -21,6 +21,7 @@ from bcp._job import LoadJob, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve
 from bcp.coordinators import coordinator as coordinator_for
+from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
@@ -115,8 +116,13 @@ def load_call(
     def check() -> _Checked:
         chosen = with_overrides(LoadOptions, options, overrides)
         common = _common(path, states, framework, role, chosen, ranks)
-        does = f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading}"
-        return _Checked(f"load of {path}", does, partial(LoadJob, **common, options=chosen), chosen.timeout)
+        device = exchange_device(chosen.exchange, ranks) if chosen.overlap_loading else None
+        does = (
+            f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading} "
+            f"exchange={chosen.exchange}"
+        )
+        job = partial(LoadJob, **common, options=chosen, exchange_device=device)
+        return _Checked(f"load of {path}", does, job, chosen.timeout)
 
     return _take_place(ranks, "open", options, check, aload)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+import torch
+
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Agreement, Backend, Planner, States
 from bcp.stages.device import Caller
@@ -66,6 +68,8 @@ class LoadJob(Job):
 
     Attributes:
         options: how to load.
+        exchange_device: where chunks are exchanged between ranks; None for host memory.
     """
 
     options: LoadOptions
+    exchange_device: torch.device | None = None

@@ -127,13 +127,15 @@ async def _read(
         ranks = loading.needed_receipts(reading, wanted, metadata.layout)
         receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
         devices = accelerators(wanted.targets.shards.tensors, wanted.targets.shards.address)
+        devices = loading.exchange_devices(job, devices)
         lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
         lanes = await stack.enter_async_context(Lanes(devices))
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         await loading.check_stored(job.backend, items, options.read_bytes, options.io_workers)
-        context = loading.load_context(job, agreement, metadata, reading, targets, lease)
+        all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
+        context = loading.load_context(job, all_to_all, metadata, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0

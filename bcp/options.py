@@ -158,6 +158,10 @@ class LoadOptions:
         codecs: those that the checkpoint was saved with; the order does not matter.
         budget_bytes: host memory for bytes between storage and tensors.
         read_bytes: the largest single read; a multiple of 1 MiB.
+        exchange: how ranks send each other what they read for each other. ``"sockets"``: over connections of bcp's own.
+            ``"gloo"``: over a gloo group that lives as long as the load. ``"nccl"``: a chunk is copied to the reader's
+            current CUDA device and sent from device to device. ``"nccl"`` has never been run. The last two need
+            ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one rank.
         exchange_bytes: most bytes that one rank receives in one all-to-all round.
         io_workers: reads in flight, in as many threads. ``$BCP_IO_WORKERS``, else 4.
         copy_workers: parts that are verified, decoded or copied to the device at once.
@@ -176,6 +180,7 @@ class LoadOptions:
     codecs: Sequence[Codec] = ()
     budget_bytes: int = 512 * MIB
     read_bytes: int = 32 * MIB
+    exchange: Literal["sockets", "gloo", "nccl"] = "sockets"
     exchange_bytes: int = 256 * MIB
     io_workers: int = field(default_factory=_workers)
     copy_workers: int = 2
@@ -186,6 +191,7 @@ class LoadOptions:
         """Refuse what cannot work."""
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "read_bytes")
+        _one_of(self, "exchange", ("sockets", "gloo", "nccl"))
         _codecs(self.codecs)
         blocks_of(self.rename)
 

@@ -28,6 +28,7 @@ __all__ = [
     "Buffer",
     "Codec",
     "Coordinator",
+    "FailureReporter",
     "LightWriter",
     "LoadTargets",
     "LocalShards",
@@ -314,6 +315,17 @@ class Agreement(Protocol):
 
         It takes a tenth of a second at most on a network that answers.
         """
+
+
+@runtime_checkable
+class FailureReporter(Protocol):
+    """Optional method of an :class:`Agreement`: a rank names another one whose connection has failed.
+
+    A load with ``exchange="gloo"`` calls it. Without it, the others are told that the calling rank has failed.
+    """
+
+    async def report_failure(self, rank: int, cause: str) -> Exception:
+        """Tell all ranks, unless one of them has told a cause already; return the error that ends the operation."""
 
 
 class Coordinator(Protocol):

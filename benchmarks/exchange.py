@@ -8,6 +8,7 @@ in turn, and share the machine's cores: their ratio is a figure, their speed say
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import resource
 import socket
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,15 +26,17 @@ from typing import Any, NamedTuple
 
 import anyio
 import torch
+import torch.distributed as dist
 
 import bcp
 from bcp.coordinators import GrpcCoordinator
+from bcp.coordinators.process_group import GroupExchange, join_group
 from bcp.protocols import Agreement
 from benchmarks.figures import Figures, arguments
 from benchmarks.network import Network, enter, missing
 
 MIB = 1 << 20
-RAW_PORT, TREE_PORT = 29_700, 29_701
+RAW_PORT, TREE_PORT, STORE_PORT = 29_700, 29_701, 29_702
 CALL_BYTES = 1 << 20
 TIMEOUT = 120.0
 UPLINK_MBIT, SLOW_MBIT = 1000, 100
@@ -178,6 +181,35 @@ def exchanged(ranks: Ranks, nbytes: int, rounds: int) -> Cost:
     return anyio.run(work)
 
 
+def grouped(ranks: Ranks, nbytes: int, rounds: int) -> Cost:
+    """Do the same over a gloo group, as a load with ``exchange="gloo"`` makes one."""
+    rank, size = ranks
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"tcp://{_address(0)}:{STORE_PORT}", rank=rank, world_size=size)
+
+    async def work() -> Cost:
+        nonce = str(next(_nonces))
+        group = await join_group(nonce, rank, size, device=None, patience=TIMEOUT)
+        exchange = GroupExchange(group, rank, device=None, on_stream=nullcontext, report=_raised)
+        send = [torch.zeros(0 if peer == rank else nbytes, dtype=torch.uint8) for peer in range(size)]
+        receive = [torch.zeros_like(tensor) for tensor in send]
+        async with _coordinator(ranks).begin("exchange", TIMEOUT) as agreement:
+            await exchange.all_to_all(send, receive)
+            await _meet(agreement)
+            with _cost() as cost:
+                for _ in range(rounds):
+                    await exchange.all_to_all(send, receive)
+                await _meet(agreement)
+            await exchange.aclose(failed=False)
+            return cost(rounds * nbytes * (size - 1))
+
+    return anyio.run(work)
+
+
+async def _raised(_: int, cause: str) -> Exception:
+    return RuntimeError(cause)
+
+
 async def _meet(agreement: Agreement) -> None:
     async def nothing(_: Sequence[bytes]) -> bytes:
         return b""
@@ -207,6 +239,7 @@ def _model(nbytes: int, value: float) -> dict[str, torch.Tensor]:
     return {f"w{number}": torch.full((nbytes // 64,), value) for number in range(16)}
 
 
+_nonces = itertools.count()  # all ranks call equally often
 _coordinators: dict[Ranks, GrpcCoordinator] = {}
 
 
@@ -264,6 +297,7 @@ def throughput(figures: Figures, hosts: int, rounds: int) -> None:
         "one pair of sockets": partial(raw_pair, nbytes=nbytes * 16),
         "sockets between all": partial(raw_all, nbytes=nbytes * 4),
         "all_to_all": partial(exchanged, nbytes=nbytes, rounds=4),
+        "gloo group": partial(grouped, nbytes=nbytes, rounds=4),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     with crew_of(hosts) as (_, crew, _folder):
@@ -277,6 +311,7 @@ def throughput(figures: Figures, hosts: int, rounds: int) -> None:
     (pair_rate, pair_cpu), (rate, cpu) = medians["one pair of sockets"], medians["all_to_all"]
     figures.add(f"{hosts} hosts: all_to_all beside one pair of sockets", rate / pair_rate, "", 0.7, least=True)
     figures.add(f"{hosts} hosts: its CPU beside theirs, per GB", cpu / pair_cpu, "", 2.0)
+    figures.add(f"{hosts} hosts: gloo group beside all_to_all", medians["gloo group"][0] / rate, "")
 
 
 def slow_uplink(figures: Figures, nbytes: int, rounds: int) -> None:

@@ -25,7 +25,7 @@ from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer, Codec
 from bcp.receipt import Blocks, FileReceipt
 from bcp.stages.device import Lanes
-from bcp.stages.flat import torch_dtype
+from bcp.stages.flat import bytes_of, torch_dtype
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.load_items import ReadItem
 from bcp.stages.memory import addresses, writable
@@ -204,8 +204,8 @@ async def load(
 
 
 def _own(room: Room, rank: int) -> Any:
-    async def all_to_all(outgoing: Sequence[Buffer], incoming: Sequence[Buffer]) -> None:
-        await room.all_to_all(rank, outgoing, incoming)
+    async def all_to_all(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        await room.all_to_all(rank, [*map(bytes_of, outgoing)], [*map(bytes_of, incoming)])
 
     return all_to_all
 

@@ -6,6 +6,7 @@ from bcp._load.overlaps import put_shared
 from bcp._load.reads import Reading, budget_of, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
+from bcp._load.transport import exchange, exchange_devices
 from bcp._load.values import ask, needed_receipts, put_values
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "budget_of",
     "check_stored",
     "everyone_is_done",
+    "exchange",
+    "exchange_devices",
     "fetch_receipts",
     "lay_out",
     "load_context",

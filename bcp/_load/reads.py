@@ -85,7 +85,8 @@ async def plan_reads(
     asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
     world_size, unexpected, table = _opened(await agree(agreement, "reads", rank, asked, answer), mine.renamed, 0)
     shared = await planning(Shared.decode, table, line, world_size)
-    if shared.nbytes(line) >= MEASURED_BYTES * world_size:
+    over_tcp = options.exchange != "nccl"  # which may have a network of its own
+    if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
         rate = packed_rate(await agreement.bandwidth())
         if table := await agree(agreement, "speeds", rank, rate, answer_again):
             shared = await planning(Shared.decode, table, line, world_size)

@@ -18,9 +18,9 @@ from bcp.options import unchanged
 from bcp.pipeline import thread_count
 from bcp.plan.load.copies import check_complete, copies
 from bcp.plan.load.straight import straight
-from bcp.protocols import Agreement, ScatterReader
+from bcp.protocols import ScatterReader
 from bcp.stages.device import Lanes, stream_count
-from bcp.stages.load import LoadContext
+from bcp.stages.load import AllToAll, LoadContext
 from bcp.stages.memory import addresses, writable
 from bcp.stages.place import Targets
 from bcp.stages.staging import Lease
@@ -64,7 +64,7 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
 
 
 def load_context(
-    job: LoadJob, agreement: Agreement, metadata: Metadata, reading: Reading, targets: Targets, lease: Lease
+    job: LoadJob, all_to_all: AllToAll, metadata: Metadata, reading: Reading, targets: Targets, lease: Lease
 ) -> LoadContext:
     """Gather what the stages of the load share."""
     return LoadContext(
@@ -77,7 +77,8 @@ def load_context(
         assignment=reading.assignment,
         codecs={codec.name: codec for codec in job.options.codecs},
         verify=job.options.verify,
-        all_to_all=agreement.all_to_all,
+        all_to_all=all_to_all,
+        device=job.exchange_device,
         edited=job.options.edit is not unchanged,
         file_name=partial(key_of, metadata),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -13,7 +14,7 @@ from torch.distributed import Store, TCPStore, distributed_c10d
 from bcp.coordinators.store_client import StoreClient, innermost
 from bcp.errors import InputError
 
-__all__ = ["GroupSeat", "private_connection", "reconnected"]
+__all__ = ["GroupSeat", "private_connection", "reconnected", "store_of_job"]
 
 _CALL_SECONDS = 30.0  # torch's own limit for a call, as far as it keeps one; nothing in here waits for a key
 _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
@@ -59,6 +60,22 @@ class GroupSeat:
         number = next(_numbers.setdefault(group, itertools.count()))
         prefix = f"bcp/{group.group_name}/{number}"
         return cls(StoreClient(shared, private_connection), rank, dist.get_world_size(group), prefix)
+
+
+def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
+    """Return the store of the default process group, and what connects to it anew: arguments of a ``StoreClient``.
+
+    Raises:
+        InputError: there is no default group, or it has no store.
+
+    """
+    if not dist.is_initialized():
+        raise InputError("there is no process group any more; call torch.distributed.init_process_group first")
+    group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name
+    store = distributed_c10d._get_process_group_store(group)  # noqa: SLF001 -- same
+    if store is None:
+        raise InputError("the default process group has no store; initialise it with one, or use exchange='sockets'")
+    return store, private_connection
 
 
 def private_connection(store: Store) -> Store:

@@ -203,6 +203,10 @@ class Operation:
         exchange = await self._connected("bandwidth")
         return await exchange.bandwidth(self._world_size)
 
+    async def report_failure(self, rank: int, cause: str) -> Exception:
+        """Tell all ranks that the connection to one has failed, unless they soon hear of a better cause."""
+        return await self._channel.blame(rank, cause, sure=False)
+
     async def _connected(self, verb: str) -> Exchange:
         """Return this rank's side of exchanges; the first call listens, and tells the others where."""
         if self._exchange is None:

@@ -16,7 +16,7 @@ import torch
 from bcp.errors import BcpError, CorruptError, MissingCodecError
 from bcp.pipeline import Pipeline, Stage, in_thread
 from bcp.plan.load.assign import Assignment, Chunk
-from bcp.protocols import Backend, Buffer, Codec, ScatterReader
+from bcp.protocols import Backend, Codec, ScatterReader
 from bcp.receipt import FileReceipt
 from bcp.stages.check import SEAL_BYTES, check, check_seal, decoded, seal
 from bcp.stages.device import Mark
@@ -25,9 +25,10 @@ from bcp.stages.load_items import Loaded, ReadItem, Stored
 from bcp.stages.place import Targets
 from bcp.stages.staging import Lease
 
-__all__ = ["LoadContext", "load_graph"]
+__all__ = ["AllToAll", "LoadContext", "load_graph"]
 
-AllToAll = Callable[[Sequence[Buffer], Sequence[Buffer]], Awaitable[None]]
+AllToAll = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Awaitable[None]]
+"""Sends a tensor to every rank and fills one from every rank; uint8, contiguous, empty for no message."""
 
 
 @dataclass(slots=True)
@@ -44,7 +45,9 @@ class LoadContext:
         assignment: what this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
-        all_to_all: sends bytes to every rank, and fills a buffer from every rank.
+        all_to_all: exchanges chunks with all other ranks.
+        device: where chunks are exchanged, after their reader has checked them. None: in host memory, with a digest
+            behind each that the receiver checks.
         edited: whether the caller has put in stages, which may change bytes after they were checked.
         file_name: returns the key of a file, by its row in the layout.
         late: what the last round brought; it is placed while the next one is under way.
@@ -64,6 +67,7 @@ class LoadContext:
     codecs: Mapping[str, Codec]
     verify: bool
     all_to_all: AllToAll
+    device: torch.device | None = None
     edited: bool = False
     file_name: Callable[[int], str] = "file {}".format
     late: Sequence[tuple[Chunk, torch.Tensor]] = field(default=())
@@ -178,6 +182,8 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
                 "for stages that do"
             )
         loaded = replace(loaded, data=data.contiguous())
+        if context.device is not None and item.round >= 0:  # one copy to the device, for this rank and for all others
+            loaded = replace(loaded, data=await in_thread(_on_device, context, loaded.data))
         return replace(loaded, mark=await _place(context, item.chunk, loaded.data))
 
     return Stage("h2d", run, workers=workers)
@@ -214,17 +220,16 @@ def exchange(context: LoadContext) -> Stage[Loaded, None]:
 async def _round(context: LoadContext, loaded: Loaded) -> None:
     """Take part in one all-to-all; place meanwhile what the one before has brought."""
     assignment, number = context.assignment, loaded.item.round
-    outgoing: list[Buffer] = [b""] * context.world_size
+    nothing = torch.empty(0, dtype=torch.uint8) if context.device is None else await in_thread(_room, context, 0)
+    outgoing, incoming = [nothing] * context.world_size, [nothing] * context.world_size
     if peers := assignment.sends(number):
-        sealed = await in_thread(_sealed, context, loaded)
+        parcel = await in_thread(_parcel, context, loaded)
         for peer in peers:
-            outgoing[peer] = sealed
-    incoming: list[Buffer] = [bytearray()] * context.world_size
-    landing = [
-        (chunk, await in_thread(context.lease.take, chunk.nbytes + SEAL_BYTES)) for chunk in assignment.receives(number)
-    ]
+            outgoing[peer] = parcel
+    extra = SEAL_BYTES if context.device is None else 0
+    landing = [(chunk, await in_thread(_room, context, chunk.nbytes + extra)) for chunk in assignment.receives(number)]
     for chunk, buffer in landing:
-        incoming[chunk.reader] = bytes_of(buffer)[: chunk.nbytes + SEAL_BYTES]
+        incoming[chunk.reader] = buffer[: chunk.nbytes + extra]
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_place_late, context, name="bcp placing a round")
@@ -235,12 +240,31 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
     context.late = landing
 
 
-def _sealed(context: LoadContext, loaded: Loaded) -> memoryview:
-    """Return the bytes of a chunk and their digest: that of when they were checked, if no stage was put in since."""
+def _parcel(context: LoadContext, loaded: Loaded) -> torch.Tensor:
+    """Return what is sent of a chunk: on a device its bytes; else these and a digest of when they were checked.
+
+    If the caller has put in stages, the digest is of the bytes as they are now.
+    """
+    if context.device is not None:
+        return _on_device(context, loaded.data)
     if loaded.sealed is None or context.edited:
         digest = torch.frombuffer(bytearray(seal(bytes_of(loaded.data), verify=context.verify)), dtype=torch.uint8)
-        return bytes_of(torch.cat((loaded.data, digest)))
-    return bytes_of(loaded.sealed)
+        return torch.cat((loaded.data, digest))
+    return loaded.sealed
+
+
+def _room(context: LoadContext, nbytes: int) -> torch.Tensor:
+    """Return memory for a chunk of another rank."""
+    if context.device is None:
+        return context.lease.take(nbytes)
+    with context.targets.lanes.opened():
+        return torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+
+
+def _on_device(context: LoadContext, data: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of a chunk to the device on which it is exchanged, unless it is there."""
+    with context.targets.lanes.opened():
+        return data.to(context.device, non_blocking=True).contiguous()
 
 
 async def _place_late(context: LoadContext) -> None:
@@ -248,7 +272,7 @@ async def _place_late(context: LoadContext) -> None:
     late, context.late = context.late, ()
     for chunk, buffer in late:
         context.received_nbytes += chunk.nbytes
-        if context.verify:
+        if context.verify and context.device is None:
             name = f"{context.file_name(chunk.file)} data bytes {chunk.start} to {chunk.stop}"
             data = bytes_of(buffer)[: chunk.nbytes + SEAL_BYTES]
             await in_thread(check_seal, data, name, chunk.reader, context.rank)

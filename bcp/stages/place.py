@@ -66,7 +66,7 @@ class Targets:
         return int(self.straight.of_chunk(chunk.number).nbytes.sum())
 
     def place(self, chunk: Chunk, data: torch.Tensor) -> tuple[int, Mark]:
-        """Copy what is wanted of a chunk out of its bytes: uint8 in host memory.
+        """Copy what is wanted of a chunk out of its bytes: uint8, in host memory or on a device of the lanes.
 
         Returns:
             How many bytes were put into tensors, and when the copies are done: ``data`` has to stay until then.
@@ -76,8 +76,8 @@ class Targets:
         self._written(copies.row[mine])  # first, as above
         # Row by row as bytes, blocks of many rows would take longer: 2 GB/s for rows of 4 KiB, where torch does 4.
         raw = (copies.run[mine] == copies.numel[mine]) & (self.address[copies.row[mine]] > 0)
-        runs = copies.runs(mine[raw])
-        move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - chunk.start, runs.nbytes)
+        if raw.any():
+            self._into_host(mine[raw], data, chunk.start)
         with self.lanes.opened():
             for group in self._groups(mine[~raw]):
                 if len(group) > 1:
@@ -85,6 +85,14 @@ class Targets:
                 else:
                     self._alone(int(group[0]), data, chunk.start)
             return self._nbytes(mine), self.lanes.mark()
+
+    def _into_host(self, rows: Ints, data: torch.Tensor, start: int) -> None:
+        """Copy runs of bytes by memcpy."""
+        if not data.is_cpu:
+            with self.lanes.opened():
+                data = data.cpu()
+        runs = self.copies.runs(rows)
+        move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - start, runs.nbytes)
 
     def _groups(self, rest: Ints) -> Iterator[Ints]:
         """Put small neighbours of one kind together; what cannot go together stays alone."""

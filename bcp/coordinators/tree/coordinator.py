@@ -136,6 +136,11 @@ class GrpcCoordinator:
         return f"<GrpcCoordinator of rank {self.rank} of {self.world_size}, {self._rendezvous!r}: {state}>"
 
     @property
+    def tls(self) -> Tls | None:
+        """Certificates of the tree and of bulk data; None: there is no encryption."""
+        return self._tls
+
+    @property
     def traffic(self) -> Mapping[int, Traffic]:
         """Traffic between this rank and each neighbour in the tree; empty before the first operation."""
         return {} if self._node is None else self._node.traffic

@@ -1,0 +1,91 @@
+"""Loads with ``exchange="gloo"``: the same values as over sockets, and the same errors."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import process_group
+import pytest
+from ranks import Ranks, ended, meeting_place, started
+
+from bcp.coordinators import GrpcCoordinator, StoreCoordinator
+from bcp.protocols import Coordinator
+
+pytestmark = pytest.mark.dist
+SLACK = 6.0  # seconds; two for a better cause than a closed connection, the rest for a busy machine
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("way", ["plain", "unverified", "codecs", "edited"])
+def test_gloo_loads_the_same_bits_as_sockets(ranks4: Ranks, tmp_path: Path, way: str, on_device: bool) -> None:  # noqa: FBT001
+    results = ranks4.run(_replicated, tmp_path, way, on_device)
+    for right, by_sockets, by_gloo, rounds in results:
+        assert right
+        assert by_sockets == by_gloo > 0
+        assert len(rounds) == 1
+        assert rounds[0] > 1
+
+
+def _replicated(path: Path, way: str, on_device: bool) -> tuple[bool, int, int, list[int]]:  # noqa: FBT001
+    return process_group.replicated(path, way, 1500, on_device=on_device)
+
+
+def test_shards_of_another_layout_come_over_gloo(ranks4: Ranks, tmp_path: Path) -> None:
+    results = ranks4.run(process_group.resharded, tmp_path)
+    assert all(right and rounds for right, rounds in results)
+
+
+def test_each_subgroup_has_a_group_of_its_own(ranks4: Ranks, tmp_path: Path) -> None:
+    results = ranks4.run(process_group.subgroups, tmp_path)
+    assert all(right and rounds[0] for right, rounds in results)
+
+
+def test_the_training_thread_may_make_groups_meanwhile(ranks4: Ranks, tmp_path: Path) -> None:
+    assert ranks4.run(process_group.beside_new_groups, tmp_path) == [True] * 4
+
+
+def test_ranks_that_ask_for_different_exchanges_are_told_so(ranks4: Ranks, tmp_path: Path) -> None:
+    said = ranks4.run(process_group.disagree, tmp_path)
+    assert all(text.startswith("InputError") for text in said)
+    assert all("exchange=gloo" in text and "exchange=sockets" in text for text in said)
+
+
+def test_nccl_is_refused_where_it_is_not(ranks4: Ranks, tmp_path: Path) -> None:
+    for rank, text in enumerate(ranks4.run(process_group.without_nccl, tmp_path)):
+        assert f"exchange='nccl' needs NCCL and an accelerator on every rank; rank {rank} " in text
+
+
+@pytest.mark.parametrize("ranks", [GrpcCoordinator.over, StoreCoordinator.over])
+def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(
+    ranks4: Ranks, tmp_path: Path, ranks: Callable[[], Coordinator]
+) -> None:
+    results = ranks4.run(process_group.cancelled, tmp_path, ranks)
+    victim = process_group.VICTIM
+    assert [said for said, _ in results] == [
+        "cancelled" if rank == victim else f"PeerError {victim}" for rank in range(4)
+    ]
+    assert all(right for _, right in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", process_group.HOW)
+def test_a_rank_that_comes_to_harm_is_named_and_the_others_load_again(tmp_path: Path, how: str) -> None:
+    server, size, victim = meeting_place(), process_group.SIZE, process_group.VICTIM
+    processes = started(size, process_group.main, server.port, tmp_path, how)
+    others = [process for rank, process in enumerate(processes) if rank != victim or how == "raise"]
+    for process in others:
+        process.join(60)
+    codes = ended(processes, 1)
+    expected = {"stop": None, "raise": 0}.get(how, -signal.SIGKILL)
+    assert codes == [expected if rank == victim else 0 for rank in range(size)]
+    when = float((tmp_path / "when").read_text())
+    for rank in set(range(size)) - {victim}:
+        kind, blamed, message, told = json.loads((tmp_path / str(rank)).read_text())
+        assert (kind, blamed) == ("PeerError", victim), message
+        assert told - when < SLACK + (process_group.TIMEOUT if how == "stop" else 0.0)
+    if how == "raise":
+        kind, _, message, _ = json.loads((tmp_path / str(victim)).read_text())
+        assert "a bug in a stage" in message
