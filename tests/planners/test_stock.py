@@ -21,6 +21,7 @@ from bcp.options import SaveOptions
 from bcp.plan.save.wire import digest
 from bcp.planners import PlainPlanner, forms, stock
 from bcp.protocols import LocalShards, States
+from bcp.stages.device import Caller
 from bcp.stages.memory import bytes_at
 
 PLAIN = PlainPlanner()
@@ -396,7 +397,8 @@ def test_a_parameter_that_fsdp1_took_is_refused_although_it_was_saved_before():
 
 
 def test_extras_do_not_make_a_table_anew(states):
-    job = SimpleNamespace(planner=lambda: PLAIN, states={**states, "extra_states": {"step": 1}}, options=SaveOptions())
+    mine = {**states, "extra_states": {"step": 1}}
+    job = SimpleNamespace(planner=lambda: PLAIN, states=mine, options=SaveOptions(), caller=Caller())
     first, again = take_stock(job), take_stock(job)
     assert first.shards.table.extras == ["extra_states"]
     assert again.shards.table is first.shards.table
