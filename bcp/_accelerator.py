@@ -29,7 +29,10 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 def kind() -> str | None:
     """Return the type of the accelerator that torch was built for, as in ``"cuda"``. Nothing is initialised by it."""
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises, and does not return None
+        return None
     return None if accelerator is None else accelerator.type
 
 
@@ -57,11 +60,13 @@ def _has_context(device: int) -> bool:
 
 
 def new_stream(device: int) -> torch.Stream | None:
-    """Return a side stream of a device; None where the accelerator has no streams but one, as MPS."""
+    """Return a side stream of a device; None if the accelerator has one stream only, which MPS returns every time."""
+    where = torch.device(kind() or "", device)
     try:
-        return torch.Stream(device=torch.device(kind() or "", device))
+        stream, other = torch.Stream(device=where), torch.Stream(device=where)
     except RuntimeError:  # NotImplementedError is one
         return None
+    return None if stream == other else stream
 
 
 def sleeping_event(stream: torch.Stream) -> torch.Event:

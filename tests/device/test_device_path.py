@@ -325,3 +325,13 @@ def test_a_device_that_is_no_accelerator_is_refused_by_name(tmp_path: Path, monk
         with pytest.raises(bcp.StateError, match=r"w.* is on xpu:0, which is no device of torch\.accelerator \(cuda\)"):
             bcp.save(tmp_path, {"model": {"w": weight}})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_that_raises_without_an_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")  # torch 2.6
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    bcp.save(tmp_path, {"model": {"w": torch.ones(4)}})
+    bcp.load(tmp_path, {"model": {"w": torch.zeros(4)}})
