@@ -16,6 +16,7 @@ import torch
 from late_cuda import of_cuda
 from late_machine import Machine, emulated, machine, raw
 from late_memory import Memory, address_of, memory
+from late_slots import Slots
 from late_streams import Event, Stream, device_index
 from late_tensors import Patches, of_tensors
 
@@ -199,6 +200,7 @@ class Patched:
 
     def __init__(self, patches: Patches) -> None:
         self._before: list[tuple[Any, str, object]] = []
+        self._slots = Slots(torch.Tensor)
         for (owner, name), value in patches.items():
             self._before.append((owner, name, vars(owner).get(name, self)))
             setattr(owner, name, value)
@@ -209,6 +211,7 @@ class Patched:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+        self._slots.restore()
 
 
 _tensor_patches: dict[str, Patches] = {}

@@ -302,8 +302,8 @@ def test_what_lazily_negates_finds_no_device_memory(machine: late.Machine, tmp_p
 
 
 def test_an_accelerator_without_side_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with accelerators("xpu", devices=1) as machine:
-        monkeypatch.setattr(device, "new_stream", lambda _: None)
+    with accelerators("xpu", devices=1) as machine, monkeypatch.context() as patched:
+        patched.setattr(device, "new_stream", lambda _: None)
         model = full(5, MIB, "xpu") | full(5, 400, "xpu")
         odd = torch.arange(600.0).view(20, 30).to("xpu").t()
         launch((go_on := threading.Event()).wait, writes=[])
@@ -319,9 +319,9 @@ def test_an_accelerator_without_side_streams(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_device_that_is_no_accelerator_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with accelerators("xpu", devices=1):
+    with accelerators("xpu", devices=1), monkeypatch.context() as patched:  # undone before the emulation ends
         weight = torch.ones(4, device="xpu")
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+        patched.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
         with pytest.raises(bcp.StateError, match=r"w.* is on xpu:0, which is no device of torch\.accelerator \(cuda\)"):
             bcp.save(tmp_path, {"model": {"w": weight}})
     assert not list(tmp_path.iterdir())

@@ -440,3 +440,21 @@ def test_plain_copies_of_bcp_are_watched() -> None:
         columns = (np.array([pointer]) for pointer in (other.data_ptr(), host.data_ptr(), 8))
         gather.move(*columns)
         assert "bcp reads memory while a copy to the host" in machine.forgive()[0]
+
+
+def test_nothing_of_it_stays_behind() -> None:
+    before = {name: vars(torch.accelerator)[name] for name in torch.accelerator.__all__}
+
+    class Own(torch.Tensor):
+        """A subclass that is there before."""
+
+    with accelerators():
+
+        class Late(torch.Tensor):
+            """A subclass that is made meanwhile."""
+
+    for kind in (torch.Tensor, torch.nn.Parameter, Own, Late):
+        parts = [part.as_subclass(kind) if kind is not torch.nn.Parameter else part for part in torch.arange(2)]
+        assert torch.tensor(parts).tolist() == [0, 1]
+    assert {name: vars(torch.accelerator)[name] for name in torch.accelerator.__all__} == before
+    assert not torch.accelerator.is_available()

@@ -147,7 +147,7 @@ def test_storage_that_is_not_shared_and_storage_that_is_read_only(doctors: Docto
 
 
 def test_a_rank_that_does_not_come(doctors: Doctors) -> None:
-    found = doctors([1, 2, 3, 3], timeout=12.0, absent=[2])
+    found = doctors([1, 2, 3, 3], timeout=20.0, absent=[2])
     screen = sick(found, "store")
     assert "rank 0 misses rank 2: 3 of 4 ranks came" in screen
     assert "hosts h1, h2, h3" in screen

