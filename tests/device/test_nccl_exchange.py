@@ -34,6 +34,7 @@ class Nccl:
         self.called: dict[int, tuple[Sequence[torch.Tensor], torch.cuda.Event]] = {}
         self.done: dict[int, torch.cuda.Event] = {}
         self.log: list[tuple[int, str]] = []
+        self.queueing = threading.Lock()
 
 
 class Group:
@@ -51,7 +52,9 @@ class Group:
         assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in (*receive, *send))
         nccl.called[self.rank] = send, torch.cuda.current_stream(self.rank).record_event()
         nccl.meet.wait(30)
-        with torch.cuda.stream(self.stream):
+        with nccl.queueing, torch.cuda.stream(self.stream):
+            if nccl.meet.broken:
+                raise RuntimeError("aborted")
             for peer in range(SIZE):
                 sent, ready = nccl.called[peer]
                 assert sent[self.rank].shape == receive[peer].shape
@@ -71,6 +74,9 @@ class Group:
     def abort(self) -> None:
         self.nccl.log.append((self.rank, "abort"))
         self.nccl.meet.abort()
+        with self.nccl.queueing:
+            for device in range(SIZE):  # kernels of NCCL have ended when it returns
+                torch.cuda.synchronize(device)
 
 
 class Work:
