@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test gpu check format demo bench chaos clean
+.PHONY: help venv test gpu storage check format demo bench chaos clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -37,6 +37,10 @@ test: venv  ## Run the tests: all of them in two processes, those that ARGS choo
 
 gpu: venv  ## Run the tests that need CUDA devices, and print figures; eight minutes at most.
 	$(BIN)/python -m pytest -m gpu -s tests/gpu $(ARGS)
+
+storage: venv  ## Run the tests of object stores, HDFS and shared file systems on real servers; needs root, Java and /dev/fuse.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[servers]'
+	$(BIN)/python -m pytest -o addopts="-ra --strict-markers --strict-config -m 'not rgw'" $(if $(ARGS),$(ARGS),tests/storage)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .

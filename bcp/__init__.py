@@ -11,7 +11,7 @@ from bcp._pending import Pending
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.errors import NothingLoadedWarning
-from bcp.events import LoadReport, SaveReport, StageEvent
+from bcp.events import LoadReport, RetryEvent, SaveReport, StageEvent
 from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.box import Box
@@ -19,7 +19,7 @@ from bcp.plan.load.moved import Moved
 from bcp.planners.megatron import MegatronRng
 from bcp.planners.megatron_names import MegatronNames
 from bcp.planners.random_states import RNGState
-from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner
+from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
 from bcp.stages.items import HostPart
 
 __all__ = [
@@ -41,6 +41,8 @@ __all__ = [
     "Pipeline",
     "Planner",
     "RNGState",
+    "RetryEvent",
+    "RetryPolicy",
     "SaveOptions",
     "SaveReport",
     "Stage",

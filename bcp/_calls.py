@@ -19,7 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from bcp._agree import refuse
 from bcp._job import LoadJob, SaveJob
 from bcp._workflow import aload, aprepare, asave
-from bcp.backends import MemoryBackend, child, resolve
+from bcp.backends import MemoryBackend, child, resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
@@ -122,7 +122,7 @@ def load_call(
             f"exchange={chosen.exchange}"
         )
         job = partial(LoadJob, **common, options=chosen, exchange_device=device)
-        return _Checked(f"load of {path}", does, job, chosen.timeout)
+        return _Checked(f"load of {common['path']}", does, job, chosen.timeout)
 
     return _take_place(ranks, "open", options, check, aload)
 
@@ -187,7 +187,7 @@ def _check_save(
         f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs}"
     )
     job = partial(SaveJob, **common, options=options)
-    return _Checked(f"save to {path}", does, job, options.timeout)
+    return _Checked(f"save to {common['path']}", does, job, options.timeout)
 
 
 def _common(
@@ -202,7 +202,7 @@ def _common(
     clock = Timeline(options.observe)
     _check_states(states)
     planner = _chooser(framework, states)
-    where, backend, opened = _place(path, role)
+    where, backend, opened = _place(path, role, options)
     return {
         "path": where,
         "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,
@@ -221,7 +221,7 @@ def _words(path: Path) -> str:
     """Name the place: the same on every rank, so without what a backend's repr may say of this one."""
     if isinstance(path, Backend):
         return type(path).__name__
-    return str(path) if "://" in str(path) else str(pathlib.Path(path).absolute())
+    return shown(str(path)) if "://" in str(path) else str(pathlib.Path(path).absolute())
 
 
 def require_asyncio() -> None:
@@ -259,13 +259,15 @@ def _check_states(states: States) -> None:
         )
 
 
-def _place(path: Path, role: str | None) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
+def _place(
+    path: Path, role: str | None, options: SaveOptions | LoadOptions
+) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
     """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
     if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"
         )
-    backend, where = resolve(path), _words(path)
+    backend, where = resolve(path, options.storage_options, options.retries), _words(path)
     opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
     return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)

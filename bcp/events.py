@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["LoadReport", "Observer", "SaveReport", "StageEvent", "ignore"]
+__all__ = ["LoadReport", "Observer", "RetryEvent", "SaveReport", "StageEvent", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,30 @@ class StageEvent:
     ended: float
 
 
+@dataclass(frozen=True, slots=True)
+class RetryEvent:
+    """A request to storage failed, and is made again after a pause.
+
+    Attributes:
+        request: what it was, with store, object and bytes.
+        attempt: number of the attempt that failed; the first one is 1.
+        pause: seconds until the next one.
+        said: the server's or the client's words.
+        slow_down: whether the server asked for fewer requests.
+    """
+
+    request: str
+    attempt: int
+    pause: float
+    said: str
+    slow_down: bool
+
+
 Observer = Callable[[StageEvent], None]
 """Called on the event loop, once for each item and stage; must be quick and must not raise."""
 
 
-def ignore(event: StageEvent) -> None:
+def ignore(event: object) -> None:
     """Be the observer that nobody asked for."""
 
 
@@ -55,6 +74,7 @@ class SaveReport:
         budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
         plan_cached: whether the layout was unchanged, so that only digests were exchanged.
         files: keys that this rank wrote, relative to ``path``.
+        retries: how many requests to storage were made again.
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this save borrowed some.
@@ -74,6 +94,7 @@ class SaveReport:
     budget_wait_seconds: float = 0.0
     plan_cached: bool = False
     files: tuple[str, ...] = ()
+    retries: int = 0
     threads: int = 0
     streams: int = 0
     pinned_nbytes: int = 0
@@ -103,6 +124,7 @@ class LoadReport:
         unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
         unmatched: kinds of which this rank wanted names and the checkpoint has none of them (``strict=False`` only); a
             :class:`~bcp.errors.NothingLoadedWarning` names them as well.
+        retries: how many requests to storage were made again.
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this load borrowed some.
@@ -121,6 +143,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    retries: int = 0
     threads: int = 0
     streams: int = 0
     pinned_nbytes: int = 0

@@ -12,7 +12,7 @@ from bcp.errors import InputError
 from bcp.events import Observer, ignore
 from bcp.pipeline import Pipeline
 from bcp.plan.load.rename import Rename, blocks_of
-from bcp.protocols import Codec
+from bcp.protocols import Codec, RetryPolicy
 
 __all__ = ["Graph", "LoadOptions", "SaveOptions", "timeout_of", "with_overrides"]
 
@@ -93,6 +93,11 @@ class SaveOptions:
             optimizer step is seen, a write to a few rows of a large tensor may not be. False: nothing is compared.
         trust: pickle objects of any class in extra states, dataloader states and values. The load then needs
             ``LoadOptions(trust=True)``. Without it such an object is a :class:`~bcp.errors.StateError`.
+        storage_options: for the file system of a URL, by the names that fsspec and its packages give them, as in
+            ``{"endpoint_url": ...}``. Environment variables and configuration files of these count without them. They
+            may be secret, so they are shown nowhere.
+        retries: how failed requests to an object store are made again; None for the defaults of
+            :class:`~bcp.protocols.RetryPolicy`.
         observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
     """
 
@@ -112,6 +117,8 @@ class SaveOptions:
     timeout: float = field(default_factory=_timeout)
     guard: bool = True
     trust: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    retries: RetryPolicy | None = None
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
@@ -119,6 +126,7 @@ class SaveOptions:
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
         _codecs(self.codecs)
+        _storage(self)
         if self.budget_bytes is not None:  # else the rank's own state
             _positive(self, "budget_bytes")
         if self.pinned_bytes:  # else the default, or none
@@ -166,6 +174,11 @@ class LoadOptions:
         io_workers: reads in flight, in as many threads. ``$BCP_IO_WORKERS``, else 4.
         copy_workers: parts that are verified, decoded or copied to the device at once.
         timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
+        storage_options: for the file system of a URL, by the names that fsspec and its packages give them, as in
+            ``{"endpoint_url": ...}``. Environment variables and configuration files of these count without them. They
+            may be secret, so they are shown nowhere.
+        retries: how failed requests to an object store are made again; None for the defaults of
+            :class:`~bcp.protocols.RetryPolicy`.
         observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
     """
 
@@ -185,6 +198,8 @@ class LoadOptions:
     io_workers: int = field(default_factory=_workers)
     copy_workers: int = 2
     timeout: float = field(default_factory=_timeout)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    retries: RetryPolicy | None = None
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
@@ -193,7 +208,16 @@ class LoadOptions:
         _whole_mib(self, "read_bytes")
         _one_of(self, "exchange", ("sockets", "gloo", "nccl"))
         _codecs(self.codecs)
+        _storage(self)
         blocks_of(self.rename)
+
+
+def _storage(options: SaveOptions | LoadOptions) -> None:
+    """Refuse settings of the storage that cannot be any."""
+    if not isinstance(options.storage_options, Mapping):
+        raise InputError(f"storage_options is a {type(options.storage_options).__name__}; pass a dict")
+    if not isinstance(options.retries, RetryPolicy | None):
+        raise InputError(f"retries={options.retries!r}; pass a bcp.RetryPolicy, or None for the defaults")
 
 
 def _one_of(options: object, name: str, known: Sequence[str | None]) -> None:

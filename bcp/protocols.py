@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from bcp.errors import InputError
+from bcp.events import RetryEvent, ignore
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ __all__ = [
     "ObjectKey",
     "PartWriter",
     "Planner",
+    "RetryPolicy",
+    "Retrying",
     "ScatterReader",
     "Stateful",
     "States",
@@ -273,6 +276,15 @@ class Sweeper(Protocol):
 
 
 @runtime_checkable
+class Retrying(Protocol):
+    """What a backend says besides, if it makes failed requests again."""
+
+    @property
+    def retry_count(self) -> int:
+        """How many requests it has made again so far."""
+
+
+@runtime_checkable
 class ScatterReader(Protocol):
     """What a backend offers besides, if one read can fill many buffers: tensors, without a copy in between."""
 
@@ -282,6 +294,42 @@ class ScatterReader(Protocol):
         They are writable, flat, of any number and of any length. Errors are those of :meth:`Backend.read_into`; after
         one the buffers' contents are undefined.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often, how long and how many requests are made.
+
+    Attributes:
+        deadline: seconds after which a request that has failed so far is not made again.
+        attempt: seconds that one attempt may take, and a second more for each MiB that it moves.
+        first_pause: seconds before the second attempt, at most; doubles with each further one. The pause itself is
+            random, so that a thousand ranks do not come back together.
+        longest_pause: most seconds of a pause, unless the server asks for more.
+        allowance: attempts beyond the first ones that all requests of a backend may make together; every ten
+            successes add one. A store that fails more often than that is broken, and more requests would not mend it.
+        requests: requests at a time. Half as many whenever the server says that it is busy, and one more again for
+            each round of successes.
+        hedge: seconds after which a read is also asked for a second time, and the first answer counts; None for never.
+        on_retry: called with a :class:`~bcp.events.RetryEvent` before each pause, on the event loop.
+    """
+
+    deadline: float = 300.0
+    attempt: float = 30.0
+    first_pause: float = 0.2
+    longest_pause: float = 15.0
+    allowance: int = 200
+    requests: int = 32
+    hedge: float | None = None
+    on_retry: Callable[[RetryEvent], None] = ignore
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("deadline", "attempt", "first_pause", "longest_pause", "requests"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"RetryPolicy({name}={getattr(self, name)}) must be positive")
+        if self.allowance < 0 or (self.hedge is not None and self.hedge <= 0):
+            raise InputError(f"RetryPolicy(allowance={self.allowance}, hedge={self.hedge}) must not be negative")
 
 
 # -- agreement between ranks ------------------------------------------------------------------

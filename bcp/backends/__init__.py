@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 from urllib.parse import unquote
 
 from bcp.backends.local import LocalBackend
 from bcp.backends.memory import MemoryBackend
 from bcp.backends.prefixed import child
 from bcp.errors import InputError
-from bcp.protocols import Backend
+from bcp.protocols import Backend, RetryPolicy
 
-__all__ = ["LocalBackend", "MemoryBackend", "child", "register", "resolve"]
+__all__ = ["LocalBackend", "MemoryBackend", "child", "register", "resolve", "shown"]
+
+Factory = Callable[[str, Mapping[str, Any], RetryPolicy | None], Backend]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"({_SCHEME})://.*", re.DOTALL)
+_PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
 _METHODS = ("put", "version", "put_if", "open_write", "read_into", "get", "list", "delete", "aclose")
-_ABSENT = ("gs", "hdfs", "s3")  # object stores that users will ask for, and that this version cannot serve
+_OWN = {
+    "gcs": "bcp.backends.objects.gcs:open_gcs",
+    "gs": "bcp.backends.objects.gcs:open_gcs",
+    "hdfs": "bcp.backends.hdfs:open_hdfs",
+    "s3": "bcp.backends.objects.s3:open_s3",
+    "s3a": "bcp.backends.objects.s3:open_s3",
+}
+"""Modules that are imported when a URL asks for them: their packages are extras."""
 
 
-def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
+def resolve(
+    path: str | os.PathLike[str] | Backend,
+    storage_options: Mapping[str, Any] | None = None,
+    retries: RetryPolicy | None = None,
+) -> Backend:
     """Return the backend for a path.
 
     Args:
-        path: a local path or ``file://`` URL, ``memory://name/prefix``, a URL of a registered scheme, or a
-            backend, which is returned as it is.
+        path: a local path or ``file://`` URL; ``gs://``, ``s3://`` or ``hdfs://``; ``memory://name/prefix``; a URL of a
+            registered scheme, or of any other that fsspec knows; or a backend, which is returned as it is.
+        storage_options: for the file system of a URL, by the names that fsspec and its packages give them.
+        retries: how a backend of a URL makes failed requests again; None for the defaults.
 
     Raises:
-        InputError: there is no backend for the URL's scheme, the URL is malformed, or the path is none of these.
+        InputError: there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or there
+            are options for a path that takes none.
+        MissingExtraError: a package is not installed; the message names the extra.
+
+    Example::
+
+        backend = bcp.backends.resolve("s3://bucket/run", {"endpoint_url": "http://127.0.0.1:9000"})
 
     """
+    options = storage_options or {}
     if hasattr(path, "open_write") and hasattr(path, "read_into"):
-        missing = sorted(name for name in _METHODS if not hasattr(path, name))
-        if missing:
-            raise InputError(
-                f"{type(path).__name__} is no backend: it has no {', '.join(missing)}; docs/extending.md describes all "
-                "methods of a backend"
-            )
+        _check_methods(path)
+        _check_none(options, type(path).__name__)
         return cast("Backend", path)
     if not isinstance(path, str | os.PathLike):
         raise InputError(
@@ -49,42 +69,78 @@ def resolve(path: str | os.PathLike[str] | Backend) -> Backend:
     text = os.fsdecode(path)
     match = _URL.fullmatch(text)
     if match is None:
+        _check_none(options, text)
         return LocalBackend(text)
-    scheme = match[1].lower()
-    factory = _factories.get(scheme)
-    if factory is not None:
-        return factory(text)
-    how = "register one with bcp.backends.register(scheme, factory), or pass a Backend object as the path"
-    if scheme in _ABSENT:
-        raise InputError(f"{text!r}: this version of bcp has no backend for {scheme}:// yet; {how}")
-    known = ", ".join(f"{name}://" for name in sorted(_factories))
-    raise InputError(f"{text!r}: unknown scheme {scheme}://; known are plain local paths, {known}; {how}")
+    return _factory(match[1].lower(), text)(text, options, retries)
 
 
-def register(scheme: str, factory: Callable[[str], Backend]) -> None:
-    """Let :func:`resolve` call ``factory(url)`` for URLs that start with ``scheme://``.
+def _check_methods(backend: object) -> None:
+    missing = sorted(name for name in _METHODS if not hasattr(backend, name))
+    if missing:
+        raise InputError(
+            f"{type(backend).__name__} is no backend: it has no {', '.join(missing)}; docs/extending.md describes all "
+            "methods of a backend"
+        )
 
-    A later registration of the same scheme replaces the earlier one.
+
+def _check_none(options: Mapping[str, Any], where: str) -> None:
+    """Refuse options where nothing would look at them; their values may be secret."""
+    if options:
+        raise InputError(f"storage_options has {sorted(options)}, and {where} takes none; they are for URLs")
+
+
+def _factory(scheme: str, url: str) -> Factory:
+    """Return what opens URLs of that scheme."""
+    if scheme in _factories:
+        return _factories[scheme]
+    if scheme in _OWN:
+        module, _, name = _OWN[scheme].partition(":")
+        opened: Factory = getattr(importlib.import_module(module), name)
+        return opened
+    import fsspec  # noqa: PLC0415 -- here it takes 0.1 s that local paths need not pay
+
+    if scheme in {*fsspec.available_protocols(), *fsspec.registry}:
+        from bcp.backends.objects.generic import open_generic  # noqa: PLC0415 -- as above
+
+        return open_generic
+    known = ", ".join(f"{name}://" for name in sorted({*_factories, *_OWN}))
+    raise InputError(
+        f"{shown(url)!r}: unknown scheme {scheme}://; known are plain local paths, {known}, and what fsspec knows; "
+        "register one with bcp.backends.register(scheme, factory), or pass a Backend object as the path"
+    )
+
+
+def shown(url: str) -> str:
+    """Return a URL as messages and reports show it: without the password that it may have."""
+    return _PASSWORD.sub(r"\1***@", url)
+
+
+def register(scheme: str, factory: Callable[..., Backend]) -> None:
+    """Let :func:`resolve` call ``factory(url, **storage_options)`` for URLs that start with ``scheme://``.
+
+    A later registration of the same scheme replaces the earlier one, and one of bcp's own.
     """
     if not re.fullmatch(_SCHEME, scheme):
         raise InputError(f"{scheme!r} is not the scheme of a URL; use one such as 's3', without '://'")
-    _factories[scheme.lower()] = factory
+    _factories[scheme.lower()] = lambda url, options, _: factory(url, **options)
 
 
-def _file(url: str) -> Backend:
+def _file(url: str, options: Mapping[str, Any], _: RetryPolicy | None) -> Backend:
     """Return the backend of a ``file://`` URL."""
+    _check_none(options, url)
     host, slash, path = url[len("file://") :].partition("/")
     if host not in ("", "localhost") or not slash:
         raise InputError(f"{url!r}: write file:///absolute/path, with three slashes")
     return LocalBackend(unquote(f"/{path}"))
 
 
-def _memory(url: str) -> Backend:
+def _memory(url: str, options: Mapping[str, Any], _retries: RetryPolicy | None) -> Backend:
     """Return the backend of a ``memory://`` URL."""
+    _check_none(options, url)
     name, _, prefix = url[len("memory://") :].partition("/")
     backend = MemoryBackend(name)
     prefix = prefix.rstrip("/")
     return child(backend, prefix) if prefix else backend
 
 
-_factories: dict[str, Callable[[str], Backend]] = {"file": _file, "memory": _memory}
+_factories: dict[str, Factory] = {"file": _file, "memory": _memory}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bcp.backends.keys import check_key, scatter
 from bcp.pipeline import in_thread
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper, Unfinished, Version
+from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Retrying, ScatterReader, Sweeper, Unfinished, Version
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -40,6 +40,11 @@ class PrefixedBackend:
     def __repr__(self) -> str:
         """Show what is behind the view."""
         return f"{self.whole!r}/{self.prefix}"
+
+    @property
+    def retry_count(self) -> int:
+        """How many requests the backend behind it has made again."""
+        return self.whole.retry_count if isinstance(self.whole, Retrying) else 0
 
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object."""

@@ -13,8 +13,12 @@ Needs pytest and anyio's pytest plugin, which comes with anyio.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -34,6 +38,9 @@ class BackendSuite:
     pytestmark = pytest.mark.anyio
     large_part_nbytes = 9 << 20
     """Size of a "large" part in bytes; more than one system call or request of the backend takes."""
+
+    many = 2000
+    """How many objects there are at once in one test; more than one page of a list has."""
 
     @pytest.fixture
     def anyio_backend(self) -> str:
@@ -277,6 +284,19 @@ class BackendSuite:
             assert scope.cancelled_caught
         await self._only_the_old(backend)
 
+    async def test_cancellation_within_a_part(self, backend: Backend) -> None:
+        """A part that is cancelled on its way leaves nothing, and its buffer alone from then on."""
+        await backend.put("key", _OLD)
+        data = bytearray(self.large_part_nbytes)
+        for seconds in (0.0, 0.001, 0.01):
+            with anyio.move_on_after(seconds):
+                async with backend.open_write("new/key", 2 * len(data)) as writer:
+                    await writer.write_part(0, 0, data)
+                    await writer.write_part(1, len(data), data)
+                    await anyio.sleep_forever()
+            data[:] = bytes(len(data))
+        await self._only_the_old(backend)
+
     async def test_two_writers_of_one_key(self, backend: Backend) -> None:
         """The object is one of both, never a mixture; the later end counts."""
         async with backend.open_write("key", 4) as first, backend.open_write("key", 4) as second:
@@ -368,6 +388,52 @@ class BackendSuite:
                 group.start_soon(work, number)
         assert len(await backend.list("shared/")) == 16  # noqa: PLR2004 -- as many as tasks
 
+    async def test_many_objects(self, backend: Backend) -> None:
+        """A list has all objects, however many pages it takes; so many can be deleted at once."""
+        keys = [f"many/{number:05}" for number in range(self.many)]
+        limit = anyio.CapacityLimiter(64)
+
+        async def put(key: str) -> None:
+            async with limit:
+                await backend.put(key, key.encode())
+
+        async with anyio.create_task_group() as group:
+            for key in keys:
+                group.start_soon(put, key)
+        found = await self.reopen(backend).list("many/")
+        assert [(info.key, info.nbytes) for info in found] == [(key, len(key)) for key in keys]
+        await backend.delete(keys[1:])
+        assert [info.key for info in await self.reopen(backend).list()] == keys[:1]
+
+    def test_two_event_loops(self, backend: Backend) -> None:
+        """A backend serves one event loop after the other."""
+
+        async def use(number: int) -> bytes:
+            await backend.put(f"key{number}", b"1")
+            async with backend.open_write(f"large{number}") as writer:
+                await writer.write_part(0, 0, bytes([number]) * 10)
+            return bytes(await backend.get("key0"))
+
+        assert [asyncio.run(use(number)) for number in range(3)] == [b"1"] * 3
+        asyncio.run(backend.aclose())
+
+    @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+    def test_fork(self, backend: Backend) -> None:
+        """A forked child uses its parent's backend, and the parent goes on with it."""
+
+        async def use(key: str) -> int:
+            await backend.put(key, b"1")
+            return len(await backend.get(key))
+
+        with asyncio.Runner() as runner:
+            runner.run(use("before"))
+            pid = os.fork()
+            if not pid:
+                os._exit(_exit_code(use("in-child")))
+            assert os.waitpid(pid, 0)[1] == 0
+            runner.run(use("after"))
+            runner.run(backend.aclose())
+
     async def test_aclose_twice(self, backend: Backend) -> None:
         """Closing is idempotent, and what was stored stays."""
         await backend.put("key", b"x")
@@ -386,6 +452,16 @@ class BackendSuite:
         async with backend.open_write("key") as writer:
             await writer.write_part(0, 0, b"later")
         assert bytes(await backend.get("key")) == b"later"
+
+
+def _exit_code(work: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine on a new event loop of a forked child, whose inherited one counts as running."""
+    asyncio._set_running_loop(None)  # noqa: SLF001 -- there is no other way
+    try:
+        return 0 if asyncio.new_event_loop().run_until_complete(work) else 1
+    except BaseException:  # noqa: BLE001 -- the parent tells of it
+        traceback.print_exc()
+        return 2
 
 
 async def _scattered(backend: Backend, key: str, start: int, outs: Sequence[memoryview]) -> None:

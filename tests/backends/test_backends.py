@@ -76,10 +76,7 @@ async def test_memory_url_with_prefix() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("s3://bucket/x", "no backend for s3:// yet.*register"),
-        ("gs://bucket/x", "no backend for gs:// yet"),
-        ("HDFS://bucket/x", "no backend for hdfs:// yet"),
-        ("ftp://x", "unknown scheme ftp://; known are .*file://, memory://"),
+        ("nosuch://x", "unknown scheme nosuch://; known are .*file://.*s3://.*register"),
         ("file://host/x", "three slashes"),
         ("file://x", "three slashes"),
     ],
@@ -93,13 +90,15 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bcp.backends._factories", {})
     seen: list[str] = []
 
-    def factory(url: str) -> Backend:
+    def factory(url: str, **options: object) -> Backend:
         seen.append(url)
+        seen.extend(options)
         return MemoryBackend("registered")
 
     register("Mine", factory)
     assert isinstance(resolve("mine://where/ever"), MemoryBackend)
-    assert seen == ["mine://where/ever"]
+    assert isinstance(resolve("mine://where/ever", {"colour": "blue"}), MemoryBackend)
+    assert seen == ["mine://where/ever", "mine://where/ever", "colour"]
     with pytest.raises(InputError, match="scheme"):
         register("mine://", factory)
 

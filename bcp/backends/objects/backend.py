@@ -1,0 +1,365 @@
+"""A :class:`~bcp.protocols.Backend` over an object store: what is the same for all of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import anyio
+
+from bcp._log import log
+from bcp.backends.keys import check_key, scatter
+from bcp.backends.objects.grid import Grid
+from bcp.backends.objects.retry import Retries
+from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
+from bcp.backends.tiling import Tiling
+from bcp.errors import CorruptError, StorageError
+from bcp.pipeline import in_thread
+from bcp.protocols import Buffer, ObjectInfo, RetryPolicy, Unfinished, Version, flat_view
+
+__all__ = ["ObjectBackend"]
+
+T = TypeVar("T")
+MIB = 1 << 20
+RANGE_BYTES = 16 * MIB
+"""Bytes of one ranged read: enough for a connection to come to speed, and few enough to be asked for once more."""
+
+STRAIGHT_BYTES = MIB
+"""A buffer of so many bytes is read by requests of its own; a request takes longer than the copy of fewer."""
+
+AT_ONCE_BYTES = 8 * MIB
+"""An object of up to so many bytes is kept until it is whole, and stored by one request in place of three."""
+
+CLEAN_UP_SECONDS = 30.0
+_PINNED = 4096  # objects whose version is remembered while they are being read
+
+
+class ObjectBackend:
+    """Objects below one root of a store; requests that fail are made again.
+
+    What a reader sees of one object is one version of it: a read that finds another one than the reads before it is an
+    error. Large objects appear whole, with a checksum that the store has compared, or not at all.
+    """
+
+    def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
+        """Take the store, which belongs to this backend from now on.
+
+        Args:
+            store: makes single requests.
+            policy: how they are made again.
+
+        """
+        self.store = store
+        self.retries = Retries(policy)
+        self._versions: OrderedDict[str, Version] = OrderedDict()
+
+    def __repr__(self) -> str:
+        """Show bucket and root."""
+        return f"ObjectBackend({self.store.name})"
+
+    @property
+    def retry_count(self) -> int:
+        """How many requests were made again so far."""
+        return self.retries.retries
+
+    # -- small objects ------------------------------------------------------------------------
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object by one request."""
+        view = flat_view(data)
+        self._versions.pop(check_key(key), None)
+        await self._request(f"storing {key!r}", partial(self.store.put, key, view), len(view))
+
+    async def version(self, key: str) -> Version | None:
+        """Return the store's version of an object."""
+        found = await self._stat(check_key(key))
+        return None if found is None else found.version
+
+    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+        """Store a small object if it still has the version that was found; the store compares.
+
+        An attempt whose answer was lost may have succeeded. Then the condition of the next one fails, and the object is
+        compared with what was to be stored: a commit has contents that no other has.
+        """
+        view, attempts = flat_view(data), 0
+        self._versions.pop(check_key(key), None)
+
+        async def attempt() -> Version | None:
+            nonlocal attempts
+            attempts += 1
+            try:
+                return await self.store.put(key, view, If(found))
+            except ConditionError:
+                return await self._mine(key, view) if attempts > 1 else None
+
+        return await self._request(f"storing {key!r} on condition", attempt, len(view))
+
+    async def _mine(self, key: str, data: memoryview) -> Version | None:
+        """Return the version of an object that has these contents, else None."""
+        try:
+            stored, version = await self.store.get(key)
+        except FileNotFoundError:
+            return None
+        return version if stored == data else None
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        data, _ = await self._request(f"reading {check_key(key)!r}", partial(self.store.get, key))
+        return data
+
+    # -- large objects ------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
+        """Write a large object in parts, of which several are under way at once."""
+        self._versions.pop(check_key(key), None)
+        parts = _Parts(self, key, nbytes)
+        try:
+            yield parts
+            await parts.finish()
+        except BaseException:
+            with anyio.move_on_after(CLEAN_UP_SECONDS, shield=True):
+                await parts.abort()
+            raise
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` by several ranged reads at once."""
+        await self.read_scattered(key, start, [out])
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers by ranged reads: large ones straight, small neighbours by one read and a copy."""
+        check_key(key)
+        pieces = list(_pieces(start, [flat_view(out) for out in outs]))
+        if not pieces:
+            await self._exists(key)
+            return
+        first, *rest = pieces
+        if rest and key not in self._versions:
+            await self._fill(key, *first)  # learns the version, which the others ask for
+            pieces = rest
+        await _together([partial(self._fill, key, *piece) for piece in pieces])
+
+    async def _fill(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill neighbours by one read."""
+        if len(outs) == 1:
+            await self._read(key, start, outs[0])
+            return
+        whole = memoryview(bytearray(sum(map(len, outs))))
+        await self._read(key, start, whole)
+        await in_thread(scatter, whole, outs)
+
+    async def _exists(self, key: str) -> None:
+        if await self._stat(key) is None:
+            raise FileNotFoundError(f"{self!r} has no object {key!r}")
+
+    async def _read(self, key: str, start: int, out: memoryview) -> None:
+        """Fill a buffer by one ranged read."""
+        what = f"reading bytes {start} to {start + len(out)} of {key!r}"
+        try:
+            found, version = await self._request(what, partial(self._read_once, key, start, out), len(out))
+        except ConditionError as error:
+            self._versions.pop(key, None)
+            raise StorageError(
+                f"{self!r}: {key!r} was replaced while it was being read; nothing was mixed: read it again"
+            ) from error
+        self._remember(key, version)
+        if found < len(out):
+            raise CorruptError(
+                f"{self!r}: {key!r} is too short: wanted {len(out)} bytes from byte {start} and got {found}; the "
+                "object was cut, or is not the one that was saved"
+            )
+
+    async def _read_once(self, key: str, start: int, out: memoryview) -> tuple[int, Version]:
+        """Read once; and once more beside it where the first read is slow and the policy says so."""
+        read = partial(self.store.read, key, start, out, self._versions.get(key))
+        hedge = self.retries.policy.hedge
+        return await read() if hedge is None else await _first_of_two(read, hedge)
+
+    def _remember(self, key: str, version: Version) -> None:
+        self._versions[key] = version
+        self._versions.move_to_end(key)
+        if len(self._versions) > _PINNED:
+            self._versions.popitem(last=False)
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List objects in key order."""
+        if prefix:
+            check_key(prefix.rstrip("/"))
+
+        async def attempt() -> list[ObjectInfo]:
+            return [info async for info in self.store.list(prefix)]
+
+        found = await self._request(f"listing {prefix!r}", attempt)
+        return sorted(found, key=lambda info: info.key)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects."""
+        for key in keys:
+            self._versions.pop(check_key(key), None)
+        if keys:
+            more = "" if len(keys) == 1 else f" and {len(keys) - 1} more"
+            await self._request(f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List what unfinished uploads have left."""
+        return await self._request("listing unfinished uploads", self.store.unfinished)
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove some of it."""
+        if unfinished:
+            await self._request("removing unfinished uploads", partial(self.store.discard, unfinished))
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await self.store.aclose()
+
+    async def _stat(self, key: str) -> Stat | None:
+        return await self._request(f"looking for {key!r}", partial(self.store.stat, key))
+
+    async def _request(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+        """Make a request until it succeeds."""
+        return await self.retries(f"{self!r}: {what}", attempt, nbytes)
+
+
+class _Parts:
+    """Takes the parts of one object: keeps a small object until it is whole, and uploads the parts of others."""
+
+    def __init__(self, backend: ObjectBackend, key: str, nbytes: int | None) -> None:
+        """Begin with nothing; the upload begins with the first part."""
+        self._backend = backend
+        self._store = backend.store
+        self._key = key
+        self._nbytes = nbytes
+        self._tiling = Tiling(f"{backend!r}, writing {key!r}", nbytes)
+        self._upload: Upload | None = None
+        self._begins = anyio.Lock()
+        self._grid: Grid | None = None
+        self._small: dict[int, bytes] | None = {}
+        self._closed = False
+        if nbytes is None or nbytes > min(AT_ONCE_BYTES, self._store.most_part):
+            self._small = None
+        if self._small is None and nbytes is None:
+            self._grid = Grid(max(self._store.least_part, AT_ONCE_BYTES))
+
+    async def write_part(self, index: int, offset: int, data: Buffer) -> None:
+        """Take one part."""
+        view = flat_view(data)
+        if self._closed:
+            raise StorageError(f"{self._backend!r}, writing {self._key!r}: part {index} came after the end")
+        if self._small is not None:
+            self._small[index] = bytes(view)
+        elif self._is_too_small(offset, len(view)) or self._grid is not None:
+            self._grid = self._grid or Grid(max(self._store.least_part, AT_ONCE_BYTES))
+            for number, cell in self._grid.add(offset, view):
+                await self._store_part(number, number * self._grid.nbytes, memoryview(cell))
+        else:
+            await self._store_part(index, offset, view)
+        self._tiling.add(index, offset, len(view))
+
+    def _is_too_small(self, offset: int, nbytes: int) -> bool:
+        """Whether the store would refuse a part for its size. All parts but the first and the last have one size."""
+        return nbytes < self._store.least_part and offset + nbytes != self._nbytes
+
+    async def _store_part(self, index: int, offset: int, data: memoryview) -> None:
+        upload = await self._begun()
+        await self._request(
+            f"storing part {index}, from byte {offset} on,", partial(upload.part, index, offset, data), len(data)
+        )
+
+    async def _begun(self) -> Upload:
+        async with self._begins:
+            if self._upload is None:
+                self._upload = await self._request(
+                    "beginning to store", partial(self._store.begin, self._key, self._nbytes)
+                )
+            return self._upload
+
+    async def finish(self) -> None:
+        """Let the object appear."""
+        self._closed = True
+        nbytes = self._tiling.check()
+        if self._small is not None or nbytes == 0:
+            parts = self._small or {}
+            whole = b"".join(parts[index] for index in sorted(parts))
+            await self._request("storing", partial(self._store.put, self._key, memoryview(whole)), len(whole))
+            return
+        if self._grid is not None and (rest := self._grid.rest()) is not None:
+            number, cell = rest
+            await self._store_part(number, number * self._grid.nbytes, memoryview(cell))
+        await self._request("finishing", (await self._begun()).finish)
+
+    async def abort(self) -> None:
+        """Remove what was stored; the error that leads here is what matters."""
+        self._closed = True
+        if self._upload is not None:
+            try:
+                await self._request("removing the parts of", self._upload.abort)
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the next save removes them
+                log.warning("parts of a failed write were not removed", object=self._key, error=repr(error))
+
+    async def _request(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+        return await self._backend._request(f"{what} {self._key!r}", attempt, nbytes)  # noqa: SLF001 -- one class in two
+
+
+def _pieces(start: int, outs: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Cut the bytes that fill the buffers into reads; yield where each begins, and what it fills."""
+    run: list[memoryview] = []
+    at = begin = start
+    for out in outs:
+        if run and (len(out) >= STRAIGHT_BYTES or at - begin >= RANGE_BYTES):
+            yield begin, run
+            run = []
+        if len(out) >= STRAIGHT_BYTES:
+            yield from ((at + first, [out[first : first + RANGE_BYTES]]) for first in range(0, len(out), RANGE_BYTES))
+        elif len(out):
+            begin = begin if run else at
+            run.append(out)
+        at += len(out)
+    if run:
+        yield begin, run
+
+
+async def _together(calls: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Make calls at once; the first error is raised as it is."""
+    if len(calls) == 1:
+        await calls[0]()
+        return
+    try:
+        async with anyio.create_task_group() as group:
+            for call in calls:
+                group.start_soon(call)
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+
+
+async def _first_of_two(read: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Read; after some seconds also a second time. Both fill the same buffer with the same bytes; one is cancelled."""
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    async def once(*, is_last: Callable[[], bool]) -> None:
+        try:
+            answers.append(await read())
+        except Exception as error:  # noqa: BLE001 -- raised again where no read succeeds
+            errors.append(error)
+            if not is_last():
+                return
+        group.cancel_scope.cancel()
+
+    async def later() -> None:
+        await anyio.sleep(seconds)
+        if not errors:
+            await once(is_last=lambda: len(errors) == 2)  # noqa: PLR2004 -- two reads
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(later)
+        await once(is_last=lambda: True)
+    if not answers:
+        raise errors[0]
+    return answers[0]

@@ -1,0 +1,174 @@
+"""Requests that fail are made again: with growing pauses, within bounds, and fewer at a time if the server is busy.
+
+In one place for all stores, so that no client library below has to retry, and none does.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import anyio
+
+from bcp._log import log
+from bcp.backends.objects.store import RequestError
+from bcp.errors import StorageError
+from bcp.events import RetryEvent
+from bcp.protocols import RetryPolicy
+
+__all__ = ["Limiter", "Retries"]
+
+T = TypeVar("T")
+MIB = 1 << 20
+
+
+class Limiter:
+    """How many requests may be under way: additive increase, multiplicative decrease."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin with the most that there may ever be."""
+        self.limit = float(most)
+        self._most = most
+        self._clock = clock
+        self._busy = 0
+        self._waiting: deque[anyio.Event] = deque()
+        self._lowered = -1.0
+
+    def __repr__(self) -> str:
+        """Show the limit."""
+        return f"<Limiter: {self._busy} of {self.limit:.1f} requests, {len(self._waiting)} wait>"
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Wait until there is room for one more request, and keep the room for the block."""
+        await self._enter()
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            self._let_in()
+
+    async def _enter(self) -> None:
+        if not self._waiting and self._busy < max(int(self.limit), 1):
+            self._busy += 1
+            return
+        turn = anyio.Event()
+        self._waiting.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():  # it was let in, and does not come
+                self._busy -= 1
+                self._let_in()
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def _let_in(self) -> None:
+        while self._waiting and self._busy < max(int(self.limit), 1):
+            self._busy += 1
+            self._waiting.popleft().set()
+
+    def succeeded(self) -> None:
+        """Take note of a success: one more request at a time for every round of them."""
+        self.limit = min(self.limit + 1 / max(self.limit, 1.0), self._most)
+        self._let_in()
+
+    def slow_down(self) -> None:
+        """Halve the limit; once a second, as many requests that are under way may say the same."""
+        now = self._clock()
+        if now - self._lowered >= 1.0:
+            self._lowered = now
+            self.limit = max(self.limit / 2, 1.0)
+
+
+class Retries:
+    """Makes the requests of one backend.
+
+    Attributes:
+        policy: its bounds.
+        limiter: how many requests are under way.
+        retries: how many attempts were made beyond the first ones.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy | None = None,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the policy; ``sleep`` and ``clock`` are for tests."""
+        self.policy = policy or RetryPolicy()
+        self.limiter = Limiter(self.policy.requests, clock)
+        self.retries = 0
+        self._successes = 0
+        self._sleep = sleep
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        """Show what was done."""
+        return f"<Retries: {self.retries} after {self._successes} successes, {self.limiter}>"
+
+    async def __call__(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+        """Make a request until it succeeds.
+
+        Args:
+            what: the request in words, with store, object and bytes, for messages.
+            attempt: makes it once. Errors other than :class:`RequestError`, ``OSError`` and ``TimeoutError`` are final,
+                and so are those that say so.
+            nbytes: how many bytes it moves.
+
+        Raises:
+            StorageError: it did not succeed within the policy's bounds; the last error is the cause.
+
+        """
+        began = self._clock()
+        number = 0
+        while True:
+            number += 1
+            try:
+                async with self.limiter.one():
+                    with anyio.fail_after(self.policy.attempt + nbytes / MIB):
+                        result = await attempt()
+            except (RequestError, TimeoutError, ConnectionError) as error:
+                await self._pause(what, _as_request(error), number, self._clock() - began)
+            else:
+                self._successes += 1
+                self.limiter.succeeded()
+                return result
+
+    async def _pause(self, what: str, error: RequestError, number: int, lasted: float) -> None:
+        """Wait before the next attempt, or raise if there is to be none."""
+        if error.slow_down:
+            self.limiter.slow_down()
+        ceiling = min(self.policy.first_pause * 2 ** min(number - 1, 30), self.policy.longest_pause)
+        pause = max(random.uniform(0, ceiling), error.after or 0.0)  # noqa: S311 -- no secret
+        spent = self.retries >= self.policy.allowance + self._successes // 10
+        if not error.transient or spent or lasted + pause > self.policy.deadline:
+            raise _final(what, error, number, lasted, spent=spent) from error
+        self.retries += 1
+        self.policy.on_retry(RetryEvent(what, number, pause, error.said, error.slow_down))
+        log.info("a storage request is made again", request=what, attempt=number, pause=pause, said=error.said)
+        await self._sleep(pause)
+
+
+def _as_request(error: Exception) -> RequestError:
+    """Return the error as one that says whether to try again."""
+    if isinstance(error, RequestError):
+        return error
+    said = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    made = RequestError(said, transient=True)
+    made.__cause__ = error
+    return made
+
+
+def _final(what: str, error: RequestError, attempts: int, seconds: float, *, spent: bool) -> StorageError:
+    """Say that a request has failed for good, how often it was made, and what the server said."""
+    why = "; so many requests fail that no more is made again" if spent and error.transient else ""
+    times = "once" if attempts == 1 else f"{attempts} times in {seconds:.1f} s"
+    return StorageError(f"{what} failed, tried {times}: {error.said}{why}")
