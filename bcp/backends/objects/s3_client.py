@@ -1,0 +1,325 @@
+"""Connections to S3: a client from s3fs's options, requests by it, and errors without secrets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+import botocore.exceptions as boto
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore import UNSIGNED
+from botocore.loaders import Loader, create_loader
+
+from bcp.backends.objects.s3_errors import FAILURES, S3Error, Secrets, request_error
+from bcp.errors import InputError
+from bcp.pipeline import in_thread
+from bcp.protocols import Version
+
+__all__ = ["Client", "Options", "Sending", "connected", "content_of", "etag_of"]
+
+T = TypeVar("T")
+SLICE_BYTES = 256 << 10
+"""Bytes that are handed to a socket at once; few enough that the event loop is not held up."""
+
+_IGNORED = {
+    "asynchronous", "batch_size", "cache_regions", "default_block_size", "default_cache_type", "default_fill_cache",
+    "fixed_upload_size", "listings_expiry_time", "local_expiry_check", "loop", "max_concurrency", "max_paths",
+    "skip_instance_cache", "use_listings_cache", "version_aware",
+}  # fmt: skip
+"""Options of s3fs that concern its files and caches, of which there are none here."""
+
+_NAMES = {
+    "anon", "client_kwargs", "config_kwargs", "endpoint_url", "key", "password", "profile", "region", "region_name",
+    "requester_pays", "s3_additional_kwargs", "secret", "token", "use_ssl", "username", "verify",
+}  # fmt: skip
+_SECRET_NAMES = re.compile(r"(?i)secret|token|password|access_key|customerkey|customer_key")
+_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Options:
+    """What a client is made of, in botocore's words.
+
+    Attributes:
+        client: arguments of ``create_client``.
+        config: arguments of botocore's ``Config``.
+        profile: a profile of AWS's configuration files.
+        extra: parameters for every request that knows them, as ``ServerSideEncryption``.
+        anonymous: whether requests are not signed.
+    """
+
+    client: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    profile: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    anonymous: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Options:
+        """Take options by the names that s3fs gives them.
+
+        Raises:
+            InputError: an option has no meaning here; the message has its name and not its value.
+
+        """
+        unknown = sorted(set(options) - _NAMES - _IGNORED)
+        if unknown:
+            raise InputError(
+                f"unknown options for s3://: {', '.join(unknown)}; known are {', '.join(sorted(_NAMES))}, as in s3fs"
+            )
+        given = {name: value for name, value in options.items() if value is not None}
+        client = dict(given.get("client_kwargs", {}))
+        _take(client, "aws_access_key_id", given.get("key", given.get("username")))
+        _take(client, "aws_secret_access_key", given.get("secret", given.get("password")))
+        _take(client, "aws_session_token", given.get("token"))
+        _take(client, "region_name", given.get("region_name", given.get("region")))
+        for name in ("endpoint_url", "use_ssl", "verify"):
+            _take(client, name, given.get(name))
+        extra = dict(given.get("s3_additional_kwargs", {}))
+        if given.get("requester_pays"):
+            extra["RequestPayer"] = "requester"
+        anonymous = bool(given.get("anon"))
+        if anonymous:
+            client = {name: value for name, value in client.items() if not name.startswith("aws_")}
+        return cls(client, given.get("config_kwargs", {}), given.get("profile"), extra, anonymous)
+
+    def secrets(self) -> Iterator[str]:
+        """List the values that no message may show."""
+        for name, value in [*self.client.items(), *self.extra.items()]:
+            if isinstance(value, str) and _SECRET_NAMES.search(name):
+                yield value
+
+    def to_config(self, requests: int) -> AioConfig:
+        """Return a configuration for so many requests at a time, without retries and without SHA-256 of data.
+
+        A request with data has the data's CRC32C among its signed headers where the server knows checksums. Over https
+        botocore itself leaves the data out of the signature.
+        """
+        config: dict[str, Any] = {**_TIMEOUTS, "max_pool_connections": requests, **self.config}
+        config["retries"] = {"total_max_attempts": 1, "mode": "standard"}
+        config["s3"] = {**(config.get("s3") or {}), "payload_signing_enabled": False}
+        config.setdefault("request_checksum_calculation", "when_required")
+        config.setdefault("response_checksum_validation", "when_required")
+        if self.anonymous:
+            config["signature_version"] = UNSIGNED
+        return AioConfig(**config)
+
+
+def _take(client: dict[str, Any], name: str, value: Any) -> None:
+    if value is not None:
+        client[name] = value
+
+
+# -- data of a request ------------------------------------------------------------------------
+
+
+class _Transport(Protocol):
+    def abort(self) -> None: ...
+
+
+class Sending:
+    """The data of one request, written from the caller's buffer; aiobotocore itself would copy it.
+
+    Attributes:
+        data: the data.
+        times: how often it was sent.
+        is_written: whether all of it was handed over.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        """Take the data."""
+        self.data = data
+        self.is_written = False
+        self.times = 0
+        self._is_stopped = False
+        self._transports: list[_Transport] = []
+
+    async def write(self, writer: Any) -> None:
+        """Write the data to a connection of aiohttp, in slices."""
+        if self._is_stopped:
+            raise ConnectionAbortedError("the request was given up")
+        self.times += 1
+        if writer.transport is not None:
+            self._transports.append(writer.transport)
+        for start in range(0, len(self.data), SLICE_BYTES):
+            await writer.write(self.data[start : start + SLICE_BYTES])
+        self.is_written = True
+
+    def stop(self) -> None:
+        """Let go of the buffer: drop connections that may still have some of it to send."""
+        self._is_stopped = True
+        for transport in self._transports:
+            transport.abort()
+
+
+class _Body(aiohttp.payload.Payload):
+    """Data as aiohttp takes it."""
+
+    def __init__(self, sending: Sending) -> None:
+        super().__init__(sending, content_type="application/octet-stream")
+        self._size = len(sending.data)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return it as text, which nothing asks for."""
+        raise TypeError(f"the data of a request is no text ({encoding}, {errors})")
+
+    async def write(self, writer: Any) -> None:
+        """Write all."""
+        await self._value.write(writer)
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        """Write all; the length that is asked for is its own."""
+        del content_length
+        await self._value.write(writer)
+
+
+_sending: ContextVar[Sending | None] = ContextVar("bcp_s3_sending", default=None)
+
+
+def _put_data_in(request: Any, **_: Any) -> None:
+    """Give a signed request its data, just before it is sent."""
+    sending = _sending.get()
+    if sending is not None:
+        request.body = _Body(sending)
+
+
+@contextmanager
+def _sends(data: memoryview) -> Iterator[Sending]:
+    """Send data with the request of the block. The buffer is not read any more after it.
+
+    A server that has taken all of it has answered without an error. Any other connection is dropped.
+    """
+    sending, succeeded = Sending(data), False
+    token = _sending.set(sending)
+    try:
+        yield sending
+        succeeded = sending.is_written
+    finally:
+        _sending.reset(token)
+        if not succeeded:
+            sending.stop()
+
+
+# -- the client -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, repr=False)
+class Client:
+    """A client of one event loop.
+
+    Attributes:
+        boto: aiobotocore's client.
+        extra: parameters for every request that knows them.
+        secrets: what no message may show.
+        stack: closes the client.
+    """
+
+    boto: Any
+    extra: Mapping[str, Any]
+    secrets: Secrets
+    stack: AsyncExitStack
+
+    async def call(self, operation: str, params: Mapping[str, Any], data: memoryview | None = None) -> dict[str, Any]:
+        """Make one request.
+
+        Args:
+            operation: its name in botocore, as in ``"put_object"``.
+            params: its parameters, without the data.
+            data: its data.
+
+        Raises:
+            S3Error: it failed.
+
+        """
+        known = self._known(operation)
+        given = {**{name: value for name, value in self.extra.items() if name in known}, **params}
+        if data is None:
+            return await self.guarded(getattr(self.boto, operation)(**given))
+        with _sends(data) as sending:
+            try:
+                return await self.guarded(getattr(self.boto, operation)(ContentLength=len(data), **given))
+            except S3Error as error:
+                if not error.is_condition or sending.times == 1:
+                    raise
+            # aiohttp itself sends a PUT again if a kept connection breaks; the first one may have been carried out
+            raise S3Error("the request was sent twice, and the second one failed its condition", transient=True)
+
+    def _known(self, operation: str) -> Mapping[str, Any]:
+        """Return the parameters of an operation."""
+        name = self.boto.meta.method_to_api_mapping[operation]
+        return self.boto.meta.service_model.operation_model(name).input_shape.members  # type: ignore[no-any-return]
+
+    async def guarded(self, work: Awaitable[T]) -> T:
+        """Await something of aiobotocore or aiohttp; its errors become :class:`S3Error`.
+
+        The originals are dropped, also as contexts: some hold signed requests.
+        """
+        try:
+            return await work
+        except FAILURES as error:
+            failed = request_error(error, self.secrets)
+        raise failed
+
+
+def content_of(response: Mapping[str, Any]) -> aiohttp.ClientResponse:
+    """Return aiohttp's response of a request whose answer is a stream."""
+    body = response["Body"]
+    raw: aiohttp.ClientResponse = body.raw_stream if hasattr(body, "raw_stream") else body.__wrapped__
+    return raw
+
+
+def etag_of(answer: Mapping[str, Any]) -> Version:
+    """Return the ETag of an answer, without quotes."""
+    return str(answer["ETag"]).removeprefix("W/").strip('"')
+
+
+@cache
+def _loader(path: str | None) -> Loader:
+    """Return the loader of botocore's descriptions, which are read once a process."""
+    return create_loader(path)
+
+
+def _session(options: Options) -> AioSession:
+    """Return a session whose descriptions are read. Takes 0.2 s: for a thread."""
+    session = AioSession(profile=options.profile)
+    loader = _loader(session.get_config_variable("data_path"))
+    session.register_component("data_loader", loader)
+    for name in ("_retry", "endpoints", "partitions", "sdk-default-configuration"):
+        loader.load_data_with_path(name)
+    for name in ("service-2", "endpoint-rule-set-1"):
+        loader.load_service_model("s3", name)
+    return session
+
+
+async def connected(options: Options, requests: int, secrets: Secrets) -> Client:
+    """Make a client for the running event loop.
+
+    Raises:
+        S3Error: there is no such profile, or there are no credentials.
+
+    """
+    secrets.add(*options.secrets())
+    client = Client(None, options.extra, secrets, AsyncExitStack())
+    await client.guarded(_open(client, options, requests))
+    return client
+
+
+async def _open(client: Client, options: Options, requests: int) -> None:
+    """Give a client its connections."""
+    session = await in_thread(_session, options)
+    if not options.anonymous and "aws_access_key_id" not in options.client:
+        found = await session.get_credentials()
+        if found is None:
+            raise boto.NoCredentialsError
+        frozen = await found.get_frozen_credentials()
+        client.secrets.add(frozen.access_key, frozen.secret_key, frozen.token)
+    made = session.create_client("s3", config=options.to_config(requests), **options.client)
+    client.boto = await client.stack.enter_async_context(made)
+    client.boto.meta.events.register("before-send.s3", _put_data_in)
