@@ -1,0 +1,66 @@
+"""Clients of hdfs-native: one a process and cluster, and none that a forked child could drop or mix up.
+
+Three facts about hdfs-native 0.14 make this necessary. A client has threads, which a forked child does not: a client of
+the parent hangs there, and so does the garbage collector when it drops one. A connection to a DataNode is kept after a
+read, for three seconds and for all clients of a process; a child that read over such a connection of its parent would
+take the parent's bytes, or leave its own to it, and no checksum would tell. And a client serves any event loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+
+from bcp.backends.hdfs.faults import hdfs_errors
+from bcp.errors import MissingExtraError
+
+__all__ = ["hdfs_native", "native_client", "wait_after_fork"]
+
+KEPT_SECONDS = 3.0
+"""How long hdfs-native keeps a connection to a DataNode; no setting of it."""
+
+_clients: dict[tuple[object, ...], Any] = {}
+_forked_at: float | None = None
+
+
+def hdfs_native() -> Any:
+    """Return the module hdfs_native."""
+    try:
+        import hdfs_native as native  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise MissingExtraError("hdfs:// needs hdfs-native: pip install 'bcp-checkpoint[hdfs]'") from error
+    return native
+
+
+def native_client(url: str, settings: Mapping[str, str], config_dir: str | None) -> Any:
+    """Return this process's client of a cluster. It stays until the process ends."""
+    user = os.environ.get("HADOOP_USER_NAME")
+    key = (os.getpid(), url, tuple(sorted(settings.items())), config_dir, user)
+    client = _clients.get(key)
+    if client is None:
+        with hdfs_errors(f"connecting to {url}"):
+            client = _clients[key] = hdfs_native().AsyncClient(url, dict(settings), config_dir)
+    return client
+
+
+async def wait_after_fork() -> None:
+    """Wait until a forked child has no connection to a DataNode that its parent might use; call before each read."""
+    if _forked_at is not None:
+        await anyio.sleep(max(_forked_at + KEPT_SECONDS + 0.1 - time.monotonic(), 0))
+
+
+def _in_child() -> None:
+    """Keep the parent's clients for ever: not even the end of the interpreter may drop them."""
+    global _forked_at  # noqa: PLW0603 -- of the process, as the fork is
+    if _clients:
+        _forked_at = time.monotonic()
+    for client in _clients.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+os.register_at_fork(after_in_child=_in_child)
