@@ -43,8 +43,8 @@ async def check_written(
 ) -> None:
     """Check that every file is there, with its size.
 
-    A list may be older than the files: clients of a file server keep directories for a while. So what is not in the
-    list is looked at before it counts as missing.
+    A list may be older than the files: clients of a file server keep names and sizes for a while. So a file that the
+    list does not have as it was written is read before it counts as missing.
 
     Raises:
         StorageError: a file is missing or has another size; names the first ones.
@@ -65,13 +65,13 @@ def _differences(
     listed: Sequence[ObjectInfo],
     operation: str,
     encoded: bool,  # noqa: FBT001 -- for a thread
-) -> list[tuple[ObjectInfo, bool]]:
-    """Return the written files that the list does not have as they are, and whether it has them at all."""
+) -> list[ObjectInfo]:
+    """Return the written files that the list does not have as they are."""
     sizes = {info.key: info.nbytes for info in listed}
     written = (
         info for rank, message in enumerate(messages) for info in _files(rank, message, operation, encoded=encoded)
     )
-    return [(info, info.key in sizes) for info in written if sizes.get(info.key) != info.nbytes]
+    return [info for info in written if sizes.get(info.key) != info.nbytes]
 
 
 def _files(rank: int, message: bytes, operation: str, *, encoded: bool) -> Iterator[ObjectInfo]:
@@ -81,11 +81,11 @@ def _files(rank: int, message: bytes, operation: str, *, encoded: bool) -> Itera
         yield ObjectInfo(data_key(kind, rank, operation, encoded=encoded), stored)
 
 
-async def _lost(backend: Backend, wrong: Sequence[tuple[ObjectInfo, bool]]) -> AsyncIterator[ObjectInfo]:
-    """Yield the first few files that are not as they were written, after a look at those that no list has."""
+async def _lost(backend: Backend, wrong: Sequence[ObjectInfo]) -> AsyncIterator[ObjectInfo]:
+    """Yield the first few files that are not as they were written."""
     count = 0
-    for info, known in wrong:
-        if known or not await _ends_there(backend, info):
+    for info in wrong:
+        if not await _ends_there(backend, info):
             yield info
             count += 1
             if count == _SHOWN:
@@ -93,9 +93,15 @@ async def _lost(backend: Backend, wrong: Sequence[tuple[ObjectInfo, bool]]) -> A
 
 
 async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
-    """Say whether an object has a byte at the end of its size."""
+    """Return whether an object has that many bytes, by reading the last one and one behind it."""
     try:
         await backend.read_into(info.key, max(info.nbytes - 1, 0), memoryview(bytearray(min(info.nbytes, 1))))
     except (FileNotFoundError, CorruptError):
         return False
-    return True
+    try:
+        await backend.read_into(info.key, info.nbytes, memoryview(bytearray(1)))
+    except CorruptError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False

@@ -6,11 +6,12 @@ import ctypes
 import mmap
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "address", "direct_alignment", "fallocate", "in_page_cache"]
+__all__ = ["Bytes", "address", "direct_alignment", "fallocate", "file_system_type", "in_page_cache"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,6 +34,13 @@ def fallocate(fd: int, nbytes: int) -> None:
     if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def file_system_type(path: Path | int) -> int:
+    """Return ``f_type`` of statfs(2), for a path or a descriptor; 0 if the file system does not say."""
+    answer = (ctypes.c_long * 32)()  # struct statfs has 15
+    failed = _libc.fstatfs(path, answer) if isinstance(path, int) else _libc.statfs(os.fsencode(path), answer)
+    return 0 if failed else answer[0] & 0xFFFFFFFF
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,10 +14,12 @@ import aiofiles
 import aiofiles.os
 import anyio
 
+from bcp._log import log
 from bcp.backends import files, swap
 from bcp.backends.keys import check_key
 from bcp.backends.probe import quickest
 from bcp.backends.reading import ReadWay, fill
+from bcp.backends.shared import Tries
 from bcp.backends.tiling import Tiling
 from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
@@ -26,16 +29,27 @@ from bcp.protocols import Buffer, ObjectInfo, Unfinished, Version, flat_view
 __all__ = ["LocalBackend"]
 
 _IN_THE_WAY = "a file is where a directory has to be: save to another path, or move the file away"
+_NO_ANSWER = "the file server does not answer: see that it is up, and that the file system is mounted"
+_REFUSED = "check the permissions of the directory; a file server may take root for nobody (root_squash)"
 _HINTS = {
     errno.ENOSPC: "free some space, or save elsewhere",
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.ENOENT: "the file or its directory was deleted or moved away meanwhile",
-    errno.EACCES: "check the permissions of the directory",
+    errno.EIO: "the disk or the file server failed, and bytes may be lost: see the kernel's log",
+    errno.ESTALE: "the file server no longer knows the file: another host deleted it, or the server was restored",
+    errno.EACCES: _REFUSED,
+    errno.EPERM: _REFUSED,
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: _IN_THE_WAY,
     errno.EEXIST: _IN_THE_WAY,
+    errno.ETIMEDOUT: _NO_ANSWER,
+    errno.EHOSTDOWN: _NO_ANSWER,
+    errno.EHOSTUNREACH: _NO_ANSWER,
+    errno.ENOTCONN: _NO_ANSWER,
+    errno.ECONNABORTED: _NO_ANSWER,
 }
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_SLOW_SECONDS = 60.0
 _WRITES = ("auto", *get_args(WriteWay))
 _READS = get_args(ReadWay)
 
@@ -49,7 +63,11 @@ class LocalBackend:
     out of the root are refused.
 
     Large objects bypass the page cache where the file system lets them, and leave it as it was. Memory that starts at a
-    page, and goes to or comes from a multiple of 4096 in the object, is then not copied on its way.
+    page, and goes to or comes from a multiple of 4096 in the object, is then not copied on its way. Shared file systems
+    (NFS, SMB, FUSE) are read and written through the page cache, unless ``writes`` and ``reads`` say otherwise.
+
+    A call that a hung file server does not answer blocks one thread, never the event loop. It is logged after a minute.
+    A cancellation waits for it.
     """
 
     def __init__(
@@ -67,9 +85,10 @@ class LocalBackend:
                 ``"early"``: through the page cache, written out and dropped as soon as may be; ``"buffered"``: when the
                 kernel likes, and at the latest at the end. ``"auto"``: ``"direct"``, unless ``"early"`` is clearly
                 quicker, which is measured before a process writes its first file of 256 MiB or more to a file system;
-                objects below 1 MiB are buffered.
+                objects below 1 MiB are buffered. On a shared file system ``"auto"`` is ``"early"``.
             reads: ``"direct"``: past the page cache where the file system allows it; ``"buffered"``: through it;
-                ``"auto"``: what is in the page cache comes from there, the rest past it.
+                ``"auto"``: what is in the page cache comes from there, the rest past it. On a shared file system
+                ``"auto"`` is ``"buffered"``.
 
         """
         self._root = _absolute(os.fsdecode(root))
@@ -90,16 +109,17 @@ class LocalBackend:
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object durably: all of it or none."""
         path = await in_thread(self._path, key)
-        with self._errors("put", key), anyio.CancelScope(shield=True):
+        view = flat_view(data)
+        with self._errors("put", key, (0, len(view))), anyio.CancelScope(shield=True):
             # shielded: aiofiles leaves its thread behind when cancelled, and the thread reads ``data``
             temp = files.temp_path(path)
             try:
                 await in_thread(files.create_empty, temp)
                 async with aiofiles.open(temp, "wb") as file:
-                    await file.write(flat_view(data))
+                    await file.write(view)
                     await file.flush()
-                    await in_thread(os.fsync, file.fileno())
-                await aiofiles.os.rename(temp, path)
+                    written = await in_thread(files.synced, file.fileno())
+                await in_thread(files.rename_written, temp, path, written)
             except BaseException:
                 await in_thread(files.remove, temp)
                 raise
@@ -114,8 +134,9 @@ class LocalBackend:
     async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
         """Store a small object if it is still the one that was found; see :mod:`bcp.backends.swap`."""
         path = await in_thread(self._path, key)
-        with self._errors("put_if", key):
-            return await in_thread(swap.put_if, path, flat_view(data), found)
+        view = flat_view(data)
+        with self._errors("put_if", key, (0, len(view))):
+            return await in_thread(swap.put_if, path, view, found)
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
@@ -127,8 +148,7 @@ class LocalBackend:
             with self._errors("open_write", key):
                 await in_thread(file.create, nbytes)
             yield parts
-            parts.tiling.check()
-            with self._errors("commit", key):
+            with self._errors("commit", key, (0, parts.tiling.check())):
                 await in_thread(file.commit)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
@@ -142,9 +162,9 @@ class LocalBackend:
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers by one call in a thread."""
-        with self._errors("read", key):
-            found = await in_thread(self._fill, key, start, outs)
         wanted = sum(map(len, outs))
+        with self._errors("read", key, (start, start + wanted)):
+            found = await in_thread(self._fill, key, start, outs)
         if found < wanted:
             raise CorruptError(
                 f"{self!r}: {key!r} is too short: wanted {wanted} bytes from byte {start} and got {found}; "
@@ -154,9 +174,15 @@ class LocalBackend:
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
         path = await in_thread(self._path, key)
+        tries = Tries(path)
         with self._errors("get", key):
-            async with aiofiles.open(path, "rb") as file:
-                return await file.read()
+            while True:
+                try:
+                    async with aiofiles.open(path, "rb") as file:
+                        return await file.read()
+                except OSError as error:
+                    if not await in_thread(tries.again, error):
+                        raise
 
     async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List objects in key order; symbolic links to files are left out."""
@@ -206,6 +232,8 @@ class LocalBackend:
         """
         if check_key(key).endswith(files.TEMP_SUFFIX):
             raise InputError(f"key {key!r} ends in {files.TEMP_SUFFIX!r}, as unfinished files do; use another one")
+        if files.is_left_over(key.rpartition("/")[2]):
+            raise InputError(f"key {key!r} looks like a deleted file of a file server; use another one")
         path = self._root / key
         self._check_inside(path)
         return path
@@ -218,8 +246,12 @@ class LocalBackend:
             raise InputError(f"{self!r}: a symbolic link leads {key!r} out of the root to {real}")
 
     @contextmanager
-    def _errors(self, operation: str, key: str) -> Iterator[None]:
-        """Turn what the operating system says into what :class:`~bcp.protocols.Backend` promises."""
+    def _errors(self, operation: str, key: str, span: tuple[int, int] | None = None) -> Iterator[None]:
+        """Turn the operating system's errors into those of :class:`~bcp.protocols.Backend`, and log a call that hangs.
+
+        ``span`` is the range of bytes that the operation moves.
+        """
+        late = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._say_late, operation, key)
         try:
             yield
         except StorageError:
@@ -228,9 +260,15 @@ class LocalBackend:
             if operation in ("get", "read") and isinstance(error, _ABSENT):
                 raise FileNotFoundError(errno.ENOENT, f"{self!r} has no such object", key) from error
             hint = _HINTS.get(error.errno or 0, "see the system's log")
-            translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}; {hint}")
+            where = "" if span is None else f" (bytes {span[0]} to {span[1]})"
+            translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}{where}; {hint}")
             translated.errno = error.errno
             raise translated from error
+        finally:
+            late.cancel()
+
+    def _say_late(self, operation: str, key: str) -> None:
+        log.warning("a file system does not answer", root=str(self._root), operation=operation, key=key)
 
 
 def _absolute(root: str) -> Path:
@@ -263,7 +301,8 @@ class _Parts:
     async def write_part(self, index: int, offset: int, data: Buffer) -> None:
         """Write one part by one call in a thread."""
         view = flat_view(data)
-        with self._backend._errors(f"write part {index} of", self._key):  # noqa: SLF001 -- one class in two
+        span = (offset, offset + len(view))
+        with self._backend._errors(f"write part {index} of", self._key, span):  # noqa: SLF001 -- one class in two
             await in_thread(self._file.write, offset, view)
         self.tiling.add(index, offset, len(view))
 

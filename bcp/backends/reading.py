@@ -7,6 +7,7 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 from bcp.backends.direct import DirectFile, bounce
 from bcp.backends.keys import scatter
 from bcp.backends.libc import address, in_page_cache
+from bcp.backends.shared import certain, is_shared
 
 __all__ = ["ReadWay", "fill"]
 
@@ -30,7 +32,10 @@ _STRAIGHT_BYTES = 1 << 20  # shorter buffers are filled by a copy, along with th
 
 def fill(path: Path, start: int, outs: Sequence[memoryview], way: ReadWay) -> int:
     """Fill flat buffers one after the other from byte ``start`` of a file; return how many bytes there were."""
-    targets = _Targets(outs)
+    return certain(path, partial(_fill, path, start, _Targets(outs), way))
+
+
+def _fill(path: Path, start: int, targets: _Targets, way: ReadWay) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         there = min(max(os.fstat(fd).st_size - start, 0), targets.nbytes)
@@ -69,7 +74,7 @@ class _Targets:
 
 def _runs(fd: int, start: int, nbytes: int, way: ReadWay) -> Iterator[tuple[int, bool]]:
     """Cut a range of a file where it begins or ceases to be in memory; yields (position of the end, if it is)."""
-    if way != "auto" or nbytes < _SMALL_BYTES:
+    if way != "auto" or nbytes < _SMALL_BYTES or is_shared(fd):
         yield nbytes, way != "direct"
         return
     skip = start % mmap.ALLOCATIONGRANULARITY

@@ -22,6 +22,7 @@ from pathlib import Path
 from bcp._log import log
 from bcp.backends import files
 from bcp.backends.keys import content_version
+from bcp.backends.shared import certain, open_anew
 from bcp.protocols import Version
 
 __all__ = ["put_if", "version_of"]
@@ -35,8 +36,9 @@ _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 
 def version_of(path: Path) -> Version | None:
     """Return the digest of a file's contents; None if there is no such file."""
+    open_anew(path.parent)  # else a client of a file server may find the file that had the name before
     try:
-        return content_version(path.read_bytes())
+        return content_version(certain(path, path.read_bytes))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
@@ -52,10 +54,7 @@ def put_if(final: Path, data: memoryview, found: Version | None) -> Version | No
         return None
     temp = files.temp_path(final)
     try:
-        with temp.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        files.write_new(temp, data)
         version = content_version(data)
         done = _create(temp, final) if found is None else None
         if done is None:
@@ -142,4 +141,5 @@ def _end_claim(claim: Path, final: Path) -> None:
     temp, deadline = final.parent / name, time.monotonic() + PATIENCE_SECONDS
     while os.path.lexists(temp) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+        open_anew(final.parent)
     files.remove(temp)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from bcp.backends.direct import DirectFile
-from bcp.backends.files import create_empty, remove, sync_directory, temp_path
+from bcp.backends.files import create_empty, remove, rename_written, sync_directory, temp_path
 from bcp.backends.libc import fallocate
 
 __all__ = ["TempFile", "WriteWay"]
@@ -96,9 +96,11 @@ class TempFile:
     def commit(self) -> None:
         """Make the bytes durable, then let the object appear, then make its name durable."""
         assert self._temp is not None  # noqa: S101 -- commit follows create
+        assert self._fd is not None  # noqa: S101 -- as above
         self.sync()
+        written = os.fstat(self._fd)
         self._close()
-        os.rename(self._temp, self._final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order
+        rename_written(self._temp, self._final, written)
         self._temp = None
         sync_directory(self._final.parent)
 
