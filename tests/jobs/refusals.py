@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "path 5": (lambda: {"path": 5}, "InputError", "path=5 is of type int; pass a directory"),
     "path bytes": (lambda: {"path": b"x"}, "InputError", "path=b'x' is of type bytes; pass a directory"),
     "path empty": (lambda: {"path": ""}, "InputError", "the path is empty"),
-    "scheme": (lambda: {"path": "s3://bucket/run"}, "InputError", "no backend for s3://"),
+    "scheme": (lambda: {"path": "nosuch://bucket/run"}, "InputError", "unknown scheme nosuch://"),
     "path fails": (lambda: {"path": _Path()}, "ZeroDivisionError", "a path that fails"),
 }
 ANYWHERE = [name for name in BAD if not name.startswith("path") and name not in ("role", "scheme")]
