@@ -49,7 +49,11 @@ EXTRA_NAME = "state"
 
 MAGIC = b"BCPMETA"
 OPERATION = re.compile(r"[0-9a-f]{16}")
-KEY = re.compile(rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)")
+KEY = re.compile(
+    rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/(?:[0-9a-f]{{2}}-)?\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)"
+)
+SPREAD_RANKS = 1000
+"""From this rank on keys begin with a hash: object stores divide their servers by the first characters of keys."""
 
 COMMIT = schema("commit", digest=pa.binary(DIGEST_BYTES))
 
@@ -125,10 +129,11 @@ def operation_of(key: str) -> str | None:
 
 
 def _stem(rank: int, operation: str) -> str:
-    """Return ``00003-0123456789abcdef``."""
+    """Return ``00003-0123456789abcdef``, or ``e1-01003-0123456789abcdef`` for a rank from ``SPREAD_RANKS`` on."""
     if rank < 0 or not OPERATION.fullmatch(operation):
         raise InputError(f"rank {rank} and operation {operation!r} do not name a file; an id has 16 hex digits")
-    return f"{rank:05d}-{operation}"
+    spread = f"{rank * 40503 % 65536 // 256:02x}-" if rank >= SPREAD_RANKS else ""  # Fibonacci hashing: even shares
+    return f"{spread}{rank:05d}-{operation}"
 
 
 # -- metadata -----------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ class FakeStore:
 
     least_part = LEAST
     most_part = 64 << 20
-    most_parts = 10_000
 
     def __init__(self, objects: dict[str, tuple[bytes, Version]] | None = None) -> None:
         self.name = "fake://bucket/root"
+        self.most_parts = 10_000
         self.objects = {} if objects is None else objects
         self.uploads: dict[str, FakeUpload] = {}
         self.requests: list[str] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from random import Random
 
 import anyio
@@ -278,16 +279,19 @@ async def test_a_slow_read_is_asked_for_twice() -> None:
 # -- sizes of parts
 
 
+@pytest.mark.parametrize("last_comes", ["first", "somewhere"])
 @pytest.mark.parametrize("announced", [False, True])
-async def test_parts_of_any_size_reach_a_store_that_refuses_small_ones(*, announced: bool) -> None:
+async def test_parts_of_any_size_reach_a_store_that_refuses_small_ones(*, announced: bool, last_comes: str) -> None:
     backend, store = backend_that(lambda _: None)
     rng = Random(2)  # noqa: S311 -- no secret
-    pieces = [rng.randbytes(MIB) for _ in range(25)] + [rng.randbytes(17)]
+    pieces = [rng.randbytes(MIB) for _ in range(18)] + [rng.randbytes(17)]
     if not announced:
         pieces = [piece[: rng.randrange(1, MIB)] for piece in pieces]
     whole = b"".join(pieces)
     order = list(range(len(pieces)))
     rng.shuffle(order)
+    if last_comes == "first":
+        order.sort(key=lambda index: index != len(pieces) - 1)
     starts = [sum(map(len, pieces[:index])) for index in order]
     async with backend.open_write("a", len(whole) if announced else None) as writer:
         for index, start in zip(order, starts, strict=True):
@@ -295,11 +299,49 @@ async def test_parts_of_any_size_reach_a_store_that_refuses_small_ones(*, announ
     assert store.objects["a"][0] == whole
 
 
+@pytest.mark.parametrize("size", [LEAST, 4 * LEAST, LEAST - 1, 100], ids=str)
+@pytest.mark.parametrize("header", [0, 100, LEAST])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+async def test_the_first_part_may_be_larger_and_the_last_one_smaller(
+    order: Sequence[int], header: int, size: int
+) -> None:
+    backend, store = backend_that(lambda _: None)
+    pieces = [b"h" * header + b"a" * size, b"b" * size, b"c" * 7]
+    async with backend.open_write("a", sum(map(len, pieces))) as writer:
+        for index in order:
+            await writer.write_part(index, sum(map(len, pieces[:index])), pieces[index])
+    assert store.objects["a"][0] == b"".join(pieces)
+
+
+async def test_a_small_part_among_large_ones_is_refused() -> None:
+    backend, store = backend_that(lambda _: None)
+
+    async def write() -> None:
+        async with backend.open_write("a", 5 * LEAST) as writer:
+            await writer.write_part(0, 0, bytes(4 * LEAST))
+            await writer.write_part(1, 4 * LEAST, bytes(9))
+
+    with pytest.raises(StorageError, match=r"part 1 has 9 bytes after a larger one, .* no part below 5242880; ch"):
+        await write()
+    assert not store.uploads
+
+
+async def test_an_object_has_no_more_parts_than_the_store_takes() -> None:
+    backend, store = backend_that(lambda _: None)
+    store.most_parts = 3
+    pieces = [bytes([index]) * LEAST for index in range(7)]
+    async with backend.open_write("a", 7 * LEAST) as writer:
+        for index, piece in enumerate(pieces):
+            await writer.write_part(index, index * LEAST, piece)
+    assert store.requests == ["begin", "part", "part", "part", "finish"]
+    assert store.objects["a"][0] == b"".join(pieces)
+
+
 async def test_large_parts_are_not_copied_and_small_objects_take_one_request() -> None:
     backend, store = backend_that(lambda _: None)
-    async with backend.open_write("large", 3 * LEAST) as writer:
+    async with backend.open_write("large", 12 * LEAST) as writer:
         for index in range(3):
-            await writer.write_part(index, index * LEAST, bytes(LEAST))
+            await writer.write_part(index, index * 4 * LEAST, bytes(4 * LEAST))
     assert store.requests == ["begin", "part", "part", "part", "finish"]
     store.requests.clear()
     async with backend.open_write("small", MIB) as writer:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -286,8 +287,19 @@ def test_a_decoded_layout_cannot_be_changed() -> None:
 
 def test_names_of_files() -> None:
     assert data_key(0, 3, OPERATION, encoded=False) == f"model/00003-{OPERATION}.safetensors"
-    assert data_key(3, 100_096, OPERATION, encoded=True) == f"extra_states/100096-{OPERATION}.bcp"
+    assert data_key(3, 100_096, OPERATION, encoded=True) == f"extra_states/01-100096-{OPERATION}.bcp"
     assert receipt_key(3, OPERATION) == f"receipts/00003-{OPERATION}.arrow"
+    assert receipt_key(999, OPERATION) == f"receipts/00999-{OPERATION}.arrow"
+    assert receipt_key(1000, OPERATION) == f"receipts/06-01000-{OPERATION}.arrow"
+
+
+def test_keys_of_many_ranks_are_spread_evenly() -> None:
+    """A store divides load by the first characters of keys: no two of them may take more than a small share."""
+    keys = [data_key(0, rank, OPERATION, encoded=False) for rank in range(9960)]
+    assert len(set(keys)) == len(keys)
+    shares = Counter(key.removeprefix("model/")[:2] for key in keys[1000:])
+    assert len(shares) == 256
+    assert max(shares.values()) <= 1.1 * min(shares.values())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ STRAIGHT_BYTES = MIB
 AT_ONCE_BYTES = 8 * MIB
 """An object of up to so many bytes is kept until it is whole, and stored by one request in place of three."""
 
+UNKNOWN_BYTES = 16 * MIB
+"""Parts of an object of unknown size are put together to so many bytes: 10,000 of them are 160 GB."""
+
 CLEAN_UP_SECONDS = 30.0
 _PINNED = 4096  # objects whose version is remembered while they are being read
 
@@ -239,12 +242,14 @@ class _Parts:
         self._upload: Upload | None = None
         self._begins = anyio.Lock()
         self._grid: Grid | None = None
+        self._is_straight: bool | None = None
         self._small: dict[int, bytes] | None = {}
         self._closed = False
         if nbytes is None or nbytes > min(AT_ONCE_BYTES, self._store.most_part):
             self._small = None
-        if self._small is None and nbytes is None:
-            self._grid = Grid(max(self._store.least_part, AT_ONCE_BYTES))
+        self._least = self._store.least_part
+        if nbytes is not None:
+            self._least = max(self._least, -(-nbytes // self._store.most_parts))
 
     async def write_part(self, index: int, offset: int, data: Buffer) -> None:
         """Take one part."""
@@ -253,17 +258,33 @@ class _Parts:
             raise StorageError(f"{self._backend!r}, writing {self._key!r}: part {index} came after the end")
         if self._small is not None:
             self._small[index] = bytes(view)
-        elif self._is_too_small(offset, len(view)) or self._grid is not None:
-            self._grid = self._grid or Grid(max(self._store.least_part, AT_ONCE_BYTES))
-            for number, cell in self._grid.add(offset, view):
-                await self._store_part(number, number * self._grid.nbytes, memoryview(cell))
-        else:
+        elif self._goes_straight(index, offset, len(view)):
             await self._store_part(index, offset, view)
+        else:
+            cell = UNKNOWN_BYTES if self._nbytes is None else AT_ONCE_BYTES
+            self._grid = self._grid or Grid(max(self._least, cell))
+            for number, whole in self._grid.add(offset, view):
+                await self._store_part(number, number * self._grid.nbytes, memoryview(whole))
         self._tiling.add(index, offset, len(view))
 
-    def _is_too_small(self, offset: int, nbytes: int) -> bool:
-        """Whether the store would refuse a part for its size. All parts but the first and the last have one size."""
-        return nbytes < self._store.least_part and offset + nbytes != self._nbytes
+    def _goes_straight(self, index: int, offset: int, nbytes: int) -> bool:
+        """Return whether parts are stored as they come. The first one to come decides for all.
+
+        The parts of an object of known size have one size, but for a smaller last one and a first one that has a header
+        too. These two tell little of the others' size, so that they have to be much larger.
+        """
+        is_last = offset + nbytes == self._nbytes
+        if self._is_straight is None:
+            size = offset // index if is_last and index else nbytes
+            sure = 1 if index and not is_last else 4
+            alone = index == 0 and is_last
+            self._is_straight = self._nbytes is not None and (alone or size >= sure * self._least)
+        if self._is_straight and nbytes < self._least and not is_last:
+            raise StorageError(
+                f"{self._backend!r}, writing {self._key!r}: part {index} has {nbytes} bytes after a larger one, "
+                f"and the store takes no part below {self._least}; choose larger parts (SaveOptions.part_bytes)"
+            )
+        return self._is_straight
 
     async def _store_part(self, index: int, offset: int, data: memoryview) -> None:
         upload = await self._begun()
