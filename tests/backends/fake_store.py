@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -19,6 +19,8 @@ class FakeStore:
 
     least_part = LEAST
     most_part = 64 << 20
+    most_keys = 7
+    page = 11
 
     def __init__(self, objects: dict[str, tuple[bytes, Version]] | None = None) -> None:
         self.name = "fake://bucket/root"
@@ -77,13 +79,14 @@ class FakeStore:
         self.lose("read")
         return len(piece), found
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         await self.request("list")
-        for key, (data, _) in list(self.objects.items()):
-            if key.startswith(prefix):
-                yield ObjectInfo(key, len(data))
+        keys = sorted(key for key in self.objects if key.startswith(prefix) and (after is None or key > after))
+        page = keys[: self.page]
+        return [ObjectInfo(key, len(self.objects[key][0])) for key in page], page[-1] if page != keys else None
 
     async def delete(self, keys: Sequence[str]) -> None:
+        assert len(keys) <= self.most_keys
         await self.request("delete")
         for key in keys:
             self.objects.pop(key, None)
@@ -93,14 +96,14 @@ class FakeStore:
         upload = self.uploads[f"u{next(self.numbers)}"] = FakeUpload(self, key)
         return upload
 
-    async def unfinished(self) -> Sequence[Unfinished]:
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
+        assert after is None
         await self.request("unfinished")
-        return [Unfinished(upload.key, name) for name, upload in self.uploads.items()]
+        return [Unfinished(upload.key, name) for name, upload in self.uploads.items()], None
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+    async def discard(self, unfinished: Unfinished) -> None:
         await self.request("discard")
-        for one in unfinished:
-            self.uploads.pop(one.name, None)
+        self.uploads.pop(unfinished.name, None)
 
     async def aclose(self) -> None:
         return

@@ -276,6 +276,31 @@ async def test_a_slow_read_is_asked_for_twice() -> None:
     assert store.requests == ["read", "read"]
 
 
+# -- many objects
+
+
+async def test_a_failed_page_or_deletion_repeats_itself_alone() -> None:
+    """With so many failures no list of all pages would ever succeed at once, and no deletion of all keys."""
+    store, rng = FakeStore(), Random(3)  # noqa: S311 -- no secret
+
+    def fail(what: str) -> None:
+        if what in ("list", "delete", "discard") and rng.random() < 0.5:
+            raise RequestError("503", transient=True)
+
+    keys = [f"{number:04}" for number in range(1000)]
+    for key in keys:
+        store.store(key, b"")
+    for number in range(100):
+        await store.begin(f"half{number}", None)
+    store.fail = fail
+    backend = ObjectBackend(store, RetryPolicy(first_pause=1e-5, longest_pause=1e-4, allowance=2000))
+    assert [info.key for info in await backend.list()] == keys
+    await backend.delete(keys)
+    await backend.discard(await backend.unfinished())
+    assert (store.objects, store.uploads) == ({}, {})
+    assert backend.retry_count < 1000
+
+
 # -- sizes of parts
 
 

@@ -39,7 +39,12 @@ class Gcs:
 
     async def names(self) -> list[str]:
         """Return all names below the root, those of parts too."""
-        return [name async for name, _ in self.store()._api.names(f"{self.root}/")]
+        names, after = list[str](), None
+        while True:
+            page, after = await self.store()._api.names(f"{self.root}/", after)
+            names += [name for name, _ in page]
+            if after is None:
+                return names
 
 
 @pytest.fixture(scope="session")

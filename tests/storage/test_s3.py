@@ -221,7 +221,7 @@ async def test_uploads_are_listed_by_pages(server: S3Server, monkeypatch: pytest
         return {"Uploads": [upload], **more}
 
     monkeypatch.setattr(store, "call", call)
-    assert [one.key for one in await store.unfinished()] == ["1", "2", "3"]
+    assert [one.key for one in await ObjectBackend(store).unfinished()] == ["1", "2", "3"]
     assert asked == [{"Prefix": "root/"}, *[{"Prefix": "root/", "KeyMarker": "k", "UploadIdMarker": "i"}] * 2]
 
 

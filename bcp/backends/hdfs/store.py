@@ -37,6 +37,7 @@ class HdfsStore:
     least_part = 8 * MIB
     most_part = 1 << 40
     most_parts = 10_000
+    most_keys = 1000
 
     def __init__(self, hdfs: Hdfs, root: str) -> None:
         """Take the cluster, which belongs to this store from now on, and a directory, as in ``"/runs/7"``, or ""."""
@@ -87,13 +88,12 @@ class HdfsStore:
                 raise ConditionError
             return await self.hdfs.read_into(opened, start, out), opened.state.version
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """List objects, directory by directory."""
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:  # noqa: ARG002
+        """List objects, directory by directory; all are one page."""
         with request_errors(absent=False):
-            async for entry in self._files(prefix.rpartition("/")[0]):
-                key = self._key(entry.path)
-                if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX):
-                    yield ObjectInfo(key, entry.nbytes)
+            entries = [(self._key(entry.path), entry) async for entry in self._files(prefix.rpartition("/")[0])]
+        mine = [(key, entry) for key, entry in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
+        return [ObjectInfo(key, entry.nbytes) for key, entry in mine], None
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and the directories that became empty."""
@@ -106,17 +106,17 @@ class HdfsStore:
         """Begin to upload an object; makes no request."""
         return HdfsUpload(self, SubFiles(self.hdfs, self._path(key)))
 
-    async def unfinished(self) -> Sequence[Unfinished]:
-        """List temporary files and claims."""
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:  # noqa: ARG002
+        """List temporary files and claims; all are one page."""
         with request_errors(absent=False):
             keys = [self._key(entry.path) async for entry in self._files("") if entry.path.endswith(TEMP_SUFFIX)]
-        return [Unfinished(_final_key(key), key) for key in keys]
+        return [Unfinished(_final_key(key), key) for key in keys], None
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove some of them, and the directories that became empty."""
-        names = [check_key(one.name) for one in unfinished if one.name.endswith(TEMP_SUFFIX)]
-        with request_errors(absent=False):
-            await self._remove([f"{self._root}/{name}" for name in names])
+    async def discard(self, unfinished: Unfinished) -> None:
+        """Remove one of them, and the directories that became empty."""
+        if unfinished.name.endswith(TEMP_SUFFIX):
+            with request_errors(absent=False):
+                await self._remove([f"{self._root}/{check_key(unfinished.name)}"])
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""

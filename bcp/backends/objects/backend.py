@@ -15,6 +15,7 @@ from bcp.backends.keys import check_key, scatter
 from bcp.backends.objects.grid import Grid
 from bcp.backends.objects.retry import Retries
 from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
+from bcp.backends.objects.turns import in_turns
 from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
 from bcp.pipeline import in_thread
@@ -194,28 +195,32 @@ class ObjectBackend:
         if prefix:
             check_key(prefix.rstrip("/"))
 
-        async def attempt() -> list[ObjectInfo]:
-            return [info async for info in self.store.list(prefix)]
-
-        found = await self._request(f"listing {prefix!r}", attempt)
+        found = await self._pages(f"listing {prefix!r}", partial(self.store.list, prefix))
         return sorted(found, key=lambda info: info.key)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
         for key in keys:
             self._versions.pop(check_key(key), None)
-        if keys:
-            more = "" if len(keys) == 1 else f" and {len(keys) - 1} more"
-            await self._request(f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
+        count = self.store.most_keys
+        await in_turns(partial(self._delete, keys[first : first + count]) for first in range(0, len(keys), count))
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        more = "" if len(keys) == 1 else f" and {len(keys) - 1} more"
+        await self._request(f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
 
     async def unfinished(self) -> Sequence[Unfinished]:
         """List what unfinished uploads have left."""
-        return await self._request("listing unfinished uploads", self.store.unfinished)
+        found = await self._pages("listing unfinished uploads", self.store.unfinished)
+        return list(dict.fromkeys(found))
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove some of it."""
-        if unfinished:
-            await self._request("removing unfinished uploads", partial(self.store.discard, unfinished))
+        await in_turns(partial(self._discard, one) for one in unfinished)
+
+    async def _discard(self, unfinished: Unfinished) -> None:
+        what = f"removing an unfinished upload of {unfinished.key!r}"
+        await self._request(what, partial(self.store.discard, unfinished))
 
     async def aclose(self) -> None:
         """Close connections."""
@@ -223,6 +228,18 @@ class ObjectBackend:
 
     async def _stat(self, key: str) -> Stat | None:
         return await self._request(f"looking for {key!r}", partial(self.store.stat, key))
+
+    async def _pages(
+        self, what: str, page: Callable[[str | None], Awaitable[tuple[Sequence[T], str | None]]]
+    ) -> Sequence[T]:
+        """Return what all pages of a list have; each page is a request of its own."""
+        found: list[T] = []
+        after: str | None = None
+        while True:
+            some, after = await self._request(what, partial(page, after))
+            found += some
+            if after is None:
+                return found
 
     async def _request(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
         """Make a request until it succeeds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ from bcp.backends.keys import check_key
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.crc32c import checksum
 from bcp.backends.objects.gcs_api import ABSENT, GcsApi
-from bcp.backends.objects.gcs_upload import GcsUpload, in_turns, part_prefix, upload_of
+from bcp.backends.objects.gcs_upload import GcsUpload, part_prefix, upload_of
 from bcp.backends.objects.store import If, Stat, Upload
+from bcp.backends.objects.turns import in_turns
 from bcp.errors import CorruptError, InputError, MissingExtraError
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
 
@@ -63,6 +64,7 @@ class GcsStore:
     least_part = 0
     most_part = 5 << 40
     most_parts = 1 << 20
+    most_keys = 1
 
     def __init__(self, api: GcsApi, root: str) -> None:
         """Take what makes requests.
@@ -106,33 +108,36 @@ class GcsStore:
         """Read a range of one generation straight into the buffer."""
         return await self._api.read(self._above + key, start, out, version)
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """List objects, without parts of uploads and without the markers that consoles make for folders."""
-        async for name, nbytes in self._api.names(self._above + prefix):
-            if upload_of(name) is None and not name.endswith("/"):
-                yield ObjectInfo(name.removeprefix(self._above), nbytes)
+        page, after = await self._api.names(self._above + prefix, after)
+        objects = [(name, nbytes) for name, nbytes in page if upload_of(name) is None and not name.endswith("/")]
+        return [ObjectInfo(name.removeprefix(self._above), nbytes) for name, nbytes in objects], after
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects by a request each, some at a time."""
-        await in_turns([partial(self._api.remove, self._above + key) for key in keys])
+        """Delete an object."""
+        for key in keys:
+            await self._api.remove(self._above + key)
 
     async def begin(self, key: str, nbytes: int | None) -> Upload:  # noqa: ARG002 -- parts need no plan
         """Begin an upload; its first request is that of a part."""
         return GcsUpload(self._api, self._above + key)
 
-    async def unfinished(self) -> Sequence[Unfinished]:
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
         """List uploads of which there are parts; the name is the upload's id."""
-        found = {upload_of(name) async for name, _ in self._api.names(self._above)}
-        return [Unfinished(name.removeprefix(self._above), upload) for name, upload in sorted(filter(None, found))]
+        page, after = await self._api.names(self._above, after)
+        found = sorted(set(filter(None, (upload_of(name) for name, _ in page))))
+        return [Unfinished(name.removeprefix(self._above), upload) for name, upload in found], after
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove all parts of these uploads."""
-        prefixes = [part_prefix(self._above + one.key, one.name) for one in unfinished]
-        found = await in_turns([partial(self._parts, prefix) for prefix in prefixes])
-        await in_turns([partial(self._api.remove, name) for names in found for name in names])
-
-    async def _parts(self, prefix: str) -> Sequence[str]:
-        return [name async for name, _ in self._api.names(prefix) if upload_of(name) is not None]
+    async def discard(self, unfinished: Unfinished) -> None:
+        """Remove all parts of an upload."""
+        prefix = part_prefix(self._above + unfinished.key, unfinished.name)
+        after: str | None = None
+        while True:
+            page, after = await self._api.names(prefix, after)
+            await in_turns(partial(self._api.remove, name) for name, _ in page if upload_of(name) is not None)
+            if after is None:
+                return
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""

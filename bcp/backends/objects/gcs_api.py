@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -130,23 +130,21 @@ class GcsApi:
         except (FileNotFoundError, ConditionError):
             return
 
-    async def names(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
-        """List names and sizes of the objects whose name starts with a prefix."""
+    async def names(self, prefix: str, after: str | None) -> tuple[Sequence[tuple[str, int]], str | None]:
+        """Return a page of names and sizes of objects whose name starts with a prefix, and the next page's token."""
         query = {
             "prefix": prefix,
             "maxResults": str(_PAGE),
             "fields": "items(name,size),nextPageToken",
         }
-        while True:
-            try:
-                page = (await self.http.call("GET", f"{self.http.path}/o", query)).json()
-            except FileNotFoundError as error:
-                raise self.http.no_bucket(error) from error
-            for item in page.get("items", ()):
-                yield item["name"], int(item["size"])
-            if not (token := page.get("nextPageToken")):
-                return
-            query["pageToken"] = token
+        if after is not None:
+            query["pageToken"] = after
+        try:
+            page = (await self.http.call("GET", f"{self.http.path}/o", query)).json()
+        except FileNotFoundError as error:
+            raise self.http.no_bucket(error) from error
+        found = [(item["name"], int(item["size"])) for item in page.get("items", ())]
+        return found, page.get("nextPageToken") or None
 
     def _path(self, name: str) -> str:
         return f"{self.http.path}/o/{quote(name, safe='')}"

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
-
-import anyio
 
 from bcp._log import log
 from bcp.backends.objects.crc32c import checksum, combined
 from bcp.backends.objects.gcs_api import ABSENT, MAX_SOURCES, GcsApi, GcsObject
 from bcp.backends.objects.store import ConditionError, RequestError
+from bcp.backends.objects.turns import in_turns
 from bcp.errors import CorruptError
 from bcp.protocols import Version
 
-__all__ = ["GcsUpload", "in_turns", "part_prefix", "upload_of"]
+__all__ = ["GcsUpload", "part_prefix", "upload_of"]
 
 T = TypeVar("T")
 _PART = re.compile(r"(.+)\.bcp-part-([0-9a-f]{16})-(?:c\d+-)?\d+", re.DOTALL)
 _UPLOAD = "bcp-upload"
-_AT_ONCE = 16
 _RACES = 10
 
 
@@ -169,22 +167,3 @@ class GcsUpload:
                 f"a part of {self._name!r} was removed while it was being written; has another save to the same path "
                 f"swept it? The store says: {error}"
             ) from error
-
-
-async def in_turns(calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Make calls, some at a time; return their results in order. The first error ends all others."""
-    waiting = list(enumerate(calls))[::-1]
-    results: dict[int, T] = {}
-
-    async def work() -> None:
-        while waiting:
-            number, call = waiting.pop()
-            results[number] = await call()
-
-    try:
-        async with anyio.create_task_group() as group:
-            for _ in range(min(_AT_ONCE, len(waiting))):
-                group.start_soon(work)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors.exceptions[0].__cause__
-    return [results[number] for number in sorted(results)]

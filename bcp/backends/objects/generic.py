@@ -10,7 +10,7 @@ import asyncio
 import errno
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -88,6 +88,7 @@ class FsspecStore:
     least_part = 0
     most_part = 1 << 40
     most_parts = 1 << 20
+    most_keys = 1000
 
     def __init__(self, kind: Any, opened: Callable[[], Any], root: str, name: str, options: Mapping[str, Any]) -> None:
         """Prepare; nothing is opened yet.
@@ -194,11 +195,11 @@ class FsspecStore:
         data: bytes = self._system.cat_file(path, start=start, end=min(stop, nbytes))
         return data
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """List what has the prefix, but for files that are being written."""
-        for key, nbytes in await self._call(self._find):
-            if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX):
-                yield ObjectInfo(key, nbytes)
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:  # noqa: ARG002
+        """List what has the prefix, but for files that are being written; all are one page."""
+        found = await self._call(self._find)
+        mine = [(key, nbytes) for key, nbytes in found if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
+        return [ObjectInfo(key, nbytes) for key, nbytes in mine], None
 
     def _find(self) -> Sequence[tuple[str, int]]:
         self._system.invalidate_cache()
@@ -236,14 +237,15 @@ class FsspecStore:
         with suppress(FileExistsError):
             self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    async def unfinished(self) -> Sequence[Unfinished]:
-        """List files that are being written, or were."""
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:  # noqa: ARG002
+        """List files that are being written, or were; all are one page."""
         found = [key for key, _ in await self._call(self._find) if key.endswith(TEMP_SUFFIX)]
-        return [Unfinished(_final(key), key) for key in found]
+        return [Unfinished(_final(key), key) for key in found], None
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove some of these."""
-        await self.delete([one.name for one in unfinished if one.name.endswith(TEMP_SUFFIX)])
+    async def discard(self, unfinished: Unfinished) -> None:
+        """Remove one of these."""
+        if unfinished.name.endswith(TEMP_SUFFIX):
+            await self.delete([unfinished.name])
 
     async def aclose(self) -> None:
         """Let the threads end."""

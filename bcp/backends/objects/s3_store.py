@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import aiohttp
-import anyio
 
 from bcp.backends.objects.crc32c import checksum, encoded
 from bcp.backends.objects.s3_client import Client, Options, connected, content_of, etag_of
@@ -15,13 +15,12 @@ from bcp.backends.objects.s3_errors import S3Error, Secrets, error_of
 from bcp.backends.objects.s3_upload import S3Upload
 from bcp.backends.objects.session import PerLoop
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat
+from bcp.backends.objects.turns import in_turns
 from bcp.protocols import ObjectInfo, Unfinished, Version
 
 __all__ = ["S3Store"]
 
 MIB = 1 << 20
-_BATCH = 1000  # keys of one DeleteObjects
-_AT_ONCE = 8  # requests that one call of a store makes at once
 
 
 class S3Store:
@@ -35,6 +34,7 @@ class S3Store:
     least_part = 5 * MIB
     most_part = 5 << 30
     most_parts = 10_000
+    most_keys = 1000
 
     def __init__(self, bucket: str, prefix: str, options: Options, requests: int) -> None:
         """Take the place and the client's options; ``requests`` is how many there may be at a time."""
@@ -189,32 +189,27 @@ class S3Store:
 
     # -- lists and deletion -------------------------------------------------------------------
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """List objects by pages of a thousand."""
-        more: dict[str, Any] = {}
-        while True:
-            page = await self.call("list_objects_v2", Prefix=self._root + prefix, **more)
-            for found in page.get("Contents", []):
-                key = found["Key"][len(self._root) :]
-                if key and not key.endswith("/"):  # consoles make empty objects for folders
-                    yield ObjectInfo(key, int(found["Size"]))
-            if not page.get("IsTruncated"):
-                return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+        more: dict[str, Any] = {} if after is None else {"ContinuationToken": after}
+        page = await self.call("list_objects_v2", Prefix=self._root + prefix, **more)
+        listed = [(found["Key"][len(self._root) :], int(found["Size"])) for found in page.get("Contents", [])]
+        # consoles make empty objects for folders
+        found = [ObjectInfo(key, nbytes) for key, nbytes in listed if key and not key.endswith("/")]
+        return found, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, a thousand by one request if the server knows that."""
+        """Delete objects, all by one request if the server knows that."""
         if len(keys) > 1 and self._deletes_many:
             try:
-                for start in range(0, len(keys), _BATCH):
-                    await self._delete_many(keys[start : start + _BATCH])
+                await self._delete_many(keys)
             except S3Error as error:
                 if error.transient or error.code not in _NO_BATCHES:
                     raise
                 self._deletes_many = False
             else:
                 return
-        await _each(keys, self._delete_one)
+        await in_turns(partial(self._delete_one, key) for key in keys)
 
     async def _delete_one(self, key: str) -> None:
         try:
@@ -224,7 +219,6 @@ class S3Store:
                 raise
 
     async def _delete_many(self, keys: Sequence[str]) -> None:
-
         objects = [{"Key": self._root + key} for key in keys]
         answer = await self.call("delete_objects", Delete={"Objects": objects, "Quiet": True})
         errors = [error for error in answer.get("Errors", []) if error.get("Code") != "NoSuchKey"]
@@ -252,21 +246,18 @@ class S3Store:
             answer = await self.call_for("create_multipart_upload", key)
         return S3Upload(self, key, str(answer["UploadId"]), nbytes, checksums=self.checksums)
 
-    async def unfinished(self) -> Sequence[Unfinished]:
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
         """List multipart uploads below the root."""
-        found: list[Unfinished] = []
-        more: dict[str, Any] = {}
-        while True:
-            page = await self.call("list_multipart_uploads", Prefix=self._root, **more)
-            mine = [upload for upload in page.get("Uploads", []) if upload["Key"].startswith(self._root)]
-            found += [Unfinished(upload["Key"][len(self._root) :], upload["UploadId"]) for upload in mine]
-            if not page.get("IsTruncated"):
-                return found
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        more = {} if after is None else dict(zip(("KeyMarker", "UploadIdMarker"), json.loads(after), strict=True))
+        page = await self.call("list_multipart_uploads", Prefix=self._root, **more)
+        mine = [upload for upload in page.get("Uploads", []) if upload["Key"].startswith(self._root)]
+        found = [Unfinished(upload["Key"][len(self._root) :], upload["UploadId"]) for upload in mine]
+        is_more = bool(page.get("IsTruncated"))
+        return found, json.dumps([page["NextKeyMarker"], page["NextUploadIdMarker"]]) if is_more else None
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Abort multipart uploads."""
-        await _each(unfinished, lambda upload: self.abort(upload.key, upload.name))
+    async def discard(self, unfinished: Unfinished) -> None:
+        """Abort a multipart upload."""
+        await self.abort(unfinished.key, unfinished.name)
 
     async def abort(self, key: str, upload: str) -> bool:
         """Abort a multipart upload; return whether there was one."""
@@ -333,24 +324,6 @@ async def _on_condition(
         if not error.is_condition and not (missing and error.is_missing_key):
             raise
     raise ConditionError
-
-
-async def _each(items: Sequence[Any], call: Callable[[Any], Coroutine[Any, Any, object]]) -> None:
-    """Call a function for each item, some at once; the first error is raised after the calls under way."""
-    waiting, errors = list(reversed(items)), list[Exception]()
-
-    async def some() -> None:
-        while waiting and not errors:
-            try:
-                await call(waiting.pop())
-            except Exception as error:  # noqa: BLE001 -- raised below
-                errors.append(error)
-
-    async with anyio.create_task_group() as group:
-        for _ in range(min(_AT_ONCE, len(items))):
-            group.start_soon(some)
-    if errors:
-        raise errors[0]
 
 
 async def _close(client: Client) -> None:

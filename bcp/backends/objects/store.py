@@ -6,7 +6,7 @@ business of :class:`~bcp.backends.objects.backend.ObjectBackend`, so that all st
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,12 +97,14 @@ class Store(Protocol):
         least_part: bytes that every part but the last has to have.
         most_part: bytes that a part or an object may have in one request.
         most_parts: how many parts an upload may have.
+        most_keys: how many objects one call of :meth:`delete` may have.
     """
 
     name: str
     least_part: int
     most_part: int
     most_parts: int
+    most_keys: int
 
     async def put(self, key: str, data: memoryview, condition: If | None = None) -> Version:
         """Store an object by one request; return its version."""
@@ -120,20 +122,26 @@ class Store(Protocol):
         more when this returns or raises. No byte at or after ``start``: 0.
         """
 
-    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """List the objects whose key starts with a prefix, in any order, page by page."""
+    async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
+        """Return one page of the objects whose key starts with a prefix, in any order, and where the next one begins.
+
+        ``after`` is what the call for the page before returned: None for the first page, and after the last one.
+        """
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; absent ones are no error. May delete some and fail then."""
+        """Delete at most ``most_keys`` objects; absent ones are no error. May delete some and fail then."""
 
     async def begin(self, key: str, nbytes: int | None) -> Upload:
         """Begin to upload an object of so many bytes; None where that is not known."""
 
-    async def unfinished(self) -> Sequence[Unfinished]:
-        """List what uploads that were neither finished nor aborted have left, of other processes too."""
+    async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
+        """Return a page of what uploads have left that were neither finished nor aborted, of other processes too.
 
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove some of those; absent ones are no error."""
+        Pages are those of :meth:`list`. Two of them may have the same upload.
+        """
+
+    async def discard(self, unfinished: Unfinished) -> None:
+        """Remove what one of those has left; if it is absent, that is no error."""
 
     async def aclose(self) -> None:
         """Close connections. Idempotent."""
