@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test gpu storage check format demo bench chaos clean
+.PHONY: help venv test rgw gpu check format demo bench chaos clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -29,18 +29,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "bcp needs Python 3.11 or newer; say where with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers]'
 	touch $@
 
-test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one.
+test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
+	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py hdfs)
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
+
+rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
+	$(BIN)/python tests/servers/prepare.py rgw
+	$(BIN)/python -m pytest -m rgw tests/storage $(ARGS)
 
 gpu: venv  ## Run the tests that need CUDA devices, and print figures; eight minutes at most.
 	$(BIN)/python -m pytest -m gpu -s tests/gpu $(ARGS)
-
-storage: venv  ## Run the tests of object stores, HDFS and shared file systems on real servers; needs root, Java and /dev/fuse.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[servers]'
-	$(BIN)/python -m pytest -o addopts="-ra --strict-markers --strict-config -m 'not rgw'" $(if $(ARGS),$(ARGS),tests/storage)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .

@@ -43,9 +43,9 @@ class S3Server:
             self._bucket = self.bucket()
         return f"s3://{self._bucket}/a root/{next(_numbers)}"
 
-    def bucket(self) -> str:
+    def bucket(self, name: str = "") -> str:
         """Make a new bucket."""
-        name = f"bucket-{os.getpid()}-{next(_numbers)}"
+        name = name or f"bucket-{os.getpid()}-{next(_numbers)}"
         store = self.backend(f"s3://{name}").store
         with ThreadPoolExecutor(1) as thread:  # this one may have a running event loop
             thread.submit(lambda: asyncio.run(store.call("create_bucket"))).result()

@@ -1,0 +1,17 @@
+"""Downloads to ``.cache`` what servers of tests are made of: ``python tests/servers/prepare.py hdfs rgw``.
+
+Fixtures do the same. Done before, it takes none of a test's time.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from servers import hdfs, rgw
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        {"hdfs": hdfs.prepare, "rgw": rgw.prepare}[name]()
