@@ -430,3 +430,15 @@ async def test_a_waiter_that_is_cancelled_gives_its_turn_away() -> None:
 def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         RetryPolicy(**wrong)
+
+
+def test_a_load_lists_nothing() -> None:
+    """Keys follow from the metadata: a thousand ranks that list a prefix at once would be throttled."""
+    store = FakeStore()
+    weights = torch.arange(1000.0)
+    bcp.save(ObjectBackend(store), {"model": {"weights": weights.clone()}, "extra_states": {"step": 3}})
+    store.requests.clear()
+    found = {"model": {"weights": torch.zeros(1000)}, "extra_states": {"step": 0}}
+    bcp.load(ObjectBackend(store), found)
+    assert torch.equal(found["model"]["weights"], weights)
+    assert set(store.requests) == {"get", "read"}

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from bcp._log import log
 from bcp.backends.objects.crc32c import checksum, encoded
 from bcp.backends.objects.s3_client import Client, Options, connected, content_of, etag_of
 from bcp.backends.objects.s3_errors import S3Error, Secrets, error_of
@@ -45,6 +46,7 @@ class S3Store:
         self._clients = PerLoop(partial(connected, options, requests, Secrets()), _close)
         self._bare_etags = False
         self._deletes_many = True
+        self._conditions_hold: bool | None = None
         self._bucket_is_there = False
 
     def __repr__(self) -> str:
@@ -89,7 +91,9 @@ class S3Store:
         if condition is None:
             return etag_of(await send())
         if condition.version is None:
-            return etag_of(await _on_condition(partial(send, IfNoneMatch="*")))
+            made = etag_of(await _on_condition(partial(send, IfNoneMatch="*")))
+            await self._check_conditions(partial(send, IfNoneMatch="*"))
+            return made
         version = condition.version
         try:
             return etag_of(await _on_condition(partial(send, IfMatch=self._condition(version)), missing=True))
@@ -100,6 +104,22 @@ class S3Store:
         answer = await _on_condition(partial(send, IfMatch=version), missing=True)
         self._bare_etags = True
         return etag_of(answer)
+
+    async def _check_conditions(self, again: Callable[[], Coroutine[Any, Any, dict[str, Any]]]) -> None:
+        """Store the same object once more, which has to be refused; once, for some servers ignore conditions."""
+        if self._conditions_hold is not None:
+            return
+        try:
+            await _on_condition(again)
+        except ConditionError:
+            self._conditions_hold = True
+        else:
+            self._conditions_hold = False
+            log.warning(
+                "the server ignores If-None-Match: if two jobs save to one path at once, both may commit, and the "
+                "checkpoint of one is lost; let no two jobs save to one path",
+                store=self.name,
+            )
 
     def _condition(self, version: Version) -> str:
         return version if self._bare_etags else f'"{version}"'
