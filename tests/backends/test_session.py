@@ -121,3 +121,33 @@ def test_a_forked_child_opens_its_own_and_closes_none_of_its_parents() -> None:
         assert os.waitpid(pid, 0)[1] == 0
         runner.run(sessions.per_loop.aclose())
     assert sessions.closed == [mine]
+
+
+@pytest.mark.anyio
+async def test_one_that_is_dropped_in_a_cycle_is_closed_before_it_is_finalized() -> None:
+    """Connections warn if they are finalized open; all finalizers of garbage run before anything else of it does."""
+    order: list[str] = []
+    finalized = asyncio.Event()
+
+    class Connection:
+        def __del__(self) -> None:
+            order.append("finalized")
+            finalized.set()
+
+    class Owner:
+        def __init__(self) -> None:
+            self.me = self  # a cycle, as clients have many
+            self.per_loop = PerLoop(self.open, close)
+
+        async def open(self) -> Connection:
+            return Connection()
+
+    async def close(_: Connection) -> None:
+        order.append("closed")
+
+    owner = Owner()
+    await owner.per_loop.here()
+    del owner
+    gc.collect()
+    await finalized.wait()
+    assert order == ["closed", "finalized"]

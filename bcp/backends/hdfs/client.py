@@ -138,7 +138,7 @@ class Hdfs:
         self.settings = settings or Settings()
         self._config_dir = config_dir
         self._user = user_name()
-        self._sessions: PerLoop[_Session] = PerLoop(self._open_session, self._close_session)
+        self._sessions: PerLoop[_Session] = PerLoop(self._open_session, _close_session)
 
     def __repr__(self) -> str:
         """Show the root."""
@@ -318,9 +318,10 @@ class Hdfs:
         client = native_client(self.cluster.url, self.cluster.settings, self._config_dir)
         return _Session(client, NameNodes(self.cluster, self._user), anyio.CapacityLimiter(READS))
 
-    async def _close_session(self, session: _Session) -> None:
-        session.names.close()
-        session.open_files.clear()
+
+async def _close_session(session: _Session) -> None:
+    session.names.close()
+    session.open_files.clear()
 
 
 async def in_parallel(work: Callable[[T], Awaitable[object]], items: Iterable[T], at_once: int = 16) -> None:

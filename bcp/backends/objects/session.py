@@ -7,11 +7,17 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 __all__ = ["PerLoop"]
 
 S = TypeVar("S")
+_Sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, "asyncio.Future[_Living[S]]"]
+
+_inherited: list[object] = []
+"""Sessions of a parent process. To close them, or to drop them, would talk over its connections."""
+
+_closing: set[asyncio.Task[None]] = set()
 
 
 class PerLoop(Generic[S]):
@@ -19,16 +25,24 @@ class PerLoop(Generic[S]):
 
     fsspec's own cache has the thread in its key and not the loop, so that a second ``asyncio.run`` gets a session of a
     loop that is closed. A session is closed with its loop: ``asyncio.run`` ends the asynchronous generators that are
-    still open, and each session lives in one. It is also closed when nothing refers to it any more.
+    still open, and each session lives in one. It is also closed when this object is dropped. Until then its finalizer
+    refers to the sessions: as part of the same garbage, connections would be finalized before anything closes them.
     """
 
     def __init__(self, opened: Callable[[], Awaitable[S]], closed: Callable[[S], Awaitable[None]]) -> None:
-        """Take the functions that open and close a session, both called on its loop."""
+        """Take the functions that open and close a session, both called on its loop.
+
+        ``closed`` must not refer to this object, nor to what owns it.
+        """
         self._opened = opened
         self._closed = closed
+        self._begin()
+
+    def _begin(self) -> None:
         self._pid = os.getpid()
-        self._sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[_Living[S]]] = WeakKeyDictionary()
-        self._inherited: list[object] = []
+        self._sessions: _Sessions[S] = WeakKeyDictionary()
+        self._at_end = finalize(self, _drop, self._sessions, self._pid)
+        self._at_end.atexit = False
 
     def __repr__(self) -> str:
         """Show how many there are."""
@@ -37,8 +51,8 @@ class PerLoop(Generic[S]):
     async def here(self) -> S:
         """Return the session of the running loop; several tasks that ask at once get the same one."""
         if self._pid != os.getpid():  # a forked child: to close the parent's would talk over its connections
-            self._inherited.append(self._sessions)
-            self._sessions, self._pid = WeakKeyDictionary(), os.getpid()
+            self._at_end()
+            self._begin()
         loop = asyncio.get_running_loop()
         for closed in [other for other in self._sessions if other.is_closed()]:
             del self._sessions[closed]  # a future refers to its loop, so that none of both would ever go by itself
@@ -52,7 +66,7 @@ class PerLoop(Generic[S]):
     async def _open(self, loop: asyncio.AbstractEventLoop) -> S:
         session = self._sessions[loop] = loop.create_future()
         try:
-            keeper = _keep(self._opened, self._closed)
+            keeper = _keep(await self._opened(), self._closed)
             opened = _Living(await anext(keeper), keeper)
         except BaseException as error:
             del self._sessions[loop]
@@ -68,17 +82,12 @@ class PerLoop(Generic[S]):
     async def aclose(self) -> None:
         """Close the session of the running loop, and have those of other running loops closed there."""
         mine = asyncio.get_running_loop()
-        sessions, self._sessions = self._sessions, WeakKeyDictionary()
-        if self._pid != os.getpid():
-            self._inherited.append(sessions)
-            return
-        for loop, opened in sessions.items():
-            if not opened.done() or opened.cancelled() or opened.exception() is not None:
-                continue
-            if loop is mine:
-                await opened.result().keeper.aclose()
-            elif loop.is_running():
-                asyncio.run_coroutine_threadsafe(_close(opened.result()), loop)
+        if self._pid == os.getpid():
+            living = self._sessions.pop(mine, None)
+            if living is not None and _is_open(living):
+                await living.result().keeper.aclose()
+        self._at_end()
+        self._begin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +98,32 @@ class _Living(Generic[S]):
     keeper: AsyncGenerator[S, None]
 
 
-async def _keep(opened: Callable[[], Awaitable[S]], closed: Callable[[S], Awaitable[None]]) -> AsyncGenerator[S, None]:
+async def _keep(session: S, closed: Callable[[S], Awaitable[None]]) -> AsyncGenerator[S, None]:
     """Yield a session, and close it when the generator is closed or dropped, or its loop ends."""
-    session = await opened()
     try:
         yield session
     finally:
         await closed(session)
+
+
+def _is_open(session: asyncio.Future[_Living[S]]) -> bool:
+    return session.done() and not session.cancelled() and session.exception() is None
+
+
+def _drop(sessions: _Sessions[S], pid: int) -> None:
+    """Have sessions closed on their loops; any thread may call this. Those of a parent process are kept for good."""
+    if pid != os.getpid():
+        _inherited.append(sessions)
+        return
+    for loop, living in list(sessions.items()):
+        if _is_open(living) and not loop.is_closed():
+            loop.call_soon_threadsafe(_close_soon, loop, living.result())
+
+
+def _close_soon(loop: asyncio.AbstractEventLoop, living: _Living[S]) -> None:
+    task = loop.create_task(_close(living))
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
 
 
 async def _close(living: _Living[S]) -> None:
