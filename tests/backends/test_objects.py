@@ -48,7 +48,7 @@ class TestWithTransientFaults(TestOnMemory):
 
         def fail(_: str) -> None:
             if rng.random() < 0.3:
-                raise RequestError("503 try later", transient=True, done=False)
+                raise RequestError("503 try later", transient=True)
 
         def lose(_: str) -> None:
             if rng.random() < 0.2:
@@ -127,6 +127,28 @@ async def test_after_the_deadline_the_error_says_how_often_it_was_tried() -> Non
         await retries("reading x", attempt)
     assert isinstance(caught.value.__cause__, RequestError)
     assert now[0] <= 61
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_server_that_nobody_reaches_is_given_up_early_unless_it_was_reached_before(*, is_known: bool) -> None:
+    now = [0.0]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    async def refused() -> None:
+        raise RequestError("connection refused", transient=True, unreachable=True)
+
+    async def answered() -> None:
+        return
+
+    retries = Retries(RetryPolicy(deadline=1000, allowance=10**6), sleep=sleep, clock=lambda: now[0])
+    if is_known:
+        await retries("asking", answered)
+    with pytest.raises(StorageError, match="connection refused") as caught:
+        await retries("asking", refused)
+    assert ("check its endpoint" in str(caught.value)) is not is_known
+    assert (980 if is_known else 10) < now[0] <= (1000 if is_known else 30)
 
 
 async def test_the_server_says_how_long_to_wait() -> None:

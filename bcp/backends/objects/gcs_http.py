@@ -261,7 +261,7 @@ class GcsHttp:
         except Exception as error:  # noqa: BLE001 -- whatever google-auth, requests and gcsfs raise
             transient = isinstance(error, (TransportError, NoConnectionError))
             said = self._shown(f"{what}: {type(error).__name__}: {error}; {_CREDENTIALS}")
-        raise RequestError(said, transient=transient, done=False)
+        raise RequestError(said, transient=transient)
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -307,7 +307,9 @@ class GcsHttp:
             raise
         except (aiohttp.ClientError, OSError) as error:
             final = isinstance(error, (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL))
-            made = RequestError(self._shown(f"{type(error).__name__}: {error}"), transient=not final)
+            unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            said = self._shown(f"{type(error).__name__}: {error}")
+            made = RequestError(said, transient=not final, unreachable=unreachable)
             # A ClientResponseError has the request's headers in its arguments, and there the token.
             raise made from (None if isinstance(error, aiohttp.ClientResponseError) else error)
 

@@ -277,7 +277,8 @@ class FsspecStore:
         except Exception as error:
             transient = isinstance(error, (ConnectionError, TimeoutError))
             transient = transient or (isinstance(error, OSError) and error.errno in _TRANSIENT)
-            raise RequestError(_said(error, self._options), transient=transient) from error
+            unreachable = isinstance(error, ConnectionRefusedError)
+            raise RequestError(_said(error, self._options), transient=transient, unreachable=unreachable) from error
 
 
 class _Stream:

@@ -24,6 +24,8 @@ __all__ = ["Limiter", "Retries"]
 
 T = TypeVar("T")
 MIB = 1 << 20
+UNREACHED_SECONDS = 30.0
+"""Deadline of a store that cannot be connected to and that no request has reached yet: its name may be wrong."""
 
 
 class Limiter:
@@ -149,8 +151,11 @@ class Retries:
         ceiling = min(self.policy.first_pause * 2 ** min(number - 1, 30), self.policy.longest_pause)
         pause = max(random.uniform(0, ceiling), error.after or 0.0)  # noqa: S311 -- no secret
         spent = self.retries >= self.policy.allowance + self._successes // 10
-        if not error.transient or spent or lasted + pause > self.policy.deadline:
-            raise _final(what, error, number, lasted, spent=spent) from error
+        is_new = error.unreachable and not self._successes
+        deadline = min(self.policy.deadline, UNREACHED_SECONDS) if is_new else self.policy.deadline
+        if not error.transient or spent or lasted + pause > deadline:
+            hint = "; no request has reached this store yet: check its endpoint" if is_new else ""
+            raise _final(what, error, number, lasted, spent=spent, hint=hint) from error
         self.retries += 1
         self.policy.on_retry(RetryEvent(what, number, pause, error.said, error.slow_down))
         log.info("a storage request is made again", request=what, attempt=number, pause=pause, said=error.said)
@@ -167,8 +172,8 @@ def _as_request(error: Exception) -> RequestError:
     return made
 
 
-def _final(what: str, error: RequestError, attempts: int, seconds: float, *, spent: bool) -> StorageError:
+def _final(what: str, error: RequestError, attempts: int, seconds: float, *, spent: bool, hint: str) -> StorageError:
     """Say that a request has failed for good, how often it was made, and what the server said."""
     why = "; so many requests fail that no more is made again" if spent and error.transient else ""
     times = "once" if attempts == 1 else f"{attempts} times in {seconds:.1f} s"
-    return StorageError(f"{what} failed, tried {times}: {error.said}{why}")
+    return StorageError(f"{what} failed, tried {times}: {error.said}{why}{hint}")

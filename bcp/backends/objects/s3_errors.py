@@ -78,11 +78,9 @@ class S3Error(RequestError):
         status: the HTTP status; 0 for a request without an answer.
     """
 
-    def __init__(
-        self, said: str, *, code: str = "", status: int = 0, done: bool = True, after: float | None = None, **kind: bool
-    ) -> None:
+    def __init__(self, said: str, *, code: str = "", status: int = 0, after: float | None = None, **kind: bool) -> None:
         """Take code and status, and the attributes of every :class:`RequestError`."""
-        super().__init__(said, done=done, after=after, **kind)
+        super().__init__(said, after=after, **kind)
         self.code = code
         self.status = status
 
@@ -106,12 +104,12 @@ def request_error(error: Exception, secrets: Secrets) -> S3Error:
     said = secrets.clean(f"{type(error).__name__}: {error}".rstrip(": "))
     code = type(error).__name__
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return S3Error(f"{said}; {_NO_CREDENTIALS}", code=code, done=False)
+        return S3Error(f"{said}; {_NO_CREDENTIALS}", code=code)
     if "CERTIFICATE_VERIFY_FAILED" in said:
-        return S3Error(f"{said}; pass the certificates as AWS_CA_BUNDLE", code=code, done=False)
+        return S3Error(f"{said}; pass the certificates as AWS_CA_BUNDLE", code=code)
     if isinstance(error, _TRANSIENT_ERRORS) and not isinstance(error, _FINAL_ERRORS):
-        return S3Error(said, code=code, transient=True, done=not isinstance(error, _NOT_CONNECTED))
-    return S3Error(said, code=code, done=False)
+        return S3Error(said, code=code, transient=True, unreachable=isinstance(error, _NOT_CONNECTED))
+    return S3Error(said, code=code)
 
 
 FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
@@ -119,6 +117,7 @@ FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.C
 
 _NOT_CONNECTED = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _TRANSIENT_ERRORS = (
+    *_NOT_CONNECTED,
     boto.HTTPClientError,  # all that an HTTP client raises: time limits, connections that are refused or lost
     boto.ResponseStreamingError,
     boto.CredentialRetrievalError,
@@ -158,5 +157,4 @@ def error_of(code: str, message: str, *, status: int = 0, after: str | None = No
         after=float(after) if after and after.isdigit() else None,
         transient=status in _TRANSIENT_STATUS or code in _TRANSIENT,
         slow_down=slow_down,
-        done=status not in _SLOW_DOWN_STATUS,
     )

@@ -41,7 +41,7 @@ class RequestError(Exception):
         said: the server's or the client's words, without any secret.
         transient: whether the same request may succeed later.
         slow_down: whether the server asks for fewer requests, as by 429, 503 or SlowDown.
-        done: whether it may have been carried out all the same.
+        unreachable: whether no server could be connected to.
         after: seconds that the server asks to wait; None where it says nothing.
     """
 
@@ -51,7 +51,7 @@ class RequestError(Exception):
         *,
         transient: bool = False,
         slow_down: bool = False,
-        done: bool = True,
+        unreachable: bool = False,
         after: float | None = None,
     ) -> None:
         """Take the attributes."""
@@ -59,7 +59,7 @@ class RequestError(Exception):
         self.said = said
         self.transient = transient or slow_down
         self.slow_down = slow_down
-        self.done = done
+        self.unreachable = unreachable
         self.after = after
 
 
