@@ -12,7 +12,7 @@ from google.auth.exceptions import RefreshError
 from google.oauth2.credentials import Credentials
 
 from bcp.backends.objects import ConditionError, If, RequestError
-from bcp.errors import CorruptError, StorageError
+from bcp.errors import CorruptError, InputError, StorageError
 from bcp.protocols import RetryPolicy
 
 if TYPE_CHECKING:
@@ -252,6 +252,11 @@ async def test_a_server_that_hangs_is_given_up(gcs: Gcs) -> None:
     await backend.put("key", b"1")
     assert bytes(await backend.get("key")) == b"1"
     assert backend.retries.retries == 1
+
+
+def test_a_token_whose_file_is_absent_is_refused(gcs: Gcs) -> None:
+    with pytest.raises(InputError, match=r"token '/no/such/key.json', and there is no such file"):
+        gcs(token="/no/such/key.json")  # noqa: S106 -- a path
 
 
 async def test_a_rapid_bucket_is_refused(gcs: Gcs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from bcp.backends.keys import check_key
@@ -34,7 +35,7 @@ def open_gcs(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -
 
     Raises:
         MissingExtraError: gcsfs or google-crc32c is not installed.
-        InputError: the URL has no bucket, or an option is not the caller's.
+        InputError: the URL has no bucket, an option is not the caller's, or the token's file is absent.
 
     Example::
 
@@ -49,6 +50,9 @@ def open_gcs(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -
         check_key(root)
     if ours := sorted(name for name in _OURS if name in options):
         raise InputError(f"storage_options has {ours}, which bcp sets by itself; leave them out")
+    token = options.get("token")
+    if isinstance(token, str) and token.startswith(("/", "~", ".")) and not Path(token).expanduser().exists():
+        raise InputError(f"storage_options has the token {token!r}, and there is no such file; correct the path")
     try:
         import google_crc32c  # noqa: F401, PLC0415 -- packages of the extra
 

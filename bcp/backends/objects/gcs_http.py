@@ -261,7 +261,7 @@ class GcsHttp:
         except Exception as error:  # noqa: BLE001 -- whatever google-auth, requests and gcsfs raise
             transient = isinstance(error, (TransportError, NoConnectionError))
             said = self._shown(f"{what}: {type(error).__name__}: {error}; {_CREDENTIALS}")
-        raise RequestError(said, transient=transient)
+        raise RequestError(said, transient=transient, unreachable=transient)
 
     # -- errors -------------------------------------------------------------------------------
 

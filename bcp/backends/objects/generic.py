@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ _TRANSIENT = frozenset(
     | {errno.ENETUNREACH, errno.EPIPE, errno.ESTALE, errno.ETIMEDOUT}
 )
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_LOGIN = re.compile(r"^[^/@]*:[^/]*@")
 _MANY_THREADS = frozenset({"file", "local", "memory"})
 """Synchronous file systems of fsspec that several threads may call at once. Of others that is not known."""
 
@@ -65,7 +67,7 @@ def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | Non
         raise MissingExtraError(f"{scheme}:// needs a package that is not installed: {error}") from error
     opened = partial(_open, kind, url, options)
     root = kind._strip_protocol(url)  # noqa: SLF001 -- what fsspec's own functions call
-    return ObjectBackend(FsspecStore(kind, opened, root, f"{scheme}://{_shown(root)}", options), policy)
+    return ObjectBackend(FsspecStore(kind, opened, root, _shown(url), options), policy)
 
 
 def _open(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
@@ -342,9 +344,10 @@ def _final(temp: str) -> str:
     return f"{folder}{slash}{name[1:].removesuffix(TEMP_SUFFIX).rpartition('.')[0]}"
 
 
-def _shown(root: str) -> str:
-    """Return a root as messages show it: without the user and password that a URL may have."""
-    return root.rpartition("@")[2].lstrip("/")
+def _shown(url: str) -> str:
+    """Return a URL as messages show it: without user and password, and without a query, which may be a signature."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{_LOGIN.sub('', rest).partition('?')[0]}".rstrip("/")
 
 
 def _said(error: Exception, options: Mapping[str, Any]) -> str:
