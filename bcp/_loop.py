@@ -61,11 +61,11 @@ class Loop:
         failed: those that have failed and still have somebody who may ask for the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "bcp-loop") -> None:
         self.asyncio_loop = asyncio.new_event_loop()
         self.running: set[Running] = set()
         self.failed: WeakSet[Running] = WeakSet()
-        self.thread = threading.Thread(target=self._serve, name="bcp-loop", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:

@@ -11,7 +11,7 @@ from bcp.pipeline.budget import Budget
 from bcp.pipeline.garbage import failures_collected, planning, uncollected
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
-from bcp.pipeline.threads import at_last, beginning_with, giving_way, in_pool, in_thread, thread_count
+from bcp.pipeline.threads import at_last, beginning_with, giving_way, in_pool, in_thread, on_loop, thread_count
 
 __all__ = [
     "Budget",
@@ -25,6 +25,7 @@ __all__ = [
     "giving_way",
     "in_pool",
     "in_thread",
+    "on_loop",
     "planning",
     "tee",
     "thread_count",

@@ -1,4 +1,4 @@
-"""Blocking calls in worker threads, which are never left alone, and may give way to other work."""
+"""Calls in other threads, which are never left alone, and may give way to other work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
@@ -17,7 +17,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 from anyio.lowlevel import RunVar
 
-__all__ = ["at_last", "beginning_with", "giving_way", "in_pool", "in_thread", "thread_count"]
+__all__ = ["at_last", "beginning_with", "giving_way", "in_pool", "in_thread", "on_loop", "thread_count"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -109,7 +109,7 @@ async def at_last(function: Callable[[*Ts], object], *args: *Ts) -> None:
 
 
 async def in_pool(
-    pool: ThreadPoolExecutor, function: Callable[[*Ts], T], *args: *Ts, interrupt: Callable[[], None] = lambda: None
+    pool: ThreadPoolExecutor, function: Callable[[*Ts], T], *args: *Ts, interrupt: Callable[[], object] = lambda: None
 ) -> T:
     """Do the same in a thread of that pool: for calls that may block for long, and would keep others from a thread.
 
@@ -118,13 +118,36 @@ async def in_pool(
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
     await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)), interrupt)
-    result, error = box.pop()
-    if error is None:
-        return result  # type: ignore[return-value]  # the first of the two forms of an outcome
-    try:
-        raise error
-    finally:
-        del error  # it would hold this frame and the frame it: a cycle that keeps the caller's buffers alive
+    return _taken(box)
+
+
+async def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+    """Await a coroutine function on the event loop of another thread; it sees the caller's context variables.
+
+    When cancelled it cancels the work there, waits until that has ended, and lets the cancellation pass. So nothing
+    uses the caller's buffers any more when this is over.
+    """
+    box: list[Outcome[T]] = []
+    job = Future[None]()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def work() -> None:
+        try:
+            box.append((await function(*args), None))
+        except BaseException as error:  # noqa: BLE001 -- raised again by the caller; here it could end the loop
+            box.append((None, error))
+
+    def begin() -> None:
+        if job.set_running_or_notify_cancel():
+            tasks.append(loop.create_task(work()))
+            tasks[0].add_done_callback(lambda _: job.set_result(None))
+
+    def cancel() -> None:  # comes after begin, which the loop was given first
+        tasks[0].cancel()
+
+    loop.call_soon_threadsafe(begin)
+    await _ended(job, lambda: loop.call_soon_threadsafe(cancel))
+    return _taken(box)
 
 
 def thread_count() -> int:
@@ -186,7 +209,18 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
     return job
 
 
-async def _ended(job: Future[None], interrupt: Callable[[], None]) -> None:
+def _taken(box: list[Outcome[T]]) -> T:
+    """Return or raise the outcome in the box."""
+    result, error = box.pop()
+    if error is None:
+        return result  # type: ignore[return-value]  # the first of the two forms of an outcome
+    try:
+        raise error
+    finally:
+        del error  # it would hold this frame and the frame it: a cycle that keeps the caller's buffers alive
+
+
+async def _ended(job: Future[None], interrupt: Callable[[], object]) -> None:
     """Wait until the job has ended, also when cancelled."""
     try:
         await asyncio.wrap_future(job)

@@ -5,12 +5,17 @@ import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.ArrayList;
 import java.util.List;
+import java.util.Objects;
+import java.util.Set;
 import java.util.stream.Collectors;
 import java.util.stream.Stream;
 import org.apache.hadoop.ha.HAServiceProtocol.RequestSource;
 import org.apache.hadoop.ha.HAServiceProtocol.StateChangeRequestInfo;
 import org.apache.hadoop.hdfs.HdfsConfiguration;
+import org.apache.hadoop.hdfs.protocol.HdfsConstants.DatanodeReportType;
 import org.apache.hadoop.hdfs.protocol.HdfsConstants.SafeModeAction;
+import org.apache.hadoop.hdfs.server.blockmanagement.DatanodeDescriptor;
+import org.apache.hadoop.hdfs.server.blockmanagement.DatanodeManager;
 import org.apache.hadoop.hdfs.server.datanode.DataNode;
 import org.apache.hadoop.hdfs.server.namenode.NameNode;
 import org.apache.hadoop.metrics2.lib.DefaultMetricsSystem;
@@ -67,7 +72,7 @@ public class MiniHdfs {
     for (int i = 0; i < count; i++) {
       dataNodes.add(startDataNode(i));
     }
-    await(nameNodes.get(0), count);
+    await(nameNodes.get(0));
     NameNode first = nameNodes.get(0);
     System.out.println("READY " + first.getNameNodeAddress().getPort() + " " + first.getHttpAddress().getPort());
     System.out.flush();
@@ -78,10 +83,12 @@ public class MiniHdfs {
     base.setInt("dfs.namenode.safemode.extension", 0);
     base.setInt("dfs.namenode.handler.count", 16);
     base.setInt("dfs.heartbeat.interval", 1);
+    base.setBoolean("dfs.namenode.edits.noeditlogchannelflush", true); // no fsync: the machine outlives the tests
     base.setInt("dfs.namenode.heartbeat.recheck-interval", 1000);
     base.setBoolean("dfs.namenode.avoid.write.stale.datanode", true);
     base.setInt("dfs.namenode.stale.datanode.interval", 3000);
     base.setInt("dfs.ha.tail-edits.period", 1);
+    base.setInt("ipc.client.connect.retry.interval", 100); // of DataNodes that look for a NameNode
     base.setInt("dfs.namenode.fs-limits.min-block-size", 4096);
     base.setBoolean("dfs.namenode.datanode.registration.ip-hostname-check", false);
     for (int i = 2; i < args.length; i++) {
@@ -165,9 +172,16 @@ public class MiniHdfs {
     return DataNode.createDataNode(new String[] {}, conf);
   }
 
-  private static void await(NameNode nameNode, int count) throws Exception {
+  /** Wait until a NameNode knows the DataNodes by their present ports: those of before a restart count as alive too. */
+  private void await(NameNode nameNode) throws Exception {
+    Set<Integer> ports = dataNodes.stream().filter(Objects::nonNull).map(DataNode::getXferPort).collect(Collectors.toSet());
+    DatanodeManager known = nameNode.getNamesystem().getBlockManager().getDatanodeManager();
     long end = System.currentTimeMillis() + 60_000;
-    while (nameNode.getNamesystem().getNumLiveDataNodes() < count || nameNode.isInSafeMode()) {
+    while (nameNode.isInSafeMode()
+        || !known.getDatanodeListForReport(DatanodeReportType.LIVE).stream()
+            .map(DatanodeDescriptor::getXferPort)
+            .collect(Collectors.toSet())
+            .containsAll(ports)) {
       if (System.currentTimeMillis() > end) {
         throw new IllegalStateException("the DataNodes did not come in 60 s");
       }
@@ -201,7 +215,7 @@ public class MiniHdfs {
           nameNodes.set(index, startNameNode(index));
         }
       }
-      case "await" -> await(nameNodes.get(index), dataNodes.size());
+      case "await" -> await(nameNodes.get(index));
       case "standby" -> nameNodes.get(index).getRpcServer().transitionToStandby(BY_USER);
       case "active" -> nameNodes.get(index).getRpcServer().transitionToActive(BY_USER);
       default -> throw new IllegalArgumentException(words[0]);

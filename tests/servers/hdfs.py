@@ -7,6 +7,7 @@ nor Debian has Hadoop itself. They are kept in ``.cache/hdfs`` below the reposit
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import socket
 import subprocess
@@ -76,6 +77,7 @@ log4j.appender.console.layout=org.apache.log4j.PatternLayout
 log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 """
 JVM = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.net.preferIPv4Stack=true"]
+JAVA = 17
 START_SECONDS = 90.0
 
 
@@ -84,15 +86,19 @@ class ServerError(RuntimeError):
 
 
 def prepare(cache: Path = CACHE) -> Path:
-    """Return a folder with all that the servers need; download it if it is not there yet."""
-    for tool in ("java", "javac"):
-        if shutil.which(tool) is None:
-            raise ServerError(f"the tests of HDFS need {tool}: apt-get install openjdk-17-jdk-headless")
+    """Return a folder with all that the servers need; download it if it is not there yet.
+
+    Processes that call this at once do it one after the other. The jars get their name when all of them are there, so a
+    download that was killed is begun again, and its leftovers are removed.
+    """
+    _check_java()
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "lock"):
         jars = cache / "jars"
         if not jars.exists():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
+            for left in cache.glob("download-*"):
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
                 new = Path(folder, "jars")
                 new.mkdir()
                 _jars_of_pyspark(Path(folder), new)
@@ -106,17 +112,30 @@ def prepare(cache: Path = CACHE) -> Path:
     return cache
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
+def _check_java() -> None:
+    """Raise if there is no Java 17 or later, whose language MiniHdfs.java uses."""
+    remedy = f"apt-get install openjdk-{JAVA}-jdk-headless"
+    for tool in ("java", "javac"):
+        if shutil.which(tool) is None:
+            raise ServerError(f"the tests of HDFS need {tool} {JAVA} or later, and PATH has none: {remedy}")
+    done = subprocess.run(["java", "-version"], capture_output=True, text=True, check=False)  # noqa: S607 -- of PATH
+    version = re.search(r'version "(\d+)', done.stderr)
+    if version is None or int(version[1]) < JAVA:
+        said = done.stderr.partition("\n")[0]
+        raise ServerError(f"the tests of HDFS need java {JAVA} or later, and PATH has {said!r}: {remedy}")
+
+
+def _run(command: Sequence[str], folder: Path, remedy: str = "") -> None:
     """Run a command; its output is part of the error."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603 -- ours
     if done.returncode:
-        raise ServerError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise ServerError(f"{' '.join(command)} failed:{remedy}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def _jars_of_pyspark(folder: Path, jars: Path) -> None:
     """Download 205 MB, check them, and keep 27 MB."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
-    _run([*download, SDIST], folder)
+    _run([*download, SDIST], folder, f" {SDIST} has to come from PyPI once, or .cache/hdfs/jars from another checkout")
     (sdist,) = folder.glob("pyspark-*.tar.gz")
     with sdist.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -143,7 +162,7 @@ def _jars_of_debian(folder: Path, jars: Path) -> None:
             _run(["apt-get", "download", *missing], folder)
         except ServerError:
             _run(["apt-get", "update"], folder)
-            _run(["apt-get", "download", *missing], folder)
+            _run(["apt-get", "download", *missing], folder, f" try apt-get install {' '.join(missing)}")
         for package in folder.glob("*.deb"):
             _run(["dpkg-deb", "-x", str(package), "unpacked"], folder)
     for package, jar in DEBIAN.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -20,36 +22,27 @@ import anyio
 import anyio.abc
 import anyio.from_thread
 import fsspec
+import hdfs_native
 import pytest
 import torch
 from servers.hdfs import MiniHdfs
+from servers.hdfs_clients import backend_of, names
 
 import bcp
 from bcp.backends.hdfs import conditional, open_hdfs, register
-from bcp.backends.hdfs.client import Hdfs, in_parallel
+from bcp.backends.hdfs.client import Hdfs, Stream, in_parallel
 from bcp.backends.hdfs.cluster import NameNodes, find_cluster
 from bcp.backends.hdfs.faults import HdfsError, from_java
-from bcp.backends.hdfs.store import HdfsStore
 from bcp.backends.hdfs.subfiles import SubFiles
+from bcp.backends.hdfs.wire import Call, Connection
 from bcp.backends.objects import ObjectBackend
 from bcp.errors import InputError, MissingExtraError, StorageError
-from bcp.protocols import Backend, RetryPolicy
+from bcp.protocols import Backend
 from bcp.testing.backend_suite import BackendSuite
 
+pytest_plugins = ["servers.hdfs_fixtures"]
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
-_roots = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
-    with MiniHdfs(tmp_path_factory.mktemp("hdfs")) as servers:
-        yield servers
-
-
-@pytest.fixture
-def url(hdfs: MiniHdfs) -> str:
-    return f"{hdfs.url}/test/{next(_roots)}"
 
 
 class TestSuite(BackendSuite):
@@ -62,22 +55,6 @@ class TestSuite(BackendSuite):
         return open_hdfs(backend.store.name, {})
 
 
-QUICK = RetryPolicy(deadline=30, attempt=10, first_pause=0.05, longest_pause=0.5)
-IMPATIENT = RetryPolicy(deadline=1.5, attempt=1, first_pause=0.05, longest_pause=0.2)
-
-
-def backend_of(url: str, policy: RetryPolicy = QUICK, **options: Any) -> tuple[ObjectBackend, Hdfs]:
-    backend = open_hdfs(url, options, policy)
-    store = backend.store
-    assert isinstance(store, HdfsStore)
-    return backend, store.hdfs
-
-
-async def names(backend: ObjectBackend) -> list[str]:
-    """List what is there, finished or not."""
-    return [*(info.key for info in await backend.list()), *(one.name for one in await backend.unfinished())]
-
-
 async def upload(backend: ObjectBackend, key: str, data: bytes, part: int, after: dict[int, Callable[[], Any]]) -> None:
     """Write an object part by part; after some parts call what may fail the next ones."""
     async with backend.open_write(key, len(data)) as writer:
@@ -85,19 +62,6 @@ async def upload(backend: ObjectBackend, key: str, data: bytes, part: int, after
             await writer.write_part(index, first, data[first : first + part])
             if index in after:
                 await anyio.to_thread.run_sync(after[index])
-
-
-def later(seconds: float, *calls: Callable[[], Any]) -> threading.Thread:
-    """Make calls one after the other in a thread, after some seconds."""
-
-    def run() -> None:
-        time.sleep(seconds)
-        for call in calls:
-            call()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
 
 
 def job(name: str, url: str) -> subprocess.Popen[str]:
@@ -144,20 +108,33 @@ async def test_parts_are_written_at_once(url: str, monkeypatch: pytest.MonkeyPat
     assert await names(backend) == ["a/large"]
 
 
-async def test_concat_of_64_sub_files(url: str, hdfs: MiniHdfs) -> None:
+async def test_concat_of_64_sub_files(url: str, hdfs: MiniHdfs, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, client = backend_of(url)
+    requests: list[str] = []
+    rpc = NameNodes._rpc
+
+    async def counted(self: NameNodes, method: str, request: bytes, call: Call) -> bytes:
+        requests.append(method)
+        return await rpc(self, method, request, call)
+
+    monkeypatch.setattr(NameNodes, "_rpc", counted)
     root = url.removeprefix(hdfs.url)
     pieces = [Random(index).randbytes(1000 + index) for index in range(64)]  # noqa: S311 -- no secret
     offsets = [0, *itertools.accumulate(map(len, pieces))]
-    files = SubFiles(client, f"{root}/whole")
-    await in_parallel(lambda index: files.write(index, offsets[index], memoryview(pieces[index])), range(64))
-    began = time.perf_counter()
-    await files.join()
-    lasted = time.perf_counter() - began
-    print(f"concat of 64 sub-files, with rename: {lasted * 1000:.1f} ms")  # noqa: T201 -- a figure
-    assert lasted < 1
-    assert await backend.get("whole") == b"".join(pieces)
-    assert await names(backend) == ["whole"]
+    lasted = []
+    for name in ("whole0", "whole1", "whole2"):
+        files = SubFiles(client, f"{root}/{name}")
+        await in_parallel(
+            lambda index, files=files: files.write(index, offsets[index], memoryview(pieces[index])), range(64)
+        )
+        requests.clear()
+        began = time.perf_counter()
+        await files.join()
+        lasted.append(time.perf_counter() - began)
+        assert requests == ["concat", "getFileInfo"]  # of all sub-files, however many; then a rename
+        assert await backend.get(name) == b"".join(pieces)
+    print(f"concat of 64 sub-files, with rename: {min(lasted) * 1000:.1f} ms")  # noqa: T201 -- a figure
+    assert await names(backend) == ["whole0", "whole1", "whole2"]
 
 
 async def test_a_concat_that_is_sent_again_is_not_done_twice(url: str, hdfs: MiniHdfs) -> None:
@@ -216,6 +193,143 @@ async def test_other_ways_than_our_protocol(url: str, hdfs: MiniHdfs, channel: s
     assert await backend.put_if("large", b"new", found)
     assert await backend.put_if("large", b"late", found) is None
     assert await names(backend) == ["large"]
+
+
+# -- event loops, threads and processes
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The threads in which hdfs-native has read and written."""
+    found: dict[str, set[str]] = {"read_range": set(), "write": set()}
+
+    def watch(kind: type, name: str) -> None:
+        real = getattr(kind, name)
+
+        def seen(self: Any, *args: Any) -> Any:
+            found[name].add(threading.current_thread().name)
+            return real(self, *args)
+
+        monkeypatch.setattr(kind, name, seen)
+
+    watch(hdfs_native.AsyncFileReader, "read_range")
+    watch(hdfs_native.AsyncFileWriter, "write")
+    return found
+
+
+async def test_large_data_does_not_pass_the_callers_event_loop(url: str, threads: dict[str, set[str]]) -> None:
+    backend, _ = backend_of(url)
+    data = Random(7).randbytes(20 * MIB)  # noqa: S311 -- no secret
+    await upload(backend, "large", data, 10 * MIB, {})
+    assert bytes(await backend.get("large")) == data
+    assert threads == {"read_range": {"bcp-hdfs"}, "write": {"bcp-hdfs"}}
+    await backend.put("small", b"1")
+    await backend.get("small")
+    both = {"bcp-hdfs", threading.current_thread().name}
+    assert threads == {"read_range": both, "write": both}
+
+
+async def test_a_cancelled_read_leaves_its_buffer_alone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = backend_of(url)
+    await backend.put("key", bytes(8 * MIB))
+    read, under_way, ended = hdfs_native.AsyncFileReader.read_range, threading.Event(), []
+
+    async def slow(self: Any, first: int, count: int) -> bytes:
+        under_way.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(first)
+        return bytes(await read(self, first, count))
+
+    monkeypatch.setattr(hdfs_native.AsyncFileReader, "read_range", slow)
+    out = bytearray(b"1" * 8 * MIB)
+    async with anyio.create_task_group() as group:
+        group.start_soon(backend.read_into, "key", 0, memoryview(out))
+        assert await anyio.to_thread.run_sync(under_way.wait, 60)
+        group.cancel_scope.cancel()
+    assert ended
+    assert out == b"1" * 8 * MIB
+    monkeypatch.undo()
+    await backend.read_into("key", 0, memoryview(out))
+    assert out == bytes(8 * MIB)
+
+
+async def test_a_part_that_is_cancelled_leaves_no_sub_file(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = backend_of(url)
+    write, left = Stream.write, []
+
+    async def cancelling(self: Stream, data: memoryview) -> None:
+        await write(self, data[:MIB])
+        left.extend(await backend.unfinished())
+        scope.cancel()
+        await write(self, data[MIB:])
+
+    monkeypatch.setattr(Stream, "write", cancelling)
+    with anyio.CancelScope() as scope:
+        await upload(backend, "a/large", bytes(20 * MIB), 10 * MIB, {})
+    assert scope.cancelled_caught
+    assert [one.key for one in left] == ["a/large"]
+    assert await names(backend) == []
+
+
+def test_two_event_loops_at_once(url: str) -> None:
+    backend, _ = backend_of(url)
+    together = threading.Barrier(2, timeout=60)
+
+    async def use(number: int) -> bool:
+        data = bytes([number]) * (20 * MIB)
+        await anyio.to_thread.run_sync(together.wait)
+        await upload(backend, f"large{number}", data, 10 * MIB, {})
+        await anyio.to_thread.run_sync(together.wait)
+        return await backend.get(f"large{1 - number}") == bytes([1 - number]) * (20 * MIB)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda number: asyncio.run(use(number)), range(2))) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_moves_large_data(url: str) -> None:
+    backend, _ = backend_of(url)
+    data = Random(8).randbytes(20 * MIB)  # noqa: S311 -- no secret
+
+    async def use(key: str) -> None:
+        await upload(backend, key, data, 10 * MIB, {})
+        assert bytes(await backend.get(key)) == data
+
+    with asyncio.Runner() as runner:
+        runner.run(use("before"))
+        pid = os.fork()
+        if not pid:
+            asyncio._set_running_loop(None)
+            try:
+                asyncio.new_event_loop().run_until_complete(use("in-child"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        runner.run(use("after"))
+        assert sorted(runner.run(names(backend))) == ["after", "before", "in-child"]
+
+
+async def test_a_dropped_backend_closes_its_connection(hdfs: MiniHdfs) -> None:
+    host, _, port = hdfs.url.removeprefix("hdfs://").partition(":")
+
+    async def use() -> Connection:
+        backend, client = backend_of(hdfs.url)
+        await backend.version("none")
+        connection = (await client._sessions.here()).names._connections[0]
+        assert connection._writer.get_extra_info("peername") == (host, int(port))
+        return connection
+
+    connection = await use()
+    gc.collect()
+    with anyio.fail_after(60):
+        await asyncio.wait([connection._task])
+    assert connection.closed
+
+
+# -- writers that are stopped
 
 
 async def test_sub_files_that_were_swept_fail_their_writer(url: str) -> None:
@@ -293,90 +407,6 @@ async def test_a_commit_makes_no_directory(url: str) -> None:
     assert await names(backend) == ["neighbour"]
 
 
-# -- servers that fail
-
-
-@pytest.fixture
-def mended(hdfs: MiniHdfs) -> Iterator[MiniHdfs]:
-    """The servers, which are as they were after the test."""
-    yield hdfs
-    for command in ("start-namenode 0", "start-datanode 0", "start-datanode 1"):
-        hdfs.command(command)
-    hdfs.command("safemode-leave")
-    hdfs.command("await 0")
-
-
-async def test_a_namenode_that_restarts_during_an_upload(url: str, mended: MiniHdfs) -> None:
-    backend, _ = backend_of(url)
-    await backend.put("previous", b"1")
-    data = Random(3).randbytes(45 * MIB)  # noqa: S311 -- no secret
-    threads = []
-
-    def restart() -> None:
-        mended.command("stop-namenode 0")
-        threads.append(later(0.5, lambda: mended.command("start-namenode 0")))
-
-    await upload(backend, "large", data, 9 * MIB, {1: restart})
-    threads[0].join()
-    assert bytes(await backend.get("large")) == data
-    assert bytes(await backend.get("previous")) == b"1"
-    assert await names(backend) == ["large", "previous"]
-
-
-async def test_a_namenode_that_stays_away(url: str, mended: MiniHdfs) -> None:
-    backend, _ = backend_of(url, IMPATIENT)
-    await backend.put("previous", b"1")
-    with anyio.fail_after(30), pytest.raises(StorageError, match="no NameNode"):
-        await upload(backend, "a/large", bytes(20 * MIB), 10 * MIB, {0: lambda: mended.command("stop-namenode 0")})
-    mended.command("start-namenode 0")
-    mended.command("await 0")
-    assert bytes(await backend.get("previous")) == b"1"
-    await backend.discard(await backend.unfinished())
-    assert await names(backend) == ["previous"]
-
-
-async def test_a_datanode_that_stops_during_an_upload(url: str, mended: MiniHdfs) -> None:
-    # hdfs-native may wait for the dead DataNode for a minute; the attempt's own limit comes first
-    backend, _ = backend_of(url, RetryPolicy(deadline=90, attempt=1, first_pause=0.05, longest_pause=0.5))
-    data = Random(4).randbytes(45 * MIB)  # noqa: S311 -- no secret
-    stop = later(0.05, lambda: mended.command("stop-datanode 0"))
-    await upload(backend, "large", data, 9 * MIB, {})
-    stop.join()
-    assert bytes(await backend.get("large")) == data
-    assert await names(backend) == ["large"]
-
-
-async def test_no_datanode(url: str, mended: MiniHdfs) -> None:
-    backend, _ = backend_of(url, IMPATIENT)
-    await backend.put("previous", b"1")
-    mended.command("stop-datanode 0")
-    mended.command("stop-datanode 1")
-    with anyio.fail_after(30):
-        with pytest.raises(StorageError, match="storing 'a' failed, tried"):
-            await backend.put("a", b"1")
-        with pytest.raises(StorageError, match="reading 'previous' failed, tried"):
-            await backend.get("previous")
-
-
-async def test_safe_mode_during_a_commit(url: str, mended: MiniHdfs) -> None:
-    backend, _ = backend_of(url)
-    await backend.put("key", b"old")
-    found = await backend.version("key")
-    mended.command("safemode-enter")
-    thread = later(0.5, lambda: mended.command("safemode-leave"))
-    new = await backend.put_if("key", b"new", found)
-    thread.join()
-    assert new == await backend.version("key")
-    assert bytes(await backend.get("key")) == b"new"
-    mended.command("safemode-enter")
-    impatient, _ = backend_of(url, IMPATIENT)
-    with pytest.raises(StorageError, match=r"SafeModeException.*in safe mode"):
-        await impatient.put_if("key", b"newer", new)
-    assert bytes(await backend.get("key")) == b"new"
-    mended.command("safemode-leave")
-    assert await names(backend) == ["key"]
-
-
 async def test_a_user_who_may_not(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = backend_of(url)
     await backend.put("key", b"1")
@@ -400,47 +430,6 @@ async def test_a_racing_overwrite_is_an_error_and_never_a_mix(url: str) -> None:
     (await client._sessions.here()).open_files.clear()
     with pytest.raises(StorageError, match="was replaced while it was being read"):
         await backend.read_into("key", 50, memoryview(out))
-
-
-# -- a pair of NameNodes
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
-    with MiniHdfs(tmp_path_factory.mktemp("pair"), pair=True) as servers:
-        yield servers
-
-
-def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
-    rows = "".join(
-        f"<property><name>{name}</name><value>{value}</value></property>" for name, value in settings.items()
-    )
-    (folder / "hdfs-site.xml").write_text(f"<?xml version='1.0'?><configuration>{rows}</configuration>")
-
-
-async def test_failover(pair: MiniHdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_settings(tmp_path, pair.settings)
-    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
-    backend, _ = backend_of("hdfs://pair/run")
-    await backend.put("previous", b"1")
-    data = Random(5).randbytes(36 * MIB)  # noqa: S311 -- no secret
-
-    def switch() -> None:
-        pair.command("standby 0")
-        threads.append(later(0.3, lambda: pair.command("active 1")))
-
-    threads: list[threading.Thread] = []
-    await upload(backend, "large", data, 9 * MIB, {1: switch})
-    assert bytes(await backend.get("large")) == data
-    found = await backend.version("previous")
-    pair.command("standby 1")
-    threads.append(later(0.3, lambda: pair.command("active 0"), lambda: pair.command("stop-namenode 1")))
-    assert await backend.put_if("previous", b"2", found)
-    assert await backend.put_if("metadata", b"3", None)
-    for thread in threads:
-        thread.join()
-    assert bytes(await backend.get("previous")) == b"2"
-    assert await names(backend) == ["large", "metadata", "previous"]
 
 
 # -- whole checkpoints, and fsspec

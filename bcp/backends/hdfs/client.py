@@ -13,15 +13,18 @@ import anyio
 from bcp.backends.hdfs.cluster import Cluster, FileState, NameNodes, ServiceAbsentError, user_name
 from bcp.backends.hdfs.faults import HdfsError, hdfs_errors
 from bcp.backends.hdfs.native import hdfs_native, native_client, wait_after_fork
+from bcp.backends.hdfs.transfers import transfer_loop
 from bcp.backends.hdfs.wire import Call
+from bcp.backends.keys import scatter
 from bcp.backends.objects.session import PerLoop
 from bcp.errors import InputError
+from bcp.pipeline import on_loop
 from bcp.protocols import flat_view
 
 __all__ = [
     "BLOCK_BYTES",
     "CLEAN_UP_SECONDS",
-    "READ_BYTES",
+    "COPY_BYTES",
     "SECONDS",
     "Entry",
     "Hdfs",
@@ -34,13 +37,16 @@ __all__ = [
 T = TypeVar("T")
 MIB = 1 << 20
 BLOCK_BYTES = 128 * MIB
-WRITE_BYTES = MIB
+WRITE_BYTES = MIB // 4
 """Bytes of one call to hdfs-native: copied to ``bytes`` first, for of a memoryview it takes each byte by itself."""
 
-READ_BYTES = 8 * MIB
-"""Bytes of one ranged read. hdfs-native returns new ``bytes``, and many large ones at once stall the event loop."""
+READ_BYTES = MIB
+"""Bytes of one ranged read. hdfs-native returns new ``bytes``; larger ones take more CPU time,
+for the allocator asks the kernel for each of them anew."""
 
 READS = 8
+AT_ONCE = 16
+COPY_BYTES = 8 * MIB
 SECONDS = 120.0
 CLEAN_UP_SECONDS = 10.0
 
@@ -93,7 +99,7 @@ class OpenFile:
 
 @dataclass(slots=True)
 class _Session:
-    """Connections of one event loop and process."""
+    """Connections of one event loop and process; ``reads``: how many ranges of its files are read at once."""
 
     client: Any
     names: NameNodes
@@ -114,6 +120,12 @@ class Stream:
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes, a copy of them. The buffer is not used any more when this returns or raises."""
         view = flat_view(data)
+        if len(view) <= WRITE_BYTES:
+            await self._append(view)
+        else:
+            await on_loop(transfer_loop(), self._append, view)
+
+    async def _append(self, view: memoryview) -> None:
         for first in range(0, len(view), WRITE_BYTES):
             async with self._hdfs.request(f"writing {self._path}"):
                 await self._writer.write(bytes(view[first : first + WRITE_BYTES]))
@@ -211,15 +223,18 @@ class Hdfs:
 
         async def read(first: int) -> None:
             count = min(READ_BYTES, nbytes - first)
-            async with session.reads, self.request(f"reading {count} bytes from byte {start + first} of {opened.path}"):
+            async with self.request(f"reading {count} bytes from byte {start + first} of {opened.path}"):
                 found = await opened.reader.read_range(start + first, count)
-            out[first : first + count] = found
+            scatter(memoryview(found), [out[first : first + count]])
+
+        async def read_all() -> None:
+            await in_parallel(read, range(0, nbytes, READ_BYTES), session.reads)
 
         try:
-            if nbytes <= READ_BYTES:
+            if nbytes <= WRITE_BYTES:
                 await read(0)
             else:
-                await in_parallel(read, range(0, nbytes, READ_BYTES))
+                await on_loop(transfer_loop(), read_all)
         except BaseException:
             session.open_files.pop(opened.path, None)  # its blocks may have moved
             raise
@@ -324,9 +339,11 @@ async def _close_session(session: _Session) -> None:
     session.open_files.clear()
 
 
-async def in_parallel(work: Callable[[T], Awaitable[object]], items: Iterable[T], at_once: int = 16) -> None:
+async def in_parallel(
+    work: Callable[[T], Awaitable[object]], items: Iterable[T], limit: anyio.CapacityLimiter | None = None
+) -> None:
     """Do the same with many things at once; the first error is raised as it is, when all others have ended."""
-    limit = anyio.CapacityLimiter(at_once)
+    limit = limit or anyio.CapacityLimiter(AT_ONCE)
 
     async def one(item: T) -> None:
         async with limit:

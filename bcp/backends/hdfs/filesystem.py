@@ -13,11 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
 from fsspec.asyn import AsyncFileSystem, sync, sync_wrapper
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.spec import AbstractBufferedFile
 
-from bcp.backends.hdfs.client import BLOCK_BYTES, READ_BYTES, SECONDS, Hdfs, Settings, Stream, in_parallel
+from bcp.backends.hdfs.client import BLOCK_BYTES, COPY_BYTES, SECONDS, Hdfs, Settings, Stream, in_parallel
 from bcp.backends.hdfs.cluster import find_cluster
 from bcp.backends.hdfs.store import as_root
 from bcp.backends.hdfs.subfiles import SubFiles, temp_name
@@ -28,8 +29,6 @@ __all__ = ["HdfsFile", "HdfsFileSystem"]
 
 WRITERS = 8
 """Sub-files of one file that are written at once."""
-
-_COPY_BYTES = 8 * READ_BYTES
 
 
 class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -169,7 +168,7 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
                 progress(len(piece))
 
         try:
-            await in_parallel(write, range(0, len(data), block), WRITERS)
+            await in_parallel(write, range(0, len(data), block), anyio.CapacityLimiter(WRITERS))
             await files.join(overwrite=overwrite)
         except BaseException:
             await files.remove_quietly()
@@ -214,8 +213,8 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
         callback.set_size(opened.state.nbytes)
         await in_thread(lambda: target.parent.mkdir(parents=True, exist_ok=True))
         with target.open("wb") as file:  # noqa: ASYNC230 -- as above
-            for first in range(0, opened.state.nbytes, _COPY_BYTES):
-                piece = memoryview(bytearray(min(_COPY_BYTES, opened.state.nbytes - first)))
+            for first in range(0, opened.state.nbytes, 8 * COPY_BYTES):
+                piece = memoryview(bytearray(min(8 * COPY_BYTES, opened.state.nbytes - first)))
                 await self.hdfs.read_into(opened, first, piece)
                 await in_thread(file.write, piece)
                 callback.relative_update(len(piece))
@@ -230,8 +229,8 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
         temp = temp_name(final)
         try:
             stream = await self.hdfs.create(temp, create_parent=True)
-            for first in range(0, opened.state.nbytes, _COPY_BYTES):
-                piece = memoryview(bytearray(min(_COPY_BYTES, opened.state.nbytes - first)))
+            for first in range(0, opened.state.nbytes, 8 * COPY_BYTES):
+                piece = memoryview(bytearray(min(8 * COPY_BYTES, opened.state.nbytes - first)))
                 await self.hdfs.read_into(opened, first, piece)
                 await stream.write(piece)
             await self._end(stream, temp, final, overwrite=True)
@@ -265,7 +264,7 @@ class HdfsFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
     A reader sees the file as it was when it was opened. A new file appears when it is closed.
     """
 
-    DEFAULT_BLOCK_SIZE = READ_BYTES
+    DEFAULT_BLOCK_SIZE = COPY_BYTES
 
     def _sync(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return sync(self.fs.loop, function, *args, **kwargs)

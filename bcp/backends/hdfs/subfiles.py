@@ -17,7 +17,7 @@ import anyio
 
 from bcp._log import log
 from bcp.backends.files import TEMP_SUFFIX
-from bcp.backends.hdfs.client import CLEAN_UP_SECONDS, READ_BYTES, Hdfs, in_parallel
+from bcp.backends.hdfs.client import CLEAN_UP_SECONDS, COPY_BYTES, Hdfs, in_parallel
 from bcp.backends.hdfs.cluster import FileState, ServiceAbsentError
 from bcp.backends.hdfs.faults import HdfsError
 from bcp.backends.hdfs.wire import Call
@@ -139,8 +139,8 @@ class SubFiles:
             stream = await self._hdfs.create(whole, create_parent=False)
             for name in names:
                 opened = await self._hdfs.open(name)
-                for first in range(0, opened.state.nbytes, READ_BYTES):
-                    piece = memoryview(bytearray(min(READ_BYTES, opened.state.nbytes - first)))
+                for first in range(0, opened.state.nbytes, COPY_BYTES):
+                    piece = memoryview(bytearray(min(COPY_BYTES, opened.state.nbytes - first)))
                     await self._hdfs.read_into(opened, first, piece)
                     await stream.write(piece)
             await stream.close()

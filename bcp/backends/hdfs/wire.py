@@ -28,6 +28,11 @@ _MASK = (1 << 64) - 1
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
+_readers: set[asyncio.Task[None]] = set()
+"""Readers of open connections. asyncio refers to them weakly: a backend that is dropped would lose connection and
+reader at once, in place of closing them in order."""
+
+
 class RpcRefusedError(OSError):
     """The NameNode does not speak this protocol with us: it wants Kerberos, or is behind a proxy."""
 
@@ -137,6 +142,9 @@ class Connection:
         self._client_id = client_id
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._task = asyncio.create_task(self._read(reader), name="answers of a NameNode")
+        _readers.difference_update([task for task in _readers if task.get_loop().is_closed()])
+        _readers.add(self._task)
+        self._task.add_done_callback(_readers.discard)
 
     def __repr__(self) -> str:
         """Show how many requests are under way."""
