@@ -59,8 +59,9 @@ demo: venv  ## Train, crash in the middle of a save, resume on other layouts; wr
 bench: $(BENCH_STAMP)  ## Measure the speed of saves and loads beside other libraries; about 15 minutes, writes bench-out/.
 	$(BIN)/python -m benchmarks.speed --json bench-out/speed.json --picture bench-out/speed.png $(ARGS)
 
-chaos: venv  ## Kill a training job at every file event of its saves and resume it, by ckpt-chaos; half an hour.
+chaos: venv  ## Kill a training job at every file event of its saves; let requests to object stores fail; half an hour.
 	$(BIN)/python -m benchmarks.chaos --check $(ARGS)
+	$(BIN)/python -m benchmarks.chaos_storage --check $(filter --quick,$(ARGS))
 
 # The other libraries. With torch in the call, pip fails where they need another one, and does not swap it.
 $(BENCH_STAMP): $(STAMP)

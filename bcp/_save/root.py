@@ -114,7 +114,9 @@ class Root:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
-        other metadata than this save's and cannot commit any more. A save that begins later loses nothing.
+        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. All ranks
+        have written their files by then. So an upload of this save that is still open is one that nobody knows of: the
+        answer to its beginning was lost.
 
         Raises:
             ExistsError: another job has committed here since the save began.
@@ -179,11 +181,10 @@ class Root:
         """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""
 
         def stale(key: str) -> bool:
-            # a key with more than one slash belongs to a role
-            return operation_of(key) not in {None, self.operation} and key.count("/") == 1
+            return _is_of_a_save(key) and operation_of(key) != self.operation
 
         try:
-            left = [one for one in unfinished if stale(one.key) or one.key == METADATA_KEY]
+            left = [one for one in unfinished if _is_of_a_save(one.key) or one.key == METADATA_KEY]
             if left and isinstance(self.backend, Sweeper):
                 await self.backend.discard(left)
             keys = [info.key for info in listed if stale(info.key)]
@@ -191,3 +192,8 @@ class Root:
                 await self.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=self.path, operation=self.operation, error=repr(error))
+
+
+def _is_of_a_save(key: str) -> bool:
+    """Whether this is the key of a data file or receipt; one with more than one slash belongs to a role."""
+    return operation_of(key) is not None and key.count("/") == 1

@@ -88,6 +88,72 @@ async def test_transient_errors_are_tried_again_and_others_are_not(flaky: type[F
     await backend.aclose()
 
 
+class Silent(LocalFileSystem):
+    """Renames over a file by doing nothing, as fsspec's client of WebHDFS does."""
+
+    protocol = "silent"
+    cachable = False
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if not self.exists(path2):
+            super().mv(path1, path2, **kwargs)
+
+
+class Refusing(LocalFileSystem):
+    """Refuses to rename over a file."""
+
+    protocol = "refusing"
+    cachable = False
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if self.exists(path2):
+            raise FileExistsError(path2)
+        super().mv(path1, path2, **kwargs)
+
+
+class Stuck(LocalFileSystem):
+    """Never renames."""
+
+    protocol = "stuck"
+    cachable = False
+
+    def mv(self, *_: Any, **__: Any) -> None:
+        return
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", [Silent, Refusing])
+async def test_a_file_system_that_does_not_rename_over_files(kind: type[LocalFileSystem], tmp_path: Path) -> None:
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    backend = resolve(f"{kind.protocol}://{tmp_path}", retries=QUICK)
+    for data in (b"1", b"2"):
+        await backend.put("a", data)
+        assert await backend.get("a") == data
+        found = await backend.version("b")
+        assert await backend.put_if("b", data, found)
+        assert await backend.get("b") == data
+        large = data * (10 << 20)
+        async with backend.open_write("c", len(large)) as writer:
+            await writer.write_part(0, 0, large)
+        out = bytearray(len(large))
+        await backend.read_into("c", 0, memoryview(out))
+        assert out == large
+    assert names(tmp_path) == ["a", "b", "c"]
+    await backend.aclose()
+
+
+async def test_a_file_that_keeps_its_temporary_name_is_an_error(tmp_path: Path) -> None:
+    fsspec.register_implementation("stuck", Stuck, clobber=True)
+    backend = resolve(f"stuck://{tmp_path}", retries=QUICK)
+    with pytest.raises(StorageError, match="does not rename it to"):
+        await backend.put("a", b"1")
+    assert names(tmp_path) == []
+    await backend.aclose()
+
+
 async def test_values_of_options_are_not_shown(flaky: type[Flaky], tmp_path: Path) -> None:
     flaky.errors[:] = [ValueError("cannot log in with hunter2")]
     backend = resolve(f"flaky://{tmp_path}", {"password": "hunter2"}, QUICK)

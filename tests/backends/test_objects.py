@@ -203,6 +203,40 @@ async def test_a_cancelled_write_leaves_nothing() -> None:
     assert not store.objects
 
 
+async def test_each_of_many_deletions_is_made_again_for_itself() -> None:
+    backend, store = backend_that(lambda _: None)
+    keys = [f"k{number}" for number in range(250)]
+    for key in keys:
+        store.store(key, b"1")
+    for key in keys[:3]:
+        await store.begin(key, None)
+    store.fail = failing(1, RequestError("500 try later", transient=True), "delete")
+    await backend.delete(keys)
+    store.fail = failing(1, RequestError("500 try later", transient=True), "discard")
+    await backend.discard(await backend.unfinished())
+    assert store.requests.count("delete") == -(-len(keys) // store.most_keys) + 1
+    assert store.requests.count("discard") == 3 + 1
+    assert not store.objects
+    assert not store.uploads
+
+
+async def test_an_upload_whose_beginning_was_not_answered_goes_with_the_commit() -> None:
+    backend, store = backend_that(lambda _: None)
+    begin, lost = store.begin, ["the answer"]
+
+    async def begin_unheard(key: str, nbytes: int | None) -> object:
+        upload = await begin(key, nbytes)
+        if lost:
+            raise ConnectionResetError(lost.pop())
+        return upload
+
+    store.begin = begin_unheard
+    other = await begin("model/of-another-role", None)
+    await bcp.asave(backend, {"model": {"w": torch.zeros(5 * MIB)}})
+    assert store.requests.count("begin") == 3
+    assert list(store.uploads.values()) == [other]
+
+
 async def test_parts_that_cannot_be_removed_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     backend, store = backend_that(failing(10**6, RequestError("403 denied"), "abort"))
 

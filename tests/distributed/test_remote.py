@@ -1,18 +1,21 @@
-"""Jobs that save to storage elsewhere: save, be killed in an upload, go on with fewer ranks."""
+"""Jobs of torchrun's that save, are killed, and go on with fewer ranks: on local files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from left_over import assert_nothing_left
 from remote import assert_survives_kills
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-def test_a_file_system_of_fsspec(tmp_path: Path) -> None:
-    assert_survives_kills(f"local://{tmp_path}/run")
-
-
-def test_local_files(tmp_path: Path) -> None:
-    assert_survives_kills(f"file://{tmp_path}/run")
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_a_job_on_local_files(scheme: str, tmp_path: Path) -> None:
+    """``local://`` is fsspec's name for them, which the generic adapter takes."""
+    marks, run = tmp_path / "marks", tmp_path / "run"
+    marks.mkdir()
+    url = f"{scheme}://{run}"
+    assert_survives_kills(url, marks)
+    assert_nothing_left(url, [file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()])

@@ -1,28 +1,63 @@
-"""A job of four ranks that saves to a URL and is killed; one of two ranks that goes on with what was committed."""
+"""A program of torchrun's: four ranks that save to a URL and are killed; two ranks that go on with other placements.
+
+``remote.py die URL FOLDER OPTIONS`` is killed and started again, and each time killed at the next one of
+:data:`MOMENTS`. ``remote.py go-on ...`` loads what must be there, and saves over all that was being written.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import anyio
 import torch
-from ranks import HOST, ended, meeting_place, started
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bcp
 from bcp.backends import resolve
-from bcp.protocols import Backend, Sweeper
+from bcp.metadata import METADATA_KEY
 
-ROWS = 1_100_000
-"""Of the large tensor: 17 MiB, so that every rank writes several parts."""
+MIB = 1 << 20
+PART_BYTES = 5 * MIB
+END_SECONDS = 500.0
+ROWS = 2_200_000
+"""Of the large tensor: 34 MiB, so that the file of each of four ranks has two parts, and is no small object."""
 
-PLACEMENTS: dict[str, Any] = {"large": Shard(0), "odd": Shard(1), "same": Replicate()}
+SAVED: dict[str, Any] = {
+    "large": [Shard(0), Shard(1)],
+    "odd": [Shard(1), Shard(0)],
+    "half": [Replicate(), Shard(0)],
+    "same": [Replicate(), Replicate()],
+}
+"""Placements on a mesh of 2 x 2 ranks."""
+
+LOADED: dict[str, Any] = {"large": [Shard(1)], "odd": [Shard(0)], "half": [Shard(1)], "same": [Shard(0)]}
+"""Placements on two ranks."""
+
+MOMENTS = {
+    "part": "part",
+    "finish": "twice",
+    "commit": "commit",
+    "committed": "twice",
+}
+"""When all ranks are killed, and the checkpoint that is being saved then.
+
+``part``: half of a part's bytes are written. ``finish``: a rank has written all parts of its file, which has not
+appeared. ``commit``: the metadata are on their way. ``committed``: they are there, and nothing is swept yet.
+"""
+
+
+# -- states -----------------------------------------------------------------------------------
 
 
 def whole(seed: int) -> dict[str, torch.Tensor]:
@@ -31,61 +66,15 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     return {
         "large": torch.rand(ROWS, 4, generator=generator),
         "odd": torch.rand(7, 13, generator=generator).bfloat16(),
+        "half": torch.rand(33, 5, generator=generator),
         "same": torch.rand(1001, generator=generator),
     }
 
 
-def joined(rank: int, port: int, size: int, environ: Mapping[str, str]) -> Any:
-    """Join the job; return its mesh."""
-    os.environ.update(environ)
-    store = dist.TCPStore(HOST, port, None, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return init_device_mesh("cpu", (size,))
-
-
-def states(mesh: Any, seed: int) -> dict[str, Any]:
+def states(mesh: DeviceMesh, placements: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return this rank's states."""
-    model = {name: distribute_tensor(tensor, mesh, [PLACEMENTS[name]]) for name, tensor in whole(seed).items()}
+    model = {name: distribute_tensor(tensor, mesh, placements[name]) for name, tensor in whole(seed).items()}
     return {"model": model, "extra_states": {"seed": seed}}
-
-
-def killed_in_an_upload(rank: int, port: int, url: str, environ: Mapping[str, str], saving: Mapping[str, Any]) -> None:
-    """Save ``older``; then save ``newer``, in the background, until all ranks are killed with parts on their way."""
-    mesh = joined(rank, port, 4, environ)
-    options = bcp.SaveOptions(part_bytes=1 << 20, **saving)
-    bcp.save(f"{url}/older", states(mesh, 1), options=options)
-    left = [2]
-
-    async def deadly(item: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return item
-
-    kill = bcp.SaveOptions(
-        part_bytes=1 << 20, edit=lambda graph: graph.after("upload", bcp.Stage("deadly", deadly)), **saving
-    )
-    bcp.save(f"{url}/newer", states(mesh, 2), async_checkpoint=True, options=kill).wait()
-
-
-def going_on(
-    rank: int, port: int, url: str, environ: Mapping[str, str], saving: Mapping[str, Any], loading: Mapping[str, Any]
-) -> None:
-    """Load ``older`` on two ranks; save over ``newer``, and load that."""
-    mesh = joined(rank, port, 2, environ)
-    with_options = {"options": bcp.LoadOptions(**loading)}
-    try:
-        bcp.load(f"{url}/newer", states(mesh, 0), **with_options)
-        raise AssertionError("what was never committed was loaded")
-    except (bcp.UncommittedError, bcp.NotACheckpointError):
-        pass
-    found = states(mesh, 0)
-    bcp.load(f"{url}/older", found, **with_options)
-    assert_is(found, 1)
-    bcp.save(f"{url}/newer", found, options=bcp.SaveOptions(overwrite=True, **saving))
-    again = states(mesh, 5)
-    bcp.load(f"{url}/newer", again, **with_options)
-    assert_is(again, 1)
 
 
 def assert_is(found: Mapping[str, Any], seed: int) -> None:
@@ -97,29 +86,209 @@ def assert_is(found: Mapping[str, Any], seed: int) -> None:
     assert found["extra_states"] == {"seed": seed}
 
 
-def assert_survives_kills(url: str, environ: Mapping[str, str] | None = None, **options: Any) -> None:
-    """Run both jobs; after them nothing is left of the killed save.
+# -- kills ------------------------------------------------------------------------------------
+
+HALVES = {
+    "gs": ("bcp.backends.objects.gcs_http", "_Body", "write", "_value"),
+    "s3": ("bcp.backends.objects.s3_client", "Sending", "write", "data"),
+    "hdfs": ("bcp.backends.hdfs.client", "Stream", "write", ""),
+    "": ("bcp.backends.objects.generic", "_Stream", "_write", ""),
+}
+"""By scheme, "" for the generic adapter: what writes the bytes of a part; the attribute or argument that has them."""
+
+
+class Killer:
+    """Kills all ranks at one moment."""
+
+    def __init__(self, moment: str, scheme: str, folder: Path) -> None:
+        self.moment, self.scheme, self.folder = moment, scheme, folder
+        self.commits = False
+        pids = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        self.others = [pid for pid in pids if pid != os.getpid()]
+
+    def kill(self) -> None:
+        (self.folder / self.moment).touch()
+        for pid in [*self.others, os.getpid()]:
+            os.kill(pid, signal.SIGKILL)
+
+    def arm(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        """Put the kill where it belongs."""
+        backend = type(resolve(url, storage_options))
+        if self.moment == "part" and self.scheme != "file":
+            self._after_half_a_part()
+        if self.moment == "finish":
+            self._wrap(backend, "open_write", self._opened)
+        if self.moment in ("commit", "committed"):
+            self._wrap(backend, "put_if", self._committed)
+        if self.moment == "commit" and self.scheme in ("gs", "s3"):
+            module, kind, name, _ = HALVES[self.scheme]
+            self._wrap(getattr(import_module(module), kind), name, self._sent)
+        if self.moment == "commit" and self.scheme == "hdfs":
+            self._wrap(import_module("bcp.backends.hdfs.client").Hdfs, "rename", self._renamed)
+        if self.moment == "commit" and self.scheme not in ("gs", "s3", "hdfs", "file"):
+            self._wrap(import_module("fsspec").get_filesystem_class(self.scheme), "mv", self._moved)
+
+    def edit(self, graph: Any) -> Any:
+        """Kill behind the second part of a local file."""
+        if self.moment != "part" or self.scheme != "file":
+            return graph
+        left = [2]
+
+        async def deadly(item: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                self.kill()
+            return item
+
+        return graph.after("upload", bcp.Stage("deadly", deadly))
+
+    def _after_half_a_part(self) -> None:
+        """Kill when half of this rank's second part is written."""
+        module, kind, name, attribute = HALVES.get(self.scheme, HALVES[""])
+        count = [0]
+
+        async def write(original: Callable[..., Any], writer: Any, data: Any) -> None:
+            whole = getattr(writer, attribute) if attribute else data
+            count[0] += len(whole) >= MIB
+            if count[0] < 2 or len(whole) < MIB:
+                await original(writer, data)
+                return
+            half = whole[: len(whole) // 2]
+            if attribute:
+                setattr(writer, attribute, half)
+            await original(writer, data if attribute else half)
+            self.kill()
+
+        self._wrap(getattr(import_module(module), kind), name, write)
+
+    @asynccontextmanager
+    async def _opened(self, original: Callable[..., Any], *args: Any) -> AsyncIterator[Any]:
+        async with original(*args) as writer:
+            yield writer
+            self.kill()
+
+    async def _committed(self, original: Callable[..., Any], *args: Any) -> Any:
+        self.commits = True
+        if self.moment == "commit" and self.scheme == "file":
+            self.kill()
+        await original(*args)
+        self.kill()
+
+    async def _sent(self, original: Callable[..., Any], *args: Any) -> None:
+        await original(*args)
+        if self.commits:
+            self.kill()
+
+    async def _renamed(self, original: Callable[..., Any], hdfs: Any, old: str, new: str, *, overwrite: bool) -> None:
+        if self.commits and new.endswith(METADATA_KEY):
+            self.kill()
+        await original(hdfs, old, new, overwrite=overwrite)
+
+    def _moved(self, original: Callable[..., Any], system: Any, old: str, new: str, **options: Any) -> None:
+        if self.commits and new.endswith(METADATA_KEY):
+            self.kill()
+        original(system, old, new, **options)
+
+    @staticmethod
+    def _wrap(kind: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(kind, name)
+        setattr(kind, name, lambda *args, **options: wrapper(original, *args, **options))
+
+
+# -- jobs -------------------------------------------------------------------------------------
+
+
+def die(url: str, folder: Path, storage_options: Mapping[str, Any]) -> None:
+    """Save; then save and be killed."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0:
+        for name in ("older", "twice"):
+            options = bcp.SaveOptions(part_bytes=PART_BYTES, storage_options=storage_options)
+            bcp.save(f"{url}/{name}", states(mesh, SAVED, 1), options=options)
+    moment, name = list(MOMENTS.items())[attempt]
+    killer = Killer(moment, url.partition("://")[0], folder)
+    killer.arm(f"{url}/{name}", storage_options)
+    options = bcp.SaveOptions(
+        part_bytes=PART_BYTES, overwrite=name == "twice", edit=killer.edit, storage_options=storage_options
+    )
+    saved = states(mesh, SAVED, 2 + attempt)
+    bcp.save(f"{url}/{name}", saved, async_checkpoint=moment == "part", options=options)
+    dist.barrier()  # until the kill
+
+
+def go_on(url: str, _: Path, storage_options: Mapping[str, Any]) -> None:
+    """Load what must be there; save over what was being written, and load that."""
+    mesh = init_device_mesh("cpu", (2,))
+    loading = bcp.LoadOptions(storage_options=storage_options)
+    saving = bcp.SaveOptions(overwrite=True, part_bytes=PART_BYTES, storage_options=storage_options)
+    seeds = {"older": [1], "part": [None], "twice": [5], "commit": [None, 4]}
+    for name, expected in seeds.items():
+        found = states(mesh, LOADED, 0)
+        try:
+            bcp.load(f"{url}/{name}", found, options=loading)
+            seed = found["extra_states"]["seed"]
+            assert_is(found, seed)
+        except (bcp.UncommittedError, bcp.NotACheckpointError):
+            seed = None
+        assert seed in expected, (name, seed)
+    for name in ("part", "twice", "commit"):
+        bcp.save(f"{url}/{name}", states(mesh, LOADED, 7), options=saving)
+        found = states(mesh, LOADED, 0)
+        bcp.load(f"{url}/{name}", found, options=loading)
+        assert_is(found, 7)
+
+
+# -- by torchrun ------------------------------------------------------------------------------
+
+
+def torchrun(ranks: int, restarts: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run this program by torchrun.
+
+    The store of torchrun's agent has addresses of dead ranks, to which gloo would connect after a restart. So each
+    attempt has a store of its own.
+    """
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", __file__, *words]
+    usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environ = {**os.environ, "PYTHONPATH": paths, **usual}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 -- our own
+    try:
+        out, errors = process.communicate(timeout=END_SECONDS)
+    except BaseException:
+        process.terminate()  # which ends its ranks too
+        process.communicate(timeout=60)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def assert_survives_kills(url: str, folder: Path, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Kill four ranks at all moments, and let two go on.
 
     Args:
         url: where to; it is empty.
-        environ: variables of the jobs.
-        options: of saves and of loads.
+        folder: for marks of the moments.
+        storage_options: of saves and of loads.
 
     """
-    environ = environ or {}
-    server = meeting_place()
-    codes = ended(started(4, killed_in_an_upload, server.port, url, environ, options), 120)
-    assert -signal.SIGKILL in codes, codes
-    server = meeting_place()
-    assert ended(started(2, going_on, server.port, url, environ, options, options), 120) == [0, 0]
-    os.environ.update(environ)
-    assert anyio.run(_left, resolve(f"{url}/newer", options.get("storage_options"))) == []
+    words = [url, str(folder), json.dumps(storage_options or {})]
+    died = torchrun(4, len(MOMENTS) - 1, "die", *words)
+    assert {file.name for file in folder.iterdir()} == set(MOMENTS), died.stdout[-3000:] + died.stderr[-25000:]
+    assert died.returncode != 0
+    went_on = torchrun(2, 0, "go-on", *words)
+    assert went_on.returncode == 0, went_on.stdout[-3000:] + went_on.stderr[-25000:]
 
 
-async def _left(backend: Backend) -> list[str]:
-    """Return what is there beside one committed save of two ranks."""
-    keys = [info.key for info in await backend.list()]
-    operations = {Path(key).stem.partition("-")[2] for key in keys if key != "metadata.arrow"}
-    unfinished = [one.name for one in await backend.unfinished()] if isinstance(backend, Sweeper) else []
-    await backend.aclose()
-    return unfinished + (keys if len(operations) != 1 else [])
+def main() -> None:
+    job, url, folder, storage_options = sys.argv[1:]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    {"die": die, "go-on": go_on}[job](url, Path(folder), json.loads(storage_options))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -30,13 +30,15 @@ class Fault:
         count: how many requests fail so; None for all.
         share: which share of the requests fails so.
         status: answer with this status, without asking the server.
+        acted: ask the server, and answer with the status all the same.
         code: S3's code for it.
         headers: headers of that answer.
         delay: seconds before the request is passed on.
         hang: give no answer.
         refuse: drop the connection before the server is asked.
         lose: ask the server, and drop the connection then.
-        cut: ask the server, and drop the connection after so many bytes of the answer's body.
+        mute: ask the server, and give no answer.
+        cut: ask the server, and drop the connection after so many bytes of the answer's body; -1: before the last one.
         early: answer before the request's body is read.
     """
 
@@ -44,12 +46,14 @@ class Fault:
     count: int | None = None
     share: float = 1.0
     status: int = 0
+    acted: bool = False
     code: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
     hang: bool = False
     refuse: bool = False
     lose: bool = False
+    mute: bool = False
     cut: int | None = None
     early: bool = False
     then: Callable[[], None] | None = None
@@ -65,12 +69,12 @@ class Front:
         requests: the requests that came, as ``"METHOD /path?query"``.
     """
 
-    def __init__(self, target: str, seed: int = 1) -> None:
+    def __init__(self, target: str) -> None:
         self.target = target
         self.url = ""
         self.faults: list[Fault] = []
         self.requests: list[str] = []
-        self._rng = Random(seed)  # noqa: S311 -- no secret
+        self._rng = Random(1)  # noqa: S311 -- no secret
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
@@ -89,6 +93,10 @@ class Front:
         """Forget faults and requests."""
         self.faults.clear()
         self.requests.clear()
+
+    def seed(self, seed: int) -> None:
+        """Seed the shares."""
+        self._rng.seed(seed)
 
     def start(self) -> None:
         """Begin to listen."""
@@ -140,7 +148,7 @@ class Front:
         await asyncio.sleep(fault.delay)
         if fault.hang:
             await asyncio.sleep(3600)
-        if fault.status:
+        if fault.status and not fault.acted:
             return self._answer(fault)
         if fault.refuse:
             return _drop(request)
@@ -162,6 +170,10 @@ class Front:
             data = await answer.read()
             if fault.lose:
                 return _drop(request)
+            if fault.mute:
+                await asyncio.sleep(3600)
+            if fault.status:
+                return self._answer(fault)
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)

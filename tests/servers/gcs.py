@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 BUCKET = "bcp-test"
@@ -47,9 +48,25 @@ class GcsServer:
         with urlopen(Request(self.url + path, body, headers)) as response:  # noqa: S310 -- our own server
             return bytes(response.read())
 
-    def faults(self, *faults: dict[str, Any]) -> None:
-        """Let the front make these faults, and no others."""
-        self.post("/__faults__", faults)
+    def faults(self, *faults: dict[str, Any], seed: int | None = None) -> None:
+        """Let the front make these faults, and no others; ``seed`` is that of their rates."""
+        self.post("/__faults__", {"faults": faults, "seed": seed})
+
+    def hits(self) -> list[int]:
+        """Return how often each fault was made."""
+        with urlopen(f"{self.url}/__faults__") as response:  # noqa: S310 -- our own server
+            return [fault.get("hits", 0) for fault in json.load(response)]
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of all objects with a prefix, as fake-gcs-server itself lists them."""
+        found, token = [], ""
+        while True:
+            query = urlencode({"prefix": prefix, "pageToken": token})
+            with urlopen(f"{self.direct}/storage/v1/b/{BUCKET}/o?{query}") as response:  # noqa: S310 -- our own server
+                page = json.load(response)
+            found += [item["name"] for item in page.get("items", ())]
+            if not (token := page.get("nextPageToken", "")):
+                return found
 
     def log(self) -> list[dict[str, str]]:
         """Return the requests since the last call."""

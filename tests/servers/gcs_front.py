@@ -32,9 +32,10 @@ class Front:
 
     A fault is a dictionary. Its requests are those of ``match`` (expression on "METHOD path?query"), at most ``times``
     (for ever without), with the probability ``rate``. Its effects are ``delay`` in seconds; ``status`` with ``message``
-    and ``headers`` (``early``: without reading the body); ``drop`` ("before" or "after" the request is carried out);
-    ``cut_upload`` and ``cut`` (bytes of the request's or the answer's body before the connection drops); ``crc32c``
-    (put into the answer).
+    and ``headers`` (``early``: without reading the body; ``acted``: the request is carried out all the same); ``drop``
+    ("before" or "after" the request is carried out); ``mute`` (the request is carried out, and never answered);
+    ``cut_upload`` and ``cut`` (bytes of the request's or the answer's body before the connection drops; -1: before the
+    last one); ``crc32c`` (put into the answer). The front counts its ``hits``.
     """
 
     def __init__(self, backend: str) -> None:
@@ -62,15 +63,21 @@ class Front:
         if "cut_upload" in fault:
             await request.content.readexactly(fault["cut_upload"])
             return self.dropped(request)
-        if "status" in fault:
+        if "status" in fault and not fault.get("acted"):
             if not fault.get("early"):
                 await request.read()
             return refusal(fault["status"], fault.get("message", "injected"), fault.get("headers"))
         return await self.carry_out(request, fault)
 
     async def set_faults(self, request: web.Request) -> web.Response:
-        self.faults = await request.json()
+        given = await request.json()
+        self.faults = given["faults"]
+        if given["seed"] is not None:
+            self.random.seed(given["seed"])
         return web.Response()
+
+    async def get_faults(self, _: web.Request) -> web.Response:
+        return web.json_response(self.faults)
 
     async def take_log(self, _: web.Request) -> web.Response:
         log, self.log = self.log, []
@@ -83,6 +90,7 @@ class Front:
                     continue
                 if "times" in fault:
                     fault["times"] -= 1
+                fault["hits"] = fault.get("hits", 0) + 1
                 return fault
         return {}
 
@@ -92,7 +100,12 @@ class Front:
         return web.Response()
 
     async def carry_out(self, request: web.Request, fault: dict[str, Any]) -> web.StreamResponse:
-        status, headers, body = await self.answer(request, await request.read())
+        answer = self.answer(request, await request.read())
+        status, headers, body = await asyncio.shield(answer)  # a client that leaves does not halve a request
+        if fault.get("mute"):
+            await asyncio.sleep(3600)
+        if fault.get("acted"):
+            return refusal(fault["status"], fault.get("message", "injected"), fault.get("headers"))
         if fault.get("drop") == "after":
             return self.dropped(request)
         if "crc32c" in fault and status == 200:
@@ -218,6 +231,7 @@ async def main() -> None:
     app.on_startup.append(front.start)
     app.on_cleanup.append(front.stop)
     app.router.add_post("/__faults__", front.set_faults)
+    app.router.add_get("/__faults__", front.get_faults)
     app.router.add_post("/__log__", front.take_log)
     app.router.add_route("*", "/{path:.*}", front.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

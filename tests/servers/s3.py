@@ -9,10 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from botocore.config import Config
+from botocore.session import get_session
 
 from bcp.backends.objects import ObjectBackend, RetryPolicy
 from bcp.backends.objects.s3 import open_s3
@@ -50,6 +53,23 @@ class S3Server:
         with ThreadPoolExecutor(1) as thread:  # this one may have a running event loop
             thread.submit(lambda: asyncio.run(store.call("create_bucket"))).result()
         return name
+
+    def names(self, url: str) -> list[str]:
+        """Return the keys below a URL, and ``upload of KEY`` for each open upload, as the server lists them."""
+        bucket, _, root = url.removeprefix("s3://").partition("/")
+        client = get_session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.url,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            config=Config(s3={"payload_signing_enabled": False}),
+        )
+        with closing(client):
+            pages = list(client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{root}/"))
+            more = list(client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{root}/"))
+        keys = [found["Key"] for page in pages for found in page.get("Contents", ())]
+        return keys + [f"upload of {found['Key']}" for page in more for found in page.get("Uploads", ())]
 
     def backend(self, url: str, policy: RetryPolicy | None = None, **options: Any) -> Any:
         """Return a backend for a URL of this server."""

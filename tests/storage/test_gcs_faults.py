@@ -79,6 +79,21 @@ async def test_a_request_whose_answer_is_lost_is_recognized(gcs: Gcs, what: str)
     assert made == (2 if what == "key/compose" else 1)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("fault", [{"drop": "after"}, {"status": 500, "acted": True}, {"mute": True}], ids=str)
+async def test_a_commit_whose_answer_is_lost_is_no_lost_race(gcs: Gcs, fault: dict[str, object], times: int) -> None:
+    backend = gcs(policy=RetryPolicy(attempt=0.5, first_pause=0.01))
+    found = None
+    for data in (b"1", b"2"):
+        gcs.server.faults({"match": MEDIA, "times": times, **fault})
+        made = await backend.put_if("key", data, found)
+        assert made is not None
+        assert made == await backend.version("key") != found
+        assert bytes(await backend.get("key")) == data
+        assert await gcs().put_if("key", b"of another job", found) is None
+        found = made
+
+
 async def again(call) -> None:
     """Make a call a second time if its first answer was lost."""
     try:
@@ -114,6 +129,20 @@ async def test_parts_are_deleted_after_a_failed_composition(gcs: Gcs) -> None:
     gcs.server.faults({"match": "/compose", "status": 400, "message": "no"})
     with pytest.raises(StorageError, match="400 no"):
         await write(gcs, "key", bytes(20 * MIB))
+    assert await gcs.names() == []
+
+
+async def test_many_deletions_end_although_some_requests_fail(gcs: Gcs) -> None:
+    """Each failed request is made again for itself: all 300 at once would not succeed in a hundred attempts."""
+    keys = [f"k{number}" for number in range(300)]
+    fast = gcs(endpoint_url=gcs.server.direct)
+    async with anyio.create_task_group() as group:
+        for key in keys:
+            group.start_soon(fast.put, key, b"1")
+    gcs.server.faults({"match": "DELETE", "rate": 0.05, "status": 500}, seed=1)
+    backend = gcs(policy=RetryPolicy(first_pause=1e-3, longest_pause=1e-2, allowance=100))
+    await backend.delete(keys)
+    assert backend.retry_count > 0
     assert await gcs.names() == []
 
 

@@ -250,6 +250,36 @@ async def test_uploads_are_listed_by_pages(server: S3Server, monkeypatch: pytest
     assert asked == [{"Prefix": "root/"}, *[{"Prefix": "root/", "KeyMarker": "k", "UploadIdMarker": "i"}] * 2]
 
 
+async def test_an_upload_whose_beginning_was_not_answered_goes_with_the_commit(server: S3Server, front: Front) -> None:
+    """Nobody knows its id, so only the list of open uploads has it."""
+    front.fail(r"POST .*\?uploads", lose=True)
+    url, options = server.place(), S3Server(front.url).options
+    states = {"model": {"w": torch.arange(3_000_000)}}
+    await bcp.asave(url, states, options=bcp.SaveOptions(storage_options=options, retries=QUICK))
+    assert front.count("POST .*uploads") == 2
+    names = server.names(url)
+    assert [name for name in names if name.startswith("upload of")] == []
+    assert len(names) == 3
+
+
+async def test_many_uploads_are_discarded_although_some_requests_fail(faulty: ObjectBackend, front: Front) -> None:
+    for number in range(100):
+        await faulty.store.begin(f"k{number}", None)
+    front.fail("DELETE .*uploadId", None, share=0.1, status=500)
+    await faulty.discard(await faulty.unfinished())
+    assert faulty.retry_count > 0
+    assert await faulty.unfinished() == []
+
+
+@pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
+async def test_an_error_in_an_answer_of_200(faulty: ObjectBackend, front: Front, code: str) -> None:
+    """S3 begins its answer to CompleteMultipartUpload before it knows whether that succeeds."""
+    front.fail("POST .*uploadId", status=200, code=code)
+    await write(faulty, "a", parts_of(2))
+    assert front.count("POST .*uploadId") == 2
+    assert await read(faulty, "a", 18 * MIB) == b"".join(parts_of(2))
+
+
 # -- commits
 
 

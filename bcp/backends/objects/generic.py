@@ -90,7 +90,7 @@ class FsspecStore:
     least_part = 0
     most_part = 1 << 40
     most_parts = 1 << 20
-    most_keys = 1000
+    most_keys = 1
 
     def __init__(self, kind: Any, opened: Callable[[], Any], root: str, name: str, options: Mapping[str, Any]) -> None:
         """Prepare; nothing is opened yet.
@@ -144,10 +144,28 @@ class FsspecStore:
             self._make_folder(path)
         try:
             self._system.pipe_file(temp, data)
-            self._system.mv(temp, path, recursive=False)
+            self._rename(temp, path)
         except BaseException:
             self._remove(temp)
             raise
+
+    def _rename(self, temp: str, path: str) -> None:
+        """Give a file its name. If the file system does not replace a file, the old one is removed first.
+
+        Some raise then, and some, as fsspec's client of WebHDFS, do nothing and report success.
+        """
+        with suppress(FileExistsError):
+            self._system.mv(temp, path, recursive=False)
+        if not self._is_there(temp):
+            return
+        self._remove(path)
+        self._system.mv(temp, path, recursive=False)
+        if self._is_there(temp):
+            raise RequestError(f"{temp} keeps its name: the file system does not rename it to {path}")
+
+    def _is_there(self, path: str) -> bool:
+        self._system.invalidate_cache()
+        return bool(self._system.exists(path))
 
     async def stat(self, key: str) -> Stat | None:
         """Return the size, and as the version a digest of a small object's contents."""
@@ -324,7 +342,7 @@ class _Stream:
             nbytes = int(system.info(self._temp)["size"])
             if nbytes != self._end:
                 raise RequestError(f"{self._temp} has {nbytes} bytes where {self._end} were written")
-            system.mv(self._temp, self._path, recursive=False)
+            self._store._rename(self._temp, self._path)  # noqa: SLF001 -- one class in two
             self._moved = True
 
     async def abort(self) -> None:
