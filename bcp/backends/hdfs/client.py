@@ -41,8 +41,7 @@ WRITE_BYTES = MIB // 4
 """Bytes of one call to hdfs-native: copied to ``bytes`` first, for of a memoryview it takes each byte by itself."""
 
 READ_BYTES = MIB
-"""Bytes of one ranged read. hdfs-native returns new ``bytes``; larger ones take more CPU time,
-for the allocator asks the kernel for each of them anew."""
+"""Bytes of one ranged read. hdfs-native returns new ``bytes``, and 8 MiB took twice the CPU time of 1 MiB."""
 
 READS = 8
 AT_ONCE = 16
