@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test rgw gpu check format demo bench chaos clean
+.PHONY: help venv test rgw gpu check format demo bench clients chaos clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -58,6 +58,10 @@ demo: venv  ## Train, crash in the middle of a save, resume on other layouts; wr
 
 bench: $(BENCH_STAMP)  ## Measure the speed of saves and loads beside other libraries; about 15 minutes, writes bench-out/.
 	$(BIN)/python -m benchmarks.speed --json bench-out/speed.json --picture bench-out/speed.png $(ARGS)
+
+clients: venv  ## Measure the storage backends beside plain clients of GCS, S3 and HDFS; ten minutes, needs Java.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[clients]'
+	$(BIN)/python -m benchmarks.storage $(ARGS)
 
 chaos: venv  ## Kill a training job at every file event of its saves; let requests to object stores fail; half an hour.
 	$(BIN)/python -m benchmarks.chaos --check $(ARGS)

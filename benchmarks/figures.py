@@ -55,13 +55,15 @@ class Figures:
         self.found.append(Figure(name, float(value), unit, goal, least))
         print(self.found[-1], flush=True)
 
-    def measure(self, name: str, work: Callable[[], float], unit: str, goal: float) -> None:
+    def measure(
+        self, name: str, work: Callable[[], float], unit: str, goal: float | None, *, least: bool = False
+    ) -> None:
         """Take note of what ``work`` measures; measure again later if the goal is missed.
 
         Whatever else the machine does makes a time longer, never shorter, and may do so for many seconds.
         """
         self.again[name] = work
-        self.add(name, work(), unit, goal)
+        self.add(name, work(), unit, goal, least=least)
 
     def look_again(self, times: int = 3) -> None:
         """Measure again what missed its goal, and keep the better value."""
@@ -71,8 +73,8 @@ class Figures:
                 print("\nonce more, where a goal was missed:", flush=True)
             for row in late:
                 figure = self.found[row]
-                value = self.again[figure.name]()
-                self.found[row] = replace(figure, value=min(figure.value, value))
+                better = max if figure.least else min
+                self.found[row] = replace(figure, value=better(figure.value, self.again[figure.name]()))
                 print(self.found[row], flush=True)
 
     def close(self, options: argparse.Namespace) -> int:

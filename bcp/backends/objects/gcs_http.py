@@ -36,7 +36,7 @@ from bcp.protocols import Version
 __all__ = ["Answer", "GcsHttp"]
 
 MIB = 1 << 20
-SLICE_BYTES = MIB // 4
+SLICE_BYTES = MIB // 2
 """Bytes that the socket receives in one call. asyncio copies the rest that the kernel does not take at once."""
 
 HEADERS_SECONDS = 60.0

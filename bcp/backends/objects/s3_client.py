@@ -25,7 +25,7 @@ from bcp.protocols import Version
 __all__ = ["Client", "Options", "Sending", "connected", "content_of", "etag_of"]
 
 T = TypeVar("T")
-SLICE_BYTES = 256 << 10
+SLICE_BYTES = 512 << 10
 """Bytes that are handed to a socket at once; few enough that the event loop is not held up."""
 
 _IGNORED = {

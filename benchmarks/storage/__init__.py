@@ -1,0 +1,1 @@
+"""The storage benchmark: bcp's backends beside plain clients; run it by ``python -m benchmarks.storage``."""
