@@ -11,11 +11,9 @@ from remote import assert_survives_kills
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize("scheme", ["file", "local"])
-def test_a_job_on_local_files(scheme: str, tmp_path: Path) -> None:
-    """``local://`` is fsspec's name for them, which the generic adapter takes."""
+def test_a_job_on_local_files(tmp_path: Path) -> None:
     marks, run = tmp_path / "marks", tmp_path / "run"
     marks.mkdir()
-    url = f"{scheme}://{run}"
+    url = f"file://{run}"
     assert_survives_kills(url, marks)
     assert_nothing_left(url, [file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()])
