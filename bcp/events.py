@@ -32,7 +32,7 @@ class RetryEvent:
     """A request to storage failed, and is made again after a pause.
 
     Attributes:
-        request: what it was, with store, object and bytes.
+        request: the request in words, with store, object and bytes.
         attempt: number of the attempt that failed; the first one is 1.
         pause: seconds until the next one.
         said: the server's or the client's words.

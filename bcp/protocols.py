@@ -46,6 +46,7 @@ __all__ = [
     "Unfinished",
     "Version",
     "flat_view",
+    "retries_of",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -277,11 +278,16 @@ class Sweeper(Protocol):
 
 @runtime_checkable
 class Retrying(Protocol):
-    """What a backend says besides, if it makes failed requests again."""
+    """A backend that makes failed requests again, and counts them."""
 
     @property
     def retry_count(self) -> int:
         """How many requests it has made again so far."""
+
+
+def retries_of(backend: object) -> int:
+    """Return how many requests a backend has made again so far; 0 for one that does not count them."""
+    return backend.retry_count if isinstance(backend, Retrying) else 0
 
 
 @runtime_checkable

@@ -103,7 +103,7 @@ class Chaos:
     _deleted: list[str] = field(default_factory=list)
 
     def run(self, rounds: int) -> list[str]:
-        """Save and load so many times; return what is left over at the end.
+        """Save and load so many times; return the names that are left over at the end.
 
         Raises:
             AssertionError: a load returned other bytes than were saved.

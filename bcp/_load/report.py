@@ -18,7 +18,7 @@ from bcp.options import unchanged
 from bcp.pipeline import thread_count
 from bcp.plan.load.copies import check_complete, copies
 from bcp.plan.load.straight import straight
-from bcp.protocols import Retrying, ScatterReader
+from bcp.protocols import ScatterReader, retries_of
 from bcp.stages.device import Lanes, stream_count
 from bcp.stages.load import AllToAll, LoadContext
 from bcp.stages.memory import addresses, writable
@@ -105,7 +105,7 @@ def report(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, c
         missing=wanted.missing,
         unexpected=reading.unexpected,
         unmatched=wanted.unmatched,
-        retries=job.backend.retry_count if isinstance(job.backend, Retrying) else 0,
+        retries=retries_of(job.backend),
         threads=thread_count(),
         streams=stream_count(),
         pinned_nbytes=context.lease.pinned_nbytes,

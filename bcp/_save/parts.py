@@ -24,7 +24,7 @@ from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
 from bcp.planners.values import encode_values
-from bcp.protocols import Backend, ObjectKey, PartWriter, Retrying
+from bcp.protocols import Backend, ObjectKey, PartWriter, retries_of
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.stages.device import stream_count
 from bcp.stages.items import PartReceipt, WriteItem
@@ -153,7 +153,7 @@ def report(
         budget_wait_seconds=snapshot.budget.waited_seconds,
         plan_cached=opening.cached,
         files=tuple(dict.fromkeys(item.key for item in items)),
-        retries=job.backend.retry_count if isinstance(job.backend, Retrying) else 0,
+        retries=retries_of(job.backend),
         threads=thread_count(),
         streams=stream_count(),
         pinned_nbytes=snapshot.pinned_nbytes,

@@ -21,7 +21,7 @@ Factory = Callable[[str, Mapping[str, Any], RetryPolicy | None], Backend]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"({_SCHEME})://.*", re.DOTALL)
-_PASSWORD = re.compile(r"(://[^/@:]*:)[^/@]*@")
+_PASSWORD = re.compile(r"(://[^/@:]*:)[^/]*@")
 _METHODS = ("put", "version", "put_if", "open_write", "read_into", "get", "list", "delete", "aclose")
 _OWN = {
     "gcs": "bcp.backends.objects.gcs:open_gcs",
@@ -90,7 +90,7 @@ def _check_none(options: Mapping[str, Any], where: str) -> None:
 
 
 def _factory(scheme: str, url: str) -> Factory:
-    """Return what opens URLs of that scheme."""
+    """Return the function that opens URLs of a scheme."""
     if scheme in _factories:
         return _factories[scheme]
     if scheme in _OWN:

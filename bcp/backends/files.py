@@ -188,9 +188,9 @@ def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
 
 
 def _unless_not_ours(top: Path, error: OSError) -> None:
-    """Raise what keeps a directory from being listed, unless it is below ``top``, and absent or somebody else's.
+    """Raise the error of a directory that cannot be listed, unless it is below ``top``, and absent or another user's.
 
-    As ``lost+found`` is at the top of a file system: what may not be listed was not written by this user.
+    An example is ``lost+found`` at the top of a file system. A directory that may not be listed has no files of ours.
     """
     passing = isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError)
     if not passing or error.filename is None or Path(error.filename) == top:

@@ -8,7 +8,17 @@ from dataclasses import replace
 
 from bcp.backends.keys import check_key, scatter
 from bcp.pipeline import in_thread
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Retrying, ScatterReader, Sweeper, Unfinished, Version
+from bcp.protocols import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    PartWriter,
+    ScatterReader,
+    Sweeper,
+    Unfinished,
+    Version,
+    retries_of,
+)
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -44,7 +54,7 @@ class PrefixedBackend:
     @property
     def retry_count(self) -> int:
         """How many requests the backend behind it has made again."""
-        return self.whole.retry_count if isinstance(self.whole, Retrying) else 0
+        return retries_of(self.whole)
 
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object."""

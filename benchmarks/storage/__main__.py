@@ -27,7 +27,7 @@ from benchmarks.storage.payload import MIB
 from benchmarks.storage.section import Samples, Section, counting, hdfs, local
 
 LATENCY_MS = 20.0
-"""Of far servers: about what the nearest region of a cloud takes to answer."""
+"""Of far servers: a round number, for no store was measured."""
 
 AT_ONCE = frozenset({"cpu", "rate"})
 """Goals beside a server that answers at once, where every client comes to the limit of one core."""
@@ -91,7 +91,7 @@ def storages(folder: Path, latency: float = LATENCY_MS / 1000) -> dict[str, Stor
 
 
 def measure(storage: Storage, nbytes: int, rounds: int, figures: Figures) -> Samples:
-    """Measure a kind of storage, and what missed its goal once more, while its server runs."""
+    """Measure a kind of storage, and missed goals once more, while its server runs."""
     wanted = [storage.ours, *storage.plain, *storage.others]
     clients = []
     for client in wanted:

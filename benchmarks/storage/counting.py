@@ -1,6 +1,6 @@
 """A loopback server of HTTP that only counts: it discards data, and sends the payload to all who ask.
 
-The kernel discards what is received (``MSG_TRUNC``), and sends from the page cache (``sendfile``). To receive a GB
+The kernel discards received bytes (``MSG_TRUNC``), and sends from the page cache (``sendfile``). To receive a GB
 takes 0.04 s of a core here, so that every figure is the client's. In a checked round the server reads all bytes and
 remembers the CRC-32C of each body; later bodies of the same place and size are answered with it.
 """

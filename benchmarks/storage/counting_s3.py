@@ -91,7 +91,7 @@ class CountingS3(CountingServer):
 
 
 def _digest(place: str) -> bytes:
-    """Return what stands for the MD5 digest of data that nobody has read."""
+    """Return a stand-in for the MD5 digest of data that nobody has read."""
     return hashlib.md5(place.encode(), usedforsecurity=False).digest()
 
 

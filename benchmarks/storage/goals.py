@@ -111,7 +111,7 @@ def beside(name: str, ours: str, others: Sequence[str], samples: Samples, figure
 
 
 def counted_stall(sample: Sample) -> float:
-    """Return the stall in ms, less what an idle loop beside it was held up beyond the goal: the machine's doing."""
+    """Return the stall in ms, less the stall of an idle loop beside it beyond the goal, which the machine causes."""
     return max(sample.stall - max(sample.control - STALL_MS, 0.0), 0.0)
 
 

@@ -176,7 +176,7 @@ class Section:
         return Sample(nbytes / seconds, cost.cpu_seconds / nbytes * GB, 1e3 * cost.stall_seconds, 1e3 * control)
 
     def _name(self, way: Way) -> str:
-        """Return the object that a way writes or reads; a real server has what the client itself has written."""
+        """Return the object that a way writes or reads; on a real server the client itself has written it."""
         if self._server is None:
             return f"object-{list(self._workers).index(way.client)}"
         return PAYLOAD if way.kind == "read" else f"object-{self._ways.index(way)}"

@@ -98,7 +98,7 @@ class Worker:
         return Cost(began, ended, cpu, heart.worst(began, ended))
 
     async def digest(self) -> int:
-        """Return the digest of what was read last."""
+        """Return the digest of the bytes that were read last."""
         return digest_of(self._found)
 
     async def ways(self) -> dict[str, list[str]]:

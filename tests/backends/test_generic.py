@@ -205,10 +205,12 @@ def test_paths_without_options_refuse_them(path: str) -> None:
         resolve(path, {"key": "secret"})
 
 
-def test_passwords_in_urls_are_not_shown() -> None:
+@pytest.mark.parametrize("password", ["hunter2", "hun@ter2", "hun:hunter2"])
+def test_passwords_in_urls_are_not_shown(password: str) -> None:
     with pytest.raises(InputError) as caught:
-        bcp.save("nosuch://user:hunter2@host/path", {"model": {}})
-    assert "hunter2" not in str(caught.value)
+        bcp.save(f"nosuch://user:{password}@host/path", {"model": {}})
+    assert "nosuch://user:***@host/path" in str(caught.value)
+    assert "ter2" not in str(caught.value)
     with pytest.raises(InputError, match="storage_options is a list"):
         bcp.SaveOptions(storage_options=[])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="retries='often'"):

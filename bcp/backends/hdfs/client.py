@@ -1,4 +1,4 @@
-"""Requests to one HDFS: hdfs-native for data and names, our own protocol for what it lacks."""
+"""Requests to one HDFS: hdfs-native for data and names, our own protocol for the rest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Settings:
     seconds: float = SECONDS
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse settings that cannot work."""
         if self.block_bytes < MIB or self.block_bytes % MIB:
             raise InputError(f"block_bytes={self.block_bytes} has to be a multiple of 1 MiB")
         if self.replication is not None and self.replication < 1:
@@ -157,7 +157,7 @@ class Hdfs:
 
     @asynccontextmanager
     async def request(self, what: str) -> AsyncIterator[None]:
-        """Make a request of hdfs-native within its deadline, and translate what it raises."""
+        """Make a request of hdfs-native within its deadline, and translate its errors."""
         with hdfs_errors(what), anyio.fail_after(self.settings.seconds):
             yield
 

@@ -99,7 +99,7 @@ def from_java(java: str, message: str) -> OSError:
 
 @contextmanager
 def hdfs_errors(what: str) -> Iterator[None]:
-    """Turn what hdfs-native raises within the block into ``OSError``.
+    """Turn hdfs-native's errors within the block into ``OSError``.
 
     Args:
         what: the request in words, as in ``"reading /a"``.

@@ -299,7 +299,7 @@ class HdfsFile(AbstractBufferedFile):  # type: ignore[misc]  # as above
             self._stream = None
 
     def discard(self) -> None:
-        """Drop what was written."""
+        """Drop the written bytes."""
         self._stream = None
         with suppress(OSError):
             self._sync(self.fs.hdfs.remove, self._temp)

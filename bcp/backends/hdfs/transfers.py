@@ -31,7 +31,7 @@ def transfer_loop() -> asyncio.AbstractEventLoop:
 
 
 def _forget_in_child() -> None:
-    """Give a forked child a fresh start. The parent's loop is kept: to close it would use what both have open."""
+    """Give a forked child a fresh start. The parent's loop is kept: both processes have its descriptors open."""
     global _lock, _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.append(_current)

@@ -1,4 +1,4 @@
-"""A :class:`~bcp.protocols.Backend` over an object store: what is the same for all of them."""
+"""A :class:`~bcp.protocols.Backend` over an object store: the part that all stores share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _PINNED = 4096  # objects whose version is remembered while they are being read
 class ObjectBackend:
     """Objects below one root of a store; requests that fail are made again.
 
-    What a reader sees of one object is one version of it: a read that finds another one than the reads before it is an
-    error. Large objects appear whole, with a checksum that the store has compared, or not at all.
+    A reader sees one version of an object: a read that finds another version than the reads before it is an error.
+    Large objects appear whole, with a checksum that the store has compared, or not at all.
     """
 
     def __init__(self, store: Store, policy: RetryPolicy | None = None) -> None:
@@ -86,7 +86,7 @@ class ObjectBackend:
         """Store a small object if it still has the version that was found; the store compares.
 
         An attempt whose answer was lost may have succeeded. Then the condition of the next one fails, and the object is
-        compared with what was to be stored: a commit has contents that no other has.
+        compared with the data: a commit has contents that no other has.
         """
         view, attempts = flat_view(data), 0
         self._versions.pop(check_key(key), None)
@@ -210,7 +210,7 @@ class ObjectBackend:
         await self._request(f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
 
     async def unfinished(self) -> Sequence[Unfinished]:
-        """List what unfinished uploads have left."""
+        """List the remains of unfinished uploads."""
         found = await self._pages("listing unfinished uploads", self.store.unfinished)
         return list(dict.fromkeys(found))
 
@@ -232,7 +232,7 @@ class ObjectBackend:
     async def _pages(
         self, what: str, page: Callable[[str | None], Awaitable[tuple[Sequence[T], str | None]]]
     ) -> Sequence[T]:
-        """Return what all pages of a list have; each page is a request of its own."""
+        """Return the items of all pages of a list; each page is a request of its own."""
         found: list[T] = []
         after: str | None = None
         while True:
@@ -332,7 +332,7 @@ class _Parts:
         await self._request("finishing", (await self._begun()).finish)
 
     async def abort(self) -> None:
-        """Remove what was stored; the error that leads here is what matters."""
+        """Remove the stored parts; an error of this is only logged, because another one is on its way."""
         self._closed = True
         if self._upload is not None:
             try:
@@ -345,7 +345,7 @@ class _Parts:
 
 
 def _pieces(start: int, outs: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Cut the bytes that fill the buffers into reads; yield where each begins, and what it fills."""
+    """Cut the bytes that fill the buffers into reads; yield the first byte of each read, and its buffers."""
     run: list[memoryview] = []
     at = begin = start
     for out in outs:

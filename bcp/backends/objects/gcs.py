@@ -71,7 +71,7 @@ class GcsStore:
     most_keys = 1
 
     def __init__(self, api: GcsApi, root: str) -> None:
-        """Take what makes requests.
+        """Take the API and the root.
 
         Args:
             api: makes them.

@@ -51,7 +51,7 @@ class GcsApi:
     """Single requests to one bucket."""
 
     def __init__(self, http: GcsHttp) -> None:
-        """Take what makes requests."""
+        """Take the HTTP client."""
         self.http = http
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class GcsApi:
         return _object(name, answer.json())
 
     async def look(self, name: str) -> GcsObject | None:
-        """Return what the server knows of an object; None if there is none."""
+        """Return the server's record of an object; None if there is none."""
         try:
             answer = await self.http.call("GET", self._path(name), {"fields": _FIELDS})
         except FileNotFoundError:

@@ -28,7 +28,7 @@ _RACES = 10
 
 
 def part_prefix(name: str, upload: str) -> str:
-    """Return what the names of all temporary objects of an upload start with."""
+    """Return the prefix of the names of all temporary objects of an upload."""
     return f"{name}.bcp-part-{upload}-"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bcp.backends import shown
 from bcp.backends.keys import content_version
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Upload
@@ -40,7 +40,6 @@ _TRANSIENT = frozenset(
     | {errno.ENETUNREACH, errno.EPIPE, errno.ESTALE, errno.ETIMEDOUT}
 )
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_LOGIN = re.compile(r"^[^/@]*:[^/]*@")
 _MANY_THREADS = frozenset({"file", "local", "memory"})
 """Synchronous file systems of fsspec that several threads may call at once. Of others that is not known."""
 
@@ -67,7 +66,7 @@ def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | Non
         raise MissingExtraError(f"{scheme}:// needs a package that is not installed: {error}") from error
     opened = partial(_open, kind, url, options)
     root = kind._strip_protocol(url)  # noqa: SLF001 -- what fsspec's own functions call
-    return ObjectBackend(FsspecStore(kind, opened, root, _shown(url), options), policy)
+    return ObjectBackend(FsspecStore(kind, opened, root, shown(url).partition("?")[0].rstrip("/"), options), policy)
 
 
 def _open(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
@@ -216,7 +215,7 @@ class FsspecStore:
         return data
 
     async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:  # noqa: ARG002
-        """List what has the prefix, but for files that are being written; all are one page."""
+        """List objects with the prefix, without files that are being written; all are one page."""
         found = await self._call(self._find)
         mine = [(key, nbytes) for key, nbytes in found if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
         return [ObjectInfo(key, nbytes) for key, nbytes in mine], None
@@ -287,7 +286,7 @@ class FsspecStore:
 
     @contextmanager
     def errors(self) -> Any:
-        """Turn what a file system raises, which may be anything, into what a store raises."""
+        """Turn a file system's errors, of any class, into those of a store."""
         try:
             yield
         except _ABSENT as error:
@@ -315,7 +314,7 @@ class _Stream:
         self._moved = False
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:  # noqa: ARG002 -- the offset says it
-        """Write the part, and those that waited for it. It is not made again: nobody knows what was written."""
+        """Write the part, and those that waited for it. It is not made again: nobody knows which bytes were written."""
         async with self._turn:
             if offset != self._end:
                 self._early[offset] = bytes(data)
@@ -360,12 +359,6 @@ def _final(temp: str) -> str:
     """Return the key of the object that a temporary one was to become."""
     folder, slash, name = temp.rpartition("/")
     return f"{folder}{slash}{name[1:].removesuffix(TEMP_SUFFIX).rpartition('.')[0]}"
-
-
-def _shown(url: str) -> str:
-    """Return a URL as messages show it: without user and password, and without a query, which may be a signature."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{_LOGIN.sub('', rest).partition('?')[0]}".rstrip("/")
 
 
 def _said(error: Exception, options: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ __all__ = ["Grid"]
 class Grid:
     """Cuts an object into cells of one size, and gives each away as soon as it is full.
 
-    For stores that refuse small parts: what codecs make of parts has any size. The bytes are copied on their way.
+    For stores that refuse small parts: encoded parts have any size. The bytes are copied on their way.
 
     Attributes:
         nbytes: bytes of a cell.
@@ -24,7 +24,7 @@ class Grid:
         self._end = 0
 
     def __repr__(self) -> str:
-        """Show what waits."""
+        """Show the number of cells that wait."""
         return f"<Grid of {self.nbytes} bytes a cell: {len(self._cells)} cells wait>"
 
     def add(self, offset: int, data: memoryview) -> Iterator[tuple[int, bytearray]]:

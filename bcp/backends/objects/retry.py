@@ -113,7 +113,7 @@ class Retries:
         self._clock = clock
 
     def __repr__(self) -> str:
-        """Show what was done."""
+        """Show retries, successes and the limiter."""
         return f"<Retries: {self.retries} after {self._successes} successes, {self.limiter}>"
 
     async def __call__(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
@@ -173,7 +173,7 @@ def _as_request(error: Exception) -> RequestError:
 
 
 def _final(what: str, error: RequestError, attempts: int, seconds: float, *, spent: bool, hint: str) -> StorageError:
-    """Say that a request has failed for good, how often it was made, and what the server said."""
+    """Return the error of a request that has failed for good, with its attempts and the server's words."""
     why = "; so many requests fail that no more is made again" if spent and error.transient else ""
     times = "once" if attempts == 1 else f"{attempts} times in {seconds:.1f} s"
     return StorageError(f"{what} failed, tried {times}: {error.said}{why}{hint}")

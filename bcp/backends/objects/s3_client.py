@@ -45,7 +45,7 @@ _TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60}
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Options:
-    """What a client is made of, in botocore's words.
+    """Settings of a client, in botocore's words.
 
     Attributes:
         client: arguments of ``create_client``.
@@ -217,7 +217,7 @@ class Client:
     Attributes:
         boto: aiobotocore's client.
         extra: parameters for every request that knows them.
-        secrets: what no message may show.
+        secrets: texts that no message may show.
         stack: closes the client.
     """
 

@@ -48,7 +48,7 @@ _LEAST_SECRET = 6  # characters; shorter values, as in tests, are ordinary words
 
 
 class Secrets:
-    """What no message may show: keys and tokens, and of URLs what stands before '@' and after '?'."""
+    """Texts that no message may show: keys, tokens, and a URL's login and query."""
 
     def __init__(self) -> None:
         """Begin with none."""

@@ -52,7 +52,7 @@ class S3Upload:
         self._parts[index] = _Part(str(answer["ETag"]), len(data), crc, answer.get("ChecksumCRC32C"))
 
     async def finish(self) -> None:
-        """Let the object appear, and compare it with what was sent."""
+        """Let the object appear, and compare it with the sent parts."""
         parts = [{"PartNumber": index + 1, **self._parts[index].named()} for index in sorted(self._parts)]
         params: dict[str, Any] = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
         crc = await self._crc()

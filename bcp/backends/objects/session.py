@@ -32,7 +32,7 @@ class PerLoop(Generic[S]):
     def __init__(self, opened: Callable[[], Awaitable[S]], closed: Callable[[S], Awaitable[None]]) -> None:
         """Take the functions that open and close a session, both called on its loop.
 
-        ``closed`` must not refer to this object, nor to what owns it.
+        ``closed`` must not refer to this object, nor to its owner.
         """
         self._opened = opened
         self._closed = closed

@@ -1,6 +1,6 @@
-"""What a kind of object store has to offer: single requests, each of which may fail.
+"""The protocol of a kind of object store: single requests, each of which may fail.
 
-A store makes one attempt and says what came of it. Retries, limits, splitting and checks of what was stored are the
+A store makes one attempt and tells its outcome. Retries, limits, splitting and checks of what was stored are the
 business of :class:`~bcp.backends.objects.backend.ObjectBackend`, so that all stores have the same.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["ConditionError", "If", "RequestError", "Stat", "Store", "Upload"]
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store says of one object: its size in bytes, and the version of its contents."""
+    """A store's record of one object: its size in bytes, and the version of its contents."""
 
     nbytes: int
     version: Version
@@ -67,7 +67,7 @@ class Upload(Protocol):
     """One large object on its way into a store. Nobody sees it before :meth:`finish`."""
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:
-        """Store part ``index``; once more after an error, which replaces what the first attempt has stored.
+        """Store part ``index``; once more after an error, which replaces the bytes of the first attempt.
 
         Several parts may be under way at once, in any order. The buffer is not used any more when this returns.
         """
@@ -125,7 +125,8 @@ class Store(Protocol):
     async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """Return one page of the objects whose key starts with a prefix, in any order, and where the next one begins.
 
-        ``after`` is what the call for the page before returned: None for the first page, and after the last one.
+        ``after`` is the second result of the call for the page before, and None for the first page. After the last page
+        the second result is None.
         """
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -135,13 +136,13 @@ class Store(Protocol):
         """Begin to upload an object of so many bytes; None where that is not known."""
 
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
-        """Return a page of what uploads have left that were neither finished nor aborted, of other processes too.
+        """Return a page of the uploads that were neither finished nor aborted, of other processes too.
 
         Pages are those of :meth:`list`. Two of them may have the same upload.
         """
 
     async def discard(self, unfinished: Unfinished) -> None:
-        """Remove what one of those has left; if it is absent, that is no error."""
+        """Remove one of those with its parts; an absent one is no error."""
 
     async def aclose(self) -> None:
         """Close connections. Idempotent."""
