@@ -16,6 +16,7 @@ class Sessions:
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.failures = failures
+        self.one_is_closed = asyncio.Event()
         self.per_loop = PerLoop(self.open, self.close)
 
     async def open(self) -> object:
@@ -28,6 +29,7 @@ class Sessions:
 
     async def close(self, session: object) -> None:
         self.closed.append(session)
+        self.one_is_closed.set()
 
 
 @pytest.mark.anyio
@@ -55,7 +57,7 @@ async def test_one_that_is_dropped_is_closed() -> None:
     await sessions.per_loop.here()
     del sessions.per_loop
     gc.collect()
-    await asyncio.sleep(0.01)
+    await sessions.one_is_closed.wait()
     assert sessions.closed == sessions.opened
 
 

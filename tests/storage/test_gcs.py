@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
@@ -266,32 +265,3 @@ async def test_a_bucket_is_a_root_too(gcs: Gcs) -> None:
     assert bytes(await gcs().get("a b/ü%2F?x#y+z")) == b"1"
     await backend.delete([f"{gcs.root}/a b/ü%2F?x#y+z"])
     assert await gcs.names() == []
-
-
-# -- the event loop
-
-
-async def test_the_event_loop_is_not_stalled(gcs: Gcs) -> None:
-    """No callback takes 50 ms of the loop's thread; what other processes take of the core does not count."""
-    backend = gcs(endpoint_url=gcs.server.direct)
-    data, out, beat = bytes(32 * MIB), memoryview(bytearray(256 * MIB)), _Heartbeat()
-    async with anyio.create_task_group() as group:
-        group.start_soon(beat.run)
-        async with backend.open_write("key", len(out)) as writer, anyio.create_task_group() as parts:
-            for index in range(8):
-                parts.start_soon(writer.write_part, index, index * len(data), data)
-        await backend.read_into("key", 0, out)
-        group.cancel_scope.cancel()
-    assert beat.count > 20
-    assert beat.worst < 0.05
-
-
-class _Heartbeat:
-    worst, count = 0.0, 0
-
-    async def run(self) -> None:
-        while True:
-            began = time.thread_time()
-            await anyio.sleep(0.001)
-            self.worst = max(self.worst, time.thread_time() - began)
-            self.count += 1
