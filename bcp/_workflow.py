@@ -54,7 +54,8 @@ async def asave(job: SaveJob) -> SaveReport:
 async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
-    nbytes = sum(item.nbytes for item in items)
+    changing = [item for item in items if not item.is_steady]
+    nbytes = sum(item.nbytes for item in changing)
     budget = snapshot.lend(items)
     async with AsyncExitStack() as stack:
         stack.callback(snapshot.release)  # where copies fail: cleaning up may take long
@@ -62,14 +63,15 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
         borrowing = pool_for(snapshot.devices).borrowed(most=saving.pinned_nbytes(options))
         lease = await stack.enter_async_context(borrowing)
         show = options.progress and job.rank == 0
-        job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=nbytes, show=show)))
+        total = sum(item.nbytes for item in items)
+        job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=total, show=show)))
         writers = Writers()
         context = SaveContext(
             lease,
             writers,
             saving.BLOCK_BYTES,
             snapshot.fence,
-            len(items),
+            len(changing),
             snapshot.taken,
             copies_first=job.goes_on and budget.capacity >= nbytes,
         )
@@ -77,7 +79,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
             save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers),
             options.edit,
         )
-        if not items:
+        if not changing:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
         stored = await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))

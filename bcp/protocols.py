@@ -40,6 +40,7 @@ __all__ = [
     "RetryPolicy",
     "Retrying",
     "ScatterReader",
+    "ShardedState",
     "Stateful",
     "States",
     "Sweeper",
@@ -83,6 +84,37 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Take the state back."""
+
+
+@runtime_checkable
+class ShardedState(Protocol):
+    """The state of data-parallel readers that another number of readers can load: a shared part, and units.
+
+    A unit moves between readers as a whole; its id is unique among all readers. Loading is two calls on each reader:
+    :meth:`wanted_units` chooses, and :meth:`load_units` gets the chosen ones.
+
+    Attributes:
+        reader: this reader's number, the data-parallel rank. Ranks that differ in other coordinates only have the same.
+        readers: how many readers there are.
+    """
+
+    reader: int
+    readers: int
+
+    def shared_state(self) -> Any:
+        """Return the part that is equal on all readers; it is written once."""
+
+    def unit_states(self) -> Mapping[str, Any]:
+        """Return this reader's units by id: nested Python values and tensors, which nothing changes afterwards."""
+
+    def wanted_units(self, shared: Any, ids: Sequence[str]) -> Sequence[str]:
+        """Return which of a checkpoint's units this reader loads, from the ids of all of them. Changes nothing."""
+
+    def load_units(self, shared: Any, units: Mapping[str, Any]) -> None:
+        """Take the wanted units, which belong to the reader afterwards. Raises before it changes anything."""
+
+    def prepare(self, step: int) -> None:
+        """Begin to gather the state in the background. It may be called in the step before a save of ``step``."""
 
 
 # -- planners ---------------------------------------------------------------------------------

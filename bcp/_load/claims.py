@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
+import torch
 
+from bcp._job import LoadJob
 from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
-from bcp.pipeline import Budget, Pipeline, Stage
+from bcp.pipeline import Budget, Pipeline, Stage, in_thread
+from bcp.plan.columns import Ints
+from bcp.plan.shards import KINDS
 from bcp.protocols import Backend
 from bcp.receipt import FileReceipt, Receipt
-from bcp.stages.load_items import ReadItem
+from bcp.stages.check import check, decoded
+from bcp.stages.flat import bytes_of
+from bcp.stages.load_items import ReadItem, Stored
 
-__all__ = ["check_stored", "file_of"]
+__all__ = ["check_stored", "checked", "fetch", "file_of"]
 
 
 def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
@@ -35,13 +42,20 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileR
             f"the receipt of rank {receipt.rank} says that {key} went through codecs {list(file.codecs)}, the commit "
             f"record {list(commit.codecs)}; restore both"
         )
-    _check_blocks(file, commit.part_bytes if commit.codecs else metadata.layout.block_bytes, key)
+    most = commit.part_bytes if commit.codecs else metadata.layout.block_bytes
+    has_units = KINDS[kind] == "dataloader" and any(of == KINDS[kind] for of, _ in receipt.objects)
+    _check_blocks(file, most, key, may_be_shorter=has_units and not commit.codecs)
     return key, file
 
 
-def _check_blocks(file: FileReceipt, most: int, key: str) -> None:
-    """Check that the data section is cut after every ``most`` bytes; the first block has the header as well."""
+def _check_blocks(file: FileReceipt, most: int, key: str, *, may_be_shorter: bool) -> None:
+    """Check that the data section is cut after every ``most`` bytes; the first block has the header as well.
+
+    A file with units is also cut where a unit ends.
+    """
     lengths, rest = file.blocks.raw_length, file.nbytes - file.data_start
+    if may_be_shorter:
+        lengths = _joined(lengths, most, file.data_start)
     count = max(-(-rest // most), 1)
     if len(lengths) != count:
         raise CorruptError(
@@ -58,6 +72,44 @@ def _check_blocks(file: FileReceipt, most: int, key: str) -> None:
             f"the receipt of {key} says that block {row} has {lengths[row]} bytes instead of {wanted[row]}; restore "
             "the receipt"
         )
+
+
+def _joined(lengths: Ints, most: int, data_start: int) -> Ints:
+    """Return the blocks as they are without the cuts at the ends of units."""
+    if len(lengths) == 0 or lengths.min() <= 0 or lengths[0] <= data_start:
+        return lengths
+    ends = np.cumsum(lengths)
+    kept = ((ends - data_start) % most == 0) | (np.arange(len(ends)) == len(ends) - 1)
+    return np.diff(ends[kept], prepend=0)
+
+
+async def fetch(job: LoadJob, item: ReadItem) -> Stored:
+    """Read the blocks of a chunk that no other rank needs into memory of its own."""
+    assert item.file is not None  # noqa: S101 -- there is something to read
+    start = int(item.file.blocks.stored_start[item.rows.start])
+    memory = await in_thread(partial(torch.empty, item.stored_nbytes, dtype=torch.uint8))
+    try:
+        await job.backend.read_into(item.key, start, bytes_of(memory))
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{item.key} is missing, but the checkpoint was committed with it (rank {job.rank}, {item.name}); restore "
+            "the file, or load another checkpoint"
+        ) from error
+    return Stored(item, item.stored_nbytes, [bytes_of(memory)], memory)
+
+
+def checked(job: LoadJob, stored: Stored) -> torch.Tensor:
+    """Compare what was fetched with its checksums, and decode it; return the chunk, uint8."""
+    item, image = stored.item, stored.buffer
+    if item.file is None or item.chunk is None or image is None:
+        raise TypeError(f"{item.name} was not fetched")
+    if job.options.verify:
+        check(stored, item.file, job.rank)
+    if item.file.codecs:
+        codecs = {codec.name: codec for codec in job.options.codecs}
+        image = decoded(stored, item.file, codecs, job.rank)
+    first = item.file.data_start + item.chunk.start - int(item.file.blocks.raw_start[item.rows.start])
+    return image[first : first + item.chunk.nbytes]
 
 
 async def check_stored(backend: Backend, items: Iterable[ReadItem], most: int, workers: int) -> None:

@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from bcp._job import LoadJob
-from bcp._load.claims import check_stored, file_of
+from bcp._load.claims import check_stored, checked, fetch, file_of
 from bcp._load.targets import extra_ranks
-from bcp.errors import CorruptError, FqnMismatchError
+from bcp._load.units import unit_places
+from bcp.errors import FqnMismatchError
 from bcp.metadata import Metadata
 from bcp.pipeline import in_thread
 from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Chunk
-from bcp.plan.shards import KINDS, OPAQUE_KINDS
+from bcp.plan.shards import KINDS
 from bcp.planners.packed import unpack
+from bcp.planners.sharded import opaque_states
 from bcp.protocols import Stateful, States
-from bcp.receipt import FileReceipt, Receipt
-from bcp.stages.check import check, decoded
+from bcp.receipt import Receipt
 from bcp.stages.flat import bytes_of
 from bcp.stages.load_items import ReadItem, Stored
 
@@ -27,8 +28,8 @@ __all__ = ["extra_sources", "missing_keys", "read_extras"]
 def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
     """Return the saved rank whose object this rank takes, by kind: its own number, modulo how many ranks saved one."""
     sources = {}
-    for kind in OPAQUE_KINDS:
-        saved = extra_ranks(layout, kind) if kind in states else []
+    for kind in opaque_states(states):
+        saved = extra_ranks(layout, kind)
         if saved:
             sources[kind] = rank if rank in saved else saved[rank % len(saved)]
     return sources
@@ -47,33 +48,25 @@ async def read_extras(
     nbytes = 0
     for kind, source in sources.items():
         key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        size = file.nbytes - file.data_start
-        name = f"{key} ({kind} of rank {source})"
-        item = ReadItem(name, size, Chunk(0, 0, size, job.rank, -1), -1, key, file)
+        size, first = file.nbytes - file.data_start, _behind_units(receipts[source], kind)
+        item = ReadItem(
+            f"{key} ({kind} of rank {source})", size - first, Chunk(0, first, size, job.rank, -1), -1, key, file
+        )
         await check_stored(job.backend, [item], job.options.read_bytes, 1)
-        stored = await in_thread(bytearray, file.stored_nbytes)
-        try:
-            await job.backend.read_into(key, 0, memoryview(stored))
-        except FileNotFoundError as error:
-            raise CorruptError(
-                f"{key} is missing, but the checkpoint was committed with it (rank {job.rank}, {name}); restore the "
-                "file, or load another checkpoint"
-            ) from error
-        loaded[kind] = await in_thread(_unpacked, job, Stored(item, len(stored), [memoryview(stored)]), file)
-        nbytes += len(stored)
+        stored = await fetch(job, item)
+        loaded[kind] = await in_thread(_unpacked, job, stored)
+        nbytes += stored.nbytes
     return loaded, nbytes
 
 
-def _unpacked(job: LoadJob, stored: Stored, file: FileReceipt) -> Any:
-    """Check, decode and unpack the bytes of one object."""
-    options = job.options
-    if options.verify:
-        check(stored, file, job.rank)
-    image = stored.outs[0]
-    if file.codecs:
-        codecs = {codec.name: codec for codec in options.codecs}
-        image = bytes_of(decoded(stored, file, codecs, job.rank))
-    return unpack(image[file.data_start :], trust=options.trust, where=stored.item.key)
+def _behind_units(receipt: Receipt, kind: str) -> int:
+    """Return where the opaque object begins in the data section of its file."""
+    return max((stop for _, stop in unit_places(receipt).values()), default=0) if kind == "dataloader" else 0
+
+
+def _unpacked(job: LoadJob, stored: Stored) -> Any:
+    image = bytes_of(checked(job, stored))
+    return unpack(image, trust=job.options.trust, where=stored.item.key)
 
 
 def missing_keys(job: LoadJob, loaded: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +81,7 @@ def missing_keys(job: LoadJob, loaded: Mapping[str, Any]) -> tuple[str, ...]:
     missing = tuple(
         f"{kind}: {key}"
         for kind, found in loaded.items()
-        for key in _keys(job.states[kind])
+        for key in _keys(opaque_states(job.states)[kind])
         if isinstance(found, Mapping) and key not in found
     )
     if missing and job.options.strict:

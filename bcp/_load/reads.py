@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from bcp._agree import agree
 from bcp._load.claims import file_of
 from bcp._load.pace import MEASURED_BYTES, packed_rate, speeds
 from bcp._load.targets import Wanted, both_names, some
+from bcp._load.units import check_wanted
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
 from bcp.metadata import Metadata, data_key
 from bcp.options import LoadOptions
@@ -28,6 +30,7 @@ from bcp.plan.load.renamed import MASTER, Renamed
 from bcp.plan.load.share import Shared, share
 from bcp.plan.load.straight import Straight
 from bcp.plan.lookup import find, resolve, resolve_all, rows_of
+from bcp.plan.save.units import decode_claims, encode_claims
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
@@ -36,11 +39,25 @@ from bcp.stages.load_items import ReadItem
 
 __all__ = ["Reading", "budget_of", "key_of", "plan_reads", "read_items"]
 
-_Asked = tuple[int, Ints, bytes]
-"""A message that was taken apart: the number, the names, and the rest."""
 
-HEAD = struct.Struct("<2q")
-"""Head of a message: a number (kinds that a rank loads, as bits; or how many ranks there are), and how many names."""
+class _Asked(NamedTuple):
+    """A message that was taken apart.
+
+    Attributes:
+        number: kinds that a rank loads, as bits; or how many ranks there are.
+        names: rows of names.
+        claims: units that a rank wants, by :func:`~bcp.plan.save.units.encode_claims`.
+        rest: whatever else.
+    """
+
+    number: int
+    names: Ints
+    claims: bytes
+    rest: bytes
+
+
+HEAD = struct.Struct("<3q")
+"""Head of a message: the number, how many names, and the bytes of the claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +99,18 @@ async def plan_reads(
 
     runs = await planning(line.runs, mine.wants.ranges())
     kinds = sum(1 << code for code in mine.kinds)
-    asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"")
-    world_size, unexpected, table = _opened(await agree(agreement, "reads", rank, asked, answer), mine.renamed, 0)
-    shared = await planning(Shared.decode, table, line, world_size)
+    claims = encode_claims([read.claim for read in mine.units]).encode()
+    asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"", claims)
+    found = _opened(await agree(agreement, "reads", rank, asked, answer), mine.renamed, 0)
+    world_size = found.number
+    shared = await planning(Shared.decode, found.rest, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
         rate = packed_rate(await agreement.bandwidth())
         if table := await agree(agreement, "speeds", rank, rate, answer_again):
             shared = await planning(Shared.decode, table, line, world_size)
     assignment = await planning(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
-    return mine, Reading(assignment, tuple(_names(mine.renamed, unexpected)))
+    return mine, Reading(assignment, tuple(_names(mine.renamed, found.names)))
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
@@ -99,37 +118,41 @@ async def _nothing(_: Sequence[bytes]) -> bytes:
     return b""
 
 
-def _message(number: int, names: Ints, rest: bytes) -> bytes:
-    return HEAD.pack(number, len(names)) + names.astype("<i4").tobytes() + rest
+def _message(number: int, names: Ints, rest: bytes, claims: bytes = b"") -> bytes:
+    return HEAD.pack(number, len(names), len(claims)) + names.astype("<i4").tobytes() + claims + rest
 
 
 def _opened(data: bytes, names: Renamed, rank: int) -> _Asked:
-    """Undo :func:`_message`: return the number, the names, and the rest. Raises CorruptError."""
+    """Undo :func:`_message`. Raises CorruptError."""
     known = len(names.saved.tensors) + len(names.layout.objects)
-    number, count = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1)
-    end = HEAD.size + 4 * count
-    rows = np.frombuffer(data, "<i4", count, HEAD.size) if count >= 0 and end <= len(data) else np.array([-1])
+    number, count, claims = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1, 0)
+    middle = HEAD.size + 4 * count
+    end = middle + claims
+    is_whole = count >= 0 <= claims and end <= len(data)
+    rows = np.frombuffer(data, "<i4", count, HEAD.size) if is_whole else np.array([-1])
     if rows.min(initial=0) < 0 or rows.max(initial=0) >= max(known, 1):
         raise CorruptError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
-    return number, rows, data[end:]
+    return _Asked(number, rows, data[middle:end], data[end:])
 
 
 def _answer(names: Renamed, line: BlockLine, asked: Sequence[_Asked], options: LoadOptions) -> bytes:
     """Say what nobody wants and who reads what; on rank 0."""
-    kinds = reduce(or_, (number for number, _, _ in asked))
-    unexpected = _unexpected(names, kinds, concat([rows for _, rows, _ in asked]))
+    kinds = reduce(or_, (each.number for each in asked))
+    unexpected = _unexpected(names, kinds, concat([each.names for each in asked]))
     if len(unexpected) and options.strict:
         raise FqnMismatchError(
             f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(names, unexpected))}; "
             "pass strict=False to leave them out"
         )
+    claims = [(rank, decode_claims(each.claims.decode(errors="replace"))) for rank, each in enumerate(asked)]
+    check_wanted(names.layout, claims, strict=options.strict)
     table = _share(line, asked, options) if options.overlap_loading else Shared.nothing().encode(line)
     return _message(len(asked), unexpected, table)
 
 
 def _share(line: BlockLine, asked: Sequence[_Asked], options: LoadOptions, speed: Floats | None = None) -> bytes:
     """Divide the reading of the blocks that several ranks want; on rank 0."""
-    runs = [line.decode(rest) for _, _, rest in asked]
+    runs = [line.decode(each.rest) for each in asked]
     line.check(np.concatenate(runs))
     divided = share(line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes, speed=speed)
     return divided.encode(line)

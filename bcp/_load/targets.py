@@ -14,6 +14,7 @@ from bcp._job import LoadJob
 from bcp._load.near import advice
 from bcp._load.overlaps import Shared, without_overlaps
 from bcp._load.relocate import relocated
+from bcp._load.units import ReadState
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.metadata import Metadata
 from bcp.plan.columns import Ints, concat
@@ -24,6 +25,7 @@ from bcp.plan.load.renamed import MASTER, Renamed, renamed
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.planners.extras import check_changeable
+from bcp.planners.sharded import opaque_states
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
@@ -53,6 +55,7 @@ class Wanted:
         extras: the opaque objects of this rank, by kind.
         extras_nbytes: bytes that were read for them.
         shared: targets that share memory; their values are put there when all are loaded.
+        units: what sharded dataloader states will take.
     """
 
     targets: LoadTargets
@@ -68,6 +71,7 @@ class Wanted:
     extras: Mapping[str, Any] = field(default_factory=dict)
     extras_nbytes: int = 0
     shared: Sequence[Shared] = ()
+    units: Sequence[ReadState] = ()
 
 
 def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
@@ -84,7 +88,8 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
     # hyper-parameters of an optimizer come and go with torch's versions
     missing += [": ".join(key) for key in objects if key[0] == "model" and key not in names.objects]
-    missing += [f"{kind} of any rank" for kind in OPAQUE_KINDS if kind in states and not extra_ranks(layout, kind)]
+    opaque = opaque_states(states)
+    missing += [f"{kind} of any rank" for kind in opaque if not extra_ranks(layout, kind)]
     if missing and options.strict:
         raise FqnMismatchError(
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
@@ -94,8 +99,8 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     shards, shared = without_overlaps(targets.shards, source, names)
     shards, saved = relocated(shards, source, names)
     _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
-    _check_dataloader(states, layout, job.world_size)
-    for kind in (kind for kind in OPAQUE_KINDS if kind in states):
+    _check_dataloader(opaque, layout, job.world_size)
+    for kind in opaque:
         check_changeable(states[kind], kind)
     return Wanted(
         replace(targets, shards=shards),
@@ -125,7 +130,7 @@ def _unmatched(states: States, names: Renamed, found: Ints, shards: LocalShards,
     there = {KINDS[code] for code in set(found.tolist())} | {
         kind for kind, path in shards.objects if (kind, path) in names.objects
     }
-    there |= {kind for kind in OPAQUE_KINDS if extra_ranks(layout, kind)}
+    there |= {kind for kind in OPAQUE_KINDS if extra_ranks(layout, kind)} | {kind for kind, _ in layout.objects}
     return tuple(kind for kind in KINDS if kind in states and kind in wanted.union(OPAQUE_KINDS) - there)
 
 
@@ -248,12 +253,15 @@ def _differ(target: TensorTable, saved: TensorTable, found: Ints) -> list[int]:
     return np.flatnonzero(other & (found >= 0)).tolist()
 
 
-def _check_dataloader(states: States, layout: Layout, world_size: int) -> None:
+def _check_dataloader(opaque: Mapping[str, Any], layout: Layout, world_size: int) -> None:
+    """Refuse to give opaque objects of so many ranks to another number of ranks."""
     saved = extra_ranks(layout, "dataloader")
-    if "dataloader" in states and saved and layout.world_size != world_size:
+    if "dataloader" in opaque and saved and layout.world_size != world_size:
         raise MismatchError(
-            f"the dataloader state was saved by {layout.world_size} ranks and this job has {world_size}; "
-            "this version cannot reshard it: leave 'dataloader' out of the states, and rebuild it from your step count"
+            f"the dataloader state was saved by {layout.world_size} ranks, one opaque object each, and this job has "
+            f"{world_size}: bcp cannot reshard it. Pass a bcp.protocols.ShardedState, as bcp.data.TokenLoader and the "
+            "adapters of bcp.data are; put plain values that are equal on all ranks under 'extra_states'; or leave "
+            "'dataloader' out of the states, and rebuild it from your step count"
         )
 
 

@@ -13,12 +13,13 @@ from bcp._load.extras import extra_sources, missing_keys, read_extras
 from bcp._load.opening import fetch_receipts
 from bcp._load.reads import Reading
 from bcp._load.targets import Wanted, find_targets
+from bcp._load.units import put_units, read_units
 from bcp.errors import CorruptError
 from bcp.metadata import Metadata
 from bcp.options import LoadOptions
 from bcp.pipeline import in_thread, planning
 from bcp.plan.layout import Layout
-from bcp.plan.shards import KINDS
+from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.extras import restore
 from bcp.planners.values import decode_values
 from bcp.protocols import ObjectKey
@@ -37,15 +38,24 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     """Find the tensors that this rank wants, and read all that is no tensor; raises what keeps it from being loaded."""
     layout = metadata.layout
     wanted = await planning(_find, job, metadata)
-    rows = {key: row for key, row in wanted.renamed.objects.items() if KINDS.index(key[0]) in wanted.kinds}
+    names = wanted.renamed.objects.items()
+    rows = {key: row for key, row in names if key[0] not in OPAQUE_KINDS and KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     sources = extra_sources(layout, job.states, job.rank)
     receipts = await fetch_receipts(job.backend, metadata, {*owners, *sources.values()})
     objects = await planning(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
+    units, lacking = await read_units(job, metadata)
     extras, nbytes = await read_extras(job, metadata, receipts, sources)
-    missing = wanted.missing + missing_keys(job, extras)
-    return replace(wanted, receipts=receipts, objects=objects, missing=missing, extras=extras, extras_nbytes=nbytes)
+    return replace(
+        wanted,
+        receipts=receipts,
+        objects=objects,
+        missing=(*wanted.missing, *lacking, *missing_keys(job, extras)),
+        extras=extras,
+        extras_nbytes=nbytes + sum(read.nbytes for read in units),
+        units=units,
+    )
 
 
 def _find(job: LoadJob, metadata: Metadata) -> Wanted:
@@ -90,6 +100,7 @@ def put_values(job: LoadJob, wanted: Wanted) -> None:
     with job.caller.streams_in_use():
         wanted.targets.finish(wanted.objects)
         last: list[Callable[[], None]] = []
+        put_units(wanted.units)
         for kind, value in wanted.extras.items():
             restore(job.states[kind], value, kind, last)
         for function in last:

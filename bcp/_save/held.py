@@ -10,10 +10,13 @@ import torch
 
 from bcp._job import SaveJob
 from bcp.plan.columns import Ints
-from bcp.plan.shards import OPAQUE_KINDS, ShardTable
+from bcp.plan.save.units import encode_claims
+from bcp.plan.shards import ShardTable
 from bcp.planners.extras import check_changeable, collect
 from bcp.planners.packed import pack
 from bcp.planners.random_states import undisturbed
+from bcp.planners.sharded import collect_units, opaque_states
+from bcp.planners.unit_image import Image
 from bcp.protocols import LocalShards
 from bcp.stages.memory import addresses
 
@@ -29,17 +32,20 @@ class Held:
         shards: what the planner found; its table names the extras too.
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         extras: kind -> packed object.
+        units: images of what the sharded states of the rank consist of, by path.
     """
 
     framework: str
     shards: LocalShards
     address: Ints
     extras: Mapping[str, bytes]
+    units: Mapping[str, Image]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors and packed objects, replicas included."""
-        return int(self.shards.table.nbytes.sum()) + sum(map(len, self.extras.values()))
+        """Bytes of tensors, packed objects and units, replicas included."""
+        units = sum(image.nbytes for image in self.units.values())
+        return int(self.shards.table.nbytes.sum()) + sum(map(len, self.extras.values())) + units
 
 
 def take_stock(job: SaveJob) -> Held:
@@ -47,7 +53,7 @@ def take_stock(job: SaveJob) -> Held:
 
     Copies that the caller has queued from a device to host memory are over when this returns.
     """
-    opaque = {kind: job.states[kind] for kind in OPAQUE_KINDS if kind in job.states}
+    opaque = opaque_states(job.states)
     for kind, value in opaque.items():
         check_changeable(value, kind)
     with job.caller.streams_in_use(), undisturbed(*opaque.values()) as random_states:
@@ -58,8 +64,10 @@ def take_stock(job: SaveJob) -> Held:
             values = list({id(value): value for value in shards.objects.values()}.values())
             job.caller.wait_for_copies_to([*shards.tensors, *_tensors(values), *_tensors(collected)])
         extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
+        units = collect_units(job.states, trust=job.options.trust)
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
-    return Held(planner.name, replace(shards, table=_with_extras(shards.table, sorted(extras))), address, extras)
+    table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
+    return Held(planner.name, replace(shards, table=table), address, extras, units.images)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -77,9 +85,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 _latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()
 
 
-def _with_extras(table: ShardTable, extras: Sequence[str]) -> ShardTable:
+def _with_extras(table: ShardTable, extras: Sequence[str], units: str) -> ShardTable:
     """Return the table with these extras: if it can be that of the last time, it need not be digested again."""
     latest = _latest.get(table)
-    if latest is None or latest.extras != extras:
-        latest = _latest[table] = replace(table, extras=extras)
+    if latest is None or latest.extras != extras or latest.units != units:
+        latest = _latest[table] = replace(table, extras=extras, units=units)
     return latest

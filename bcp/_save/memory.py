@@ -31,7 +31,9 @@ def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, goes_on:
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
-        return nbytes if goes_on else min(nbytes, PARTS_IN_FLIGHT * options.part_bytes)
+        steady = sum(item.nbytes for item in items if item.is_steady)
+        few = PARTS_IN_FLIGHT * options.part_bytes
+        return nbytes - steady + min(steady, few) if goes_on else min(nbytes, few)
     data = nbytes - sum(len(item.header) for item in items)
     return nbytes if options.budget_bytes >= data else options.budget_bytes
 

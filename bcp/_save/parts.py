@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from bcp._save.held import Held
 from bcp._save.plan import SavePlan
 from bcp._save.root import Opening
 from bcp._save.snapshot import Snapshot
+from bcp._save.units import places, unit_ends, unit_rows
 from bcp._save.written import encode_written
 from bcp.events import SaveReport
 from bcp.metadata import EXTRA_NAME, data_key, receipt_key
@@ -22,7 +24,7 @@ from bcp.plan.box import Box
 from bcp.plan.columns import Ints
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.writes import Writes
-from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
+from bcp.plan.shards import KINDS, OPAQUE_KINDS, ShardRow, ShardTable, TensorMeta
 from bcp.planners.values import encode_values
 from bcp.protocols import Backend, ObjectKey, PartWriter, retries_of
 from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
@@ -36,22 +38,29 @@ __all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report"
 def owned_values(job: SaveJob, held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
     with job.caller.streams_in_use():
-        return encode_values(held.shards.objects, plan.objects, trust=job.options.trust)
+        values = encode_values(held.shards.objects, plan.objects, trust=job.options.trust)
+    return values | places(held, plan)
 
 
 def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
-    """List the parts of all of this rank's files, in the order in which they enter the graph."""
+    """List the parts of all of this rank's files, in the order in which they enter the graph.
+
+    Last come opaque objects and units, whose memory nobody changes: training does not wait until they are copied.
+    """
     encoded = bool(options.codecs)
     shards = held.shards
     items = _items(plan.files, shards.table, shards.tensors, held.address, operation, rank, encoded=encoded)
-    for kind, data in held.extras.items():
-        meta = TensorMeta(kind, EXTRA_NAME, "uint8", 1, (len(data),), (1,))
-        table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
-        zero = np.zeros(1, np.int64)
-        files = data_files(table, Writes(zero, zero, zero + len(data), zero), rank=rank, part_bytes=options.part_bytes)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        address = addresses([tensor], table)
-        items += _items(files, table, [tensor], address, operation, rank, encoded=encoded)
+    for kind in OPAQUE_KINDS:
+        rows = [*unit_rows(held, plan)] if kind == "dataloader" else []
+        ends = unit_ends(held, plan) if rows else ()
+        if kind in held.extras:
+            rows.append((EXTRA_NAME, torch.frombuffer(bytearray(held.extras[kind]), dtype=torch.uint8)))
+        if rows:
+            tensors = [tensor for _, tensor in rows]
+            table, writes = _one_file(kind, rows)
+            files = data_files(table, writes, rank=rank, part_bytes=options.part_bytes)
+            more = _items(files, table, tensors, addresses(tensors, table), operation, rank, encoded=encoded)
+            items += [replace(item, edges=_edges(item, ends, files[0]), is_steady=True) for item in more]
     return items
 
 
@@ -77,6 +86,25 @@ def _items(
         for file in files
         for part in file.parts
     ]
+
+
+def _one_file(kind: str, rows: Sequence[tuple[str, torch.Tensor]]) -> tuple[ShardTable, Writes]:
+    """Lay tensors into one file, one behind the other."""
+    metas = [
+        TensorMeta(kind, name, str(tensor.dtype).removeprefix("torch."), tensor.itemsize, tuple(tensor.shape))
+        for name, tensor in rows
+    ]
+    table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape)) for meta in metas])
+    count = np.array([tensor.numel() for _, tensor in rows], np.int64)
+    ends = np.cumsum([tensor.nbytes for _, tensor in rows])
+    starts = ends - [tensor.nbytes for _, tensor in rows]
+    return table, Writes(np.arange(len(rows)), np.zeros_like(count), count, starts)
+
+
+def _edges(item: WriteItem, ends: Sequence[int], file: DataFile) -> tuple[int, ...]:
+    """Return at which bytes of a part a unit ends that is not the last one: a block of checksums ends there, too."""
+    shift = len(file.header) - item.part.start
+    return tuple(end + shift for end in ends if 0 < end + shift < item.part.nbytes)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from bcp.plan.cache import PlanCache
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.survey import Stated, Survey
 from bcp.plan.save.template import Factored, factor
+from bcp.plan.save.units import decode_claims
 from bcp.plan.save.wire import DIGEST_BYTES, decode_share, digest
 from bcp.plan.save.writes import expand
 from bcp.plan.shards import ShardTable
@@ -38,11 +39,13 @@ class SavePlan:
         key: digest of the whole job's layout: equal keys on all ranks mean that everyone has the plan.
         files: its data files of model and optimizer.
         objects: the leaves that are not tensors and whose values go into its receipt.
+        units: paths of the units that it writes, and of shared parts of sharded states.
     """
 
     key: bytes
     files: Sequence[DataFile]
     objects: Sequence[tuple[str, str]]
+    units: Sequence[str]
 
 
 async def plan_writes(
@@ -77,7 +80,9 @@ def _read_share(
     """Turn rank 0's answer into data files and owned values."""
     mine = decode_share(share)
     files = data_files(table, expand(table, factored, mine.rows), rank=rank, part_bytes=part_bytes)
-    return SavePlan(key, files, [table.objects[row] for row in mine.owned.tolist()])
+    paths = [path for claim in decode_claims(table.units) for path in claim.paths()]
+    units = [paths[number] for number in mine.units.tolist()]
+    return SavePlan(key, files, [table.objects[row] for row in mine.owned.tolist()], units)
 
 
 @contextmanager

@@ -185,6 +185,7 @@ class ShardTable:
         stop: int64[n], one past the last.
         objects: (kind, path) of the leaves that are not tensors, sorted.
         extras: kinds of which this rank writes one opaque object of its own (``dataloader``, ``extra_states``).
+        units: units of sharded states that it has, by :func:`bcp.plan.save.units.encode_claims`.
     """
 
     tensors: TensorTable
@@ -195,6 +196,7 @@ class ShardTable:
     stop: Ints
     objects: Sequence[tuple[str, str]] = field(default=())
     extras: Sequence[str] = field(default=())
+    units: str = ""
 
     def __len__(self) -> int:
         """Return the number of shards."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any
 
@@ -37,11 +37,16 @@ _MOST_BITS = 2000
 _MOST_HEX_DIGITS = 1 << 16
 """Integers with more digits are neither saved nor loaded: arithmetic with them takes time with the square of these."""
 
+_LEAST_OUTSIDE = 4096
+"""Bytes of a tensor that may stay outside of the archive."""
+
 _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
 """By name: to import these classes takes longer than a save."""
 
 
-def pack(obj: Any, where: str = "extra_states", *, trust: bool = False) -> bytes:
+def pack(
+    obj: Any, where: str = "extra_states", *, trust: bool = False, outside: list[torch.Tensor] | None = None
+) -> bytes:
     """Serialize a value into one byte object, with its types, bit by bit.
 
     Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
@@ -51,12 +56,13 @@ def pack(obj: Any, where: str = "extra_states", *, trust: bool = False) -> bytes
         obj: the value.
         where: what it is, for messages.
         trust: pickle objects of any class as well, which only :func:`unpack` with ``trust`` reads.
+        outside: takes the large tensors, contiguous ones of the CPU and not copied, which are then not in the bytes.
 
     Raises:
         StateError: something in it cannot be serialized, or not be read again; the message names it.
 
     """
-    packer = _Packer(trust=trust)
+    packer = _Packer(trust=trust, outside=outside)
     try:
         data = _saved({"value": packer.plain(obj, where)})
     except StateError:
@@ -70,20 +76,23 @@ def pack(obj: Any, where: str = "extra_states", *, trust: bool = False) -> bytes
     return data
 
 
-def unpack(data: bytes | bytearray | memoryview, *, trust: bool, where: str) -> Any:
+def unpack(
+    data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
+) -> Any:
     """Read what :func:`pack` wrote; tensors are on the CPU.
 
     Args:
         data: the bytes.
         trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
         where: what is read, for messages.
+        outside: the tensors that :func:`pack` left outside.
 
     Raises:
         CheckpointError: the bytes are damaged, or hold objects that only ``trust=True`` reads.
 
     """
     try:
-        return _Reader(len(data)).whole(_loaded(data, trust=trust))
+        return _Reader(len(data), outside).whole(_loaded(data, trust=trust))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
@@ -122,8 +131,9 @@ def _loaded(data: bytes | bytearray | memoryview, *, trust: bool) -> Any:
 class _Packer:
     """Makes values plain, and remembers those of which it is not known whether they can be serialized and read."""
 
-    def __init__(self, *, trust: bool) -> None:
+    def __init__(self, *, trust: bool, outside: list[torch.Tensor] | None) -> None:
         self._trust = trust
+        self._outside = outside
         self._doubtful: list[tuple[str, Any]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._storages: set[int] = set()
@@ -204,11 +214,14 @@ class _Packer:
         key_of = f"a key of {where}"
         return [[self.plain(key, key_of), self.plain(child, f"{where}.{key}")] for key, child in value.items()]
 
-    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
-        """Return a tensor of the CPU that torch stores without other tensors' memory."""
+    def _tensor(self, tensor: torch.Tensor, where: str) -> Any:
+        """Return a tensor of the CPU that torch stores without other tensors' memory, or the form of one outside."""
         try:
             _check_memory(tensor, where)
             plain = tensor.detach().to("cpu")
+            if self._outside is not None and _can_be_outside(plain):
+                self._outside.append(plain)
+                return _MARK, "outside", len(self._outside) - 1
             if _is_strided(plain):
                 storage = plain.untyped_storage()
                 shared = storage._cdata in self._storages  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
@@ -233,6 +246,12 @@ class _Packer:
             raise _unreadable(value, where)
         self._doubtful.append((where, value))
         return value
+
+
+def _can_be_outside(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is worth it, and its memory holds its values one after another."""
+    is_plain = type(tensor) in PLAIN and _is_strided(tensor) and not (tensor.is_neg() or tensor.is_conj())
+    return is_plain and tensor.nbytes >= _LEAST_OUTSIDE and tensor.is_contiguous()
 
 
 def hex_text(number: int, where: str) -> str:
@@ -338,8 +357,9 @@ class _Reader:
     with 40 such levels would take 2^40 steps.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, outside: Sequence[torch.Tensor]) -> None:
         self._nbytes = self._left = nbytes
+        self._outside = outside
 
     def whole(self, archive: Any) -> Any:
         """Return the value of an archive."""
@@ -363,6 +383,8 @@ class _Reader:
             return tuple(map(self.value, data))
         _, name, content = data
         content = self.value(content)
+        if name == "outside":
+            return self._outside[content]
         return _COLLECTIONS[name](content) if name in _COLLECTIONS else together(name, content)
 
 

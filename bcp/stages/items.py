@@ -29,6 +29,8 @@ class WriteItem:
         table: what the rows of the part's spans are.
         tensors: the live memory of those rows.
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
+        edges: bytes of the part at which a block of checksums ends, besides those at equal distances; ascending.
+        is_steady: nobody changes the tensors, so that training need not wait for the copy.
     """
 
     part: Part
@@ -37,6 +39,8 @@ class WriteItem:
     table: ShardTable
     tensors: Sequence[torch.Tensor]
     address: Ints
+    edges: tuple[int, ...] = ()
+    is_steady: bool = False
 
     @property
     def name(self) -> str:

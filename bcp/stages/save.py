@@ -55,11 +55,11 @@ class SaveContext:
         writers: where the parts of each data file go.
         block_bytes: unit of checksumming.
         fence: what the copies from devices have to wait for.
-        count: how many parts there are.
-        on_snapshot: awaited once, when the last part is in host memory; may raise to refuse the snapshot.
+        count: how many parts there are whose tensors training changes.
+        on_snapshot: awaited once, when the last of them is in host memory; may raise to refuse the snapshot.
         copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them
             for the cores.
-        copied: how many parts are in host memory.
+        copied: how many of them are in host memory.
         snapshot: set when all of them are.
     """
 
@@ -97,8 +97,8 @@ def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
 
     async def run(item: WriteItem) -> HostPart:
         part = await in_thread(_copy, item, context)
-        context.copied += 1
-        if context.copied == context.count:
+        context.copied += not item.is_steady
+        if context.copied == context.count and not item.is_steady:
             await context.on_snapshot()
             context.snapshot.set()
         return part
@@ -120,15 +120,15 @@ def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
         header = part.item.header
         data = bytes_of(part.buffer)[: part.nbytes]
         data[: len(header)] = header
-        return Blob(part, data, part.item.part.start, _blocks(len(header), part.nbytes, block_bytes))
+        return Blob(part, data, part.item.part.start, _blocks(part, block_bytes))
 
     return Stage("serialize", run)
 
 
-def _blocks(header: int, nbytes: int, block_bytes: int) -> np.ndarray:
+def _blocks(part: HostPart, block_bytes: int) -> np.ndarray:
     """Cut a part into blocks of its data; the first one also covers the header."""
-    cuts = np.arange(header + block_bytes, nbytes, block_bytes, dtype=np.int64)
-    edges = np.concatenate(([0], cuts, [nbytes]))
+    cuts = np.arange(len(part.item.header) + block_bytes, part.nbytes, block_bytes, dtype=np.int64)
+    edges = np.concatenate(([0], np.union1d(cuts, part.item.edges), [part.nbytes])).astype(np.int64)
     return np.stack([edges[:-1], np.diff(edges)], axis=1)
 
 

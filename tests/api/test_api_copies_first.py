@@ -143,9 +143,10 @@ def test_writers_say_whether_they_are_light(light: bool) -> None:  # noqa: FBT00
 class Item:
     """A part, as far as staging memory is concerned."""
 
-    def __init__(self, nbytes: int, header: int = 0) -> None:
+    def __init__(self, nbytes: int, header: int = 0, *, is_steady: bool = False) -> None:
         self.nbytes = nbytes
         self.header = bytes(header)
+        self.is_steady = is_steady
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,11 @@ def test_a_budget_for_the_data_has_room_for_headers(budget: int | None, goes_on:
     items: Any = [Item(MIB + 4096, 4096), *(Item(MIB) for _ in range(19))]
     options = bcp.SaveOptions(budget_bytes=budget, part_bytes=MIB)
     assert staging_nbytes(items, options, goes_on=goes_on) == wanted
+
+
+def test_units_take_staging_memory_for_a_few_parts() -> None:
+    changing: list[Any] = [Item(MIB) for _ in range(5)]
+    options = bcp.SaveOptions(part_bytes=MIB)
+    for steady, wanted in ((3, 8), (8, 13), (100, 13)):
+        items = changing + [Item(MIB, is_steady=True) for _ in range(steady)]
+        assert staging_nbytes(items, options, goes_on=True) == wanted * MIB

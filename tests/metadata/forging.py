@@ -16,7 +16,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class Checkpoint:
     facts: dict[str, Any]
     receipt: dict[str, Table]
     receipt_key: str
+    units: bool = False
     text: str | None = None
     bodies: dict[str, bytes] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class Checkpoint:
             {name: {key: list(column) for key, column in table.items()} for name, table in part.items()}
             for part in (self.tables, self.receipt)
         )
-        return Checkpoint(self.files, tables, dict(self.facts), receipt, self.receipt_key)
+        return Checkpoint(self.files, tables, dict(self.facts), receipt, self.receipt_key, self.units)
 
     def write(self, path: Path) -> None:
         """Put it together again, with checksums that are right."""
@@ -111,7 +112,36 @@ def _columns(tables: list[pa.RecordBatch]) -> dict[str, Table]:
     }
 
 
-def states(seed: int = 0) -> dict[str, Any]:
+class Units:
+    """A sharded state of five units, three of which span some blocks."""
+
+    reader, readers = 0, 1
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def shared_state(self) -> Any:
+        return {"count": 5}
+
+    def unit_states(self) -> dict[str, Any]:
+        sizes = (3, 700, 0, 150_000, 9_000)
+        return {
+            f"{number}": {"at": number, "ids": torch.arange(size) + self._seed} for number, size in enumerate(sizes)
+        }
+
+    def wanted_units(self, shared: Any, ids: Sequence[str]) -> Sequence[str]:
+        if shared != {"count": 5}:
+            raise bcp.MismatchError("another count")
+        return ids
+
+    def load_units(self, shared: Any, units: Any) -> None:
+        """Take anything."""
+
+    def prepare(self, step: int) -> None:
+        """Do nothing."""
+
+
+def states(seed: int = 0, *, units: bool = False) -> dict[str, Any]:
     """Return a state of all four kinds."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
@@ -119,7 +149,10 @@ def states(seed: int = 0) -> dict[str, Any]:
     net(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     extra = {"step": 7, "rng": torch.arange(9), "list": [1, (2.5, "a")]}
-    return {"model": net, "optimizer": optimizer, "extra_states": extra, "dataloader": {"position": 3}}
+    data: dict[str, Any] = {"position": 3}
+    if units:
+        data["units"] = Units(seed)
+    return {"model": net, "optimizer": optimizer, "extra_states": extra, "dataloader": data}
 
 
 # -- changes ---------------------------------------------------------------------------------------------
@@ -186,6 +219,9 @@ def change_body(dice: random.Random, forged: Checkpoint) -> None:
     keys = sorted(key for key in forged.files if key.split("/")[0] in bcp_kinds)
     key = dice.choice(keys)
     data = bytearray(forged.files[key])
+    if forged.units and key.startswith("dataloader/") and not key.endswith(".bcp"):
+        change_block(dice, forged, key, data)
+        return
     encoded = key.endswith(".bcp")
     raw = bytearray(zlib.decompress(data)) if encoded else data
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -204,6 +240,21 @@ def change_body(dice: random.Random, forged: Checkpoint) -> None:
         files["nbytes"][row], files["stored_nbytes"][row] = len(raw), len(stored)
         blocks["raw_length"][row], blocks["stored_length"][row] = len(raw), len(stored)
         blocks["checksum"][row] = xxhash.xxh3_128_digest(stored)
+
+
+def change_block(dice: random.Random, forged: Checkpoint, key: str, data: bytearray) -> None:
+    """Change bytes in one block of a data file with several, and make its checksum right again."""
+    files, blocks = forged.receipt["files"], forged.receipt["blocks"]
+    row = files["kind"].index(bcp_kinds.index("dataloader"))
+    first = sum(files["blocks"][:row])
+    at = dice.randrange(files["blocks"][row])
+    start = sum(blocks["stored_length"][first : first + at])
+    stop = start + blocks["stored_length"][first + at]
+    for _ in range(dice.choice((1, 8, 64))):
+        place = stop - 1 - dice.randrange(64) if dice.random() < 0.5 else dice.randrange(start, stop)
+        data[place] = dice.randrange(256)
+    forged.bodies[key] = bytes(data)
+    blocks["checksum"][first + at] = xxhash.xxh3_128_digest(bytes(data[start:stop]))
 
 
 bcp_kinds = ["model", "optimizer", "dataloader", "extra_states"]
@@ -257,11 +308,12 @@ CHANGES: list[Callable[[random.Random, Checkpoint], None]] = [
 
 
 def bases(folder: Path) -> list[Checkpoint]:
-    """Save what is forged: plain files, and files that went through a codec."""
+    """Save what is forged: plain files, files that went through a codec, and both with units of a dataloader."""
     found = []
-    for name, codecs in (("plain", []), ("zlib", [ZLIB])):
-        bcp.save(folder / name, states(), options=bcp.SaveOptions(codecs=codecs))
+    for name, codecs, units in (("plain", [], False), ("zlib", [ZLIB], False), ("u", [], True), ("uz", [ZLIB], True)):
+        bcp.save(folder / name, states(units=units), options=bcp.SaveOptions(codecs=codecs))
         checkpoint = Checkpoint.of(folder / name)
+        checkpoint.units = units
         checkpoint.files["digest"] = checkpoint.tables["commit"]["digest"][0]
         found.append(checkpoint)
     return found
@@ -275,9 +327,9 @@ def forged(dice: random.Random, base: Checkpoint) -> Checkpoint:
     return made
 
 
-def outcome(path: Path, dice: random.Random) -> str:
+def outcome(path: Path, dice: random.Random, *, units: bool) -> str:
     """Load a forgery; say how that ended."""
-    target = states(seed=1)
+    target = states(seed=1, units=units)
     if dice.random() < 0.5:
         target["optimizer"].state.clear()
     kinds = [kind for kind in bcp_kinds if dice.random() < 0.8] or ["model", "optimizer"]
@@ -310,12 +362,13 @@ def attempt(made: list[Checkpoint], path: Path, case: int) -> tuple[str, int]:
     """Write and load the forgery of that number; say how that ended, and how many bytes more than ever it took."""
     dice = random.Random(case)  # noqa: S311 -- a sample, no secret
     shutil.rmtree(path, ignore_errors=True)
+    base = dice.choice(made)
     try:
-        forged(dice, dice.choice(made)).write(path)
+        forged(dice, base).write(path)
     except (OverflowError, ValueError, pa.ArrowException, TypeError, KeyError, IndexError):
         return "impossible", 0  # Arrow has no such column
     before = peak()
-    return outcome(path, dice), peak() - before
+    return outcome(path, dice, units=base.units), peak() - before
 
 
 def main(count: int, seed: int) -> None:

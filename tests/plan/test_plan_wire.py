@@ -95,10 +95,12 @@ def test_flat_intervals_survive_and_can_be_joined(first, second):
 def test_what_each_rank_writes_survives():
     rows = np.array([(0, -1, 0, 1 << 40), (1, 2, 3, 4), (0, 0, 5, 6)], dtype=SHARE)
     owned = {1: np.array([2, 5])}
-    division = Division(None, rows, np.array([0, 1, 1, 3]), owned)  # type: ignore[arg-type] -- no layout is sent
+    units = {0: np.array([0, 3]), 1: np.array([4])}
+    division = Division(None, rows, np.array([0, 1, 1, 3]), owned, units)  # type: ignore[arg-type] -- no layout is sent
     shares = [decode_share(data) for data in encode_shares(division)]
     assert [share.rows.tolist() for share in shares] == [rows[:1].tolist(), [], rows[1:].tolist()]
     assert [share.owned.tolist() for share in shares] == [[], [2, 5], []]
+    assert [share.units.tolist() for share in shares] == [[0, 3], [4], []]
 
 
 def test_digest_is_16_bytes_that_never_change():

@@ -15,6 +15,7 @@ from bcp.plan.save.cover import check_cover
 from bcp.plan.save.merge import Shards, merge_shards
 from bcp.plan.save.names import Merged, merge_tensors
 from bcp.plan.save.template import MOST_MEMBERS, signature
+from bcp.plan.save.units import divide_units
 from bcp.plan.save.world import World
 from bcp.plan.save.writes import SHARE
 from bcp.plan.segments import Segments
@@ -32,12 +33,14 @@ class Division:
         rows: :data:`~bcp.plan.save.writes.SHARE` rows of all ranks, by rank.
         begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
         owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
+        units: rank -> which of the paths that its claims name it writes; ranks that write none are left out.
     """
 
     layout: Layout
     rows: npt.NDArray[np.void]
     begin: Ints
     owned: Mapping[int, Ints]
+    units: Mapping[int, Ints]
 
 
 def divide(world: World, *, balance: str = "split", block_bytes: int) -> Division:
@@ -51,10 +54,12 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
         block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
 
     Raises:
-        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.save.names.merge_tensors`.
+        StateError: ranks disagree about a tensor, see :func:`~bcp.plan.save.names.merge_tensors`, or about units, see
+            :func:`~bcp.plan.save.units.divide_units`.
         CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.save.cover.check_cover`.
 
     """
+    units = divide_units(world.claims)
     merged = merge_tensors(world)
     shards = merge_shards(world, merged)
     check_cover(merged, shards)
@@ -62,8 +67,10 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
     planes = _planes(merged)
     files = _files(merged, planes, shards, cuts, world.world_size)
     rows, begin = _rows(shards, cuts, files, world.world_size)
-    layout = _layout(world, merged, shards, cuts, planes=planes, files=files, block_bytes=block_bytes)
-    return Division(layout, rows, begin, _owned(world, layout))
+    owners = _owners(world)
+    objects = owners | {("dataloader", path): rank for path, rank in units.items()}
+    layout = _layout(world, merged, shards, cuts, objects, planes=planes, files=files, block_bytes=block_bytes)
+    return Division(layout, rows, begin, _owned(world, owners), _units(world, units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +184,10 @@ def _owners(world: World) -> dict[tuple[str, str], int]:
     return owner
 
 
-def _owned(world: World, layout: Layout) -> dict[int, Ints]:
+def _owned(world: World, owners: Mapping[tuple[str, str], int]) -> dict[int, Ints]:
     """Tell every rank which objects of its own table it owns."""
     keys: dict[int, list[tuple[str, str]]] = {}
-    for key, rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
+    for key, rank in sorted(owners.items()):
         keys.setdefault(rank, []).append(key)
     owned = {}
     for rank, mine in keys.items():
@@ -190,18 +197,28 @@ def _owned(world: World, layout: Layout) -> dict[int, Ints]:
     return owned
 
 
+def _units(world: World, owners: Mapping[str, int]) -> dict[int, Ints]:
+    """Tell every rank which of the paths that its claims name it writes."""
+    chosen = {
+        rank: np.flatnonzero([owners[path] == rank for claim in claims for path in claim.paths()])
+        for rank, claims in world.claims.items()
+    }
+    return {rank: paths for rank, paths in chosen.items() if len(paths)}
+
+
 def _layout(
     world: World,
     merged: Merged,
     shards: Shards,
     cuts: Cuts,
+    objects: Mapping[tuple[str, str], int],
     *,
     planes: _Planes,
     files: _Files,
     block_bytes: int,
 ) -> Layout:
-    """Write down where everything lies."""
-    objects = sorted(_owners(world).items())
+    """Write down where everything lies; ``objects``: rank whose receipt has the value."""
+    sorted_objects = sorted(objects.items())
     found = world.template_catalogue[world.template]
     extras = sorted(
         (KINDS.index(kind), rank)
@@ -224,8 +241,8 @@ def _layout(
         file_rank=files.rank,
         file_nbytes=files.nbytes,
         file_planes=files.planes,
-        objects=[key for key, _ in objects],
-        object_rank=np.array([rank for _, rank in objects], dtype=np.int64),
+        objects=[key for key, _ in sorted_objects],
+        object_rank=np.array([rank for _, rank in sorted_objects], dtype=np.int64),
         extra_kind=np.array([kind for kind, _ in extras], dtype=np.int64),
         extra_rank=np.array([rank for _, rank in extras], dtype=np.int64),
     )

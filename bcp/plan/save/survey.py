@@ -1,8 +1,8 @@
 """How rank 0 learns what all ranks hold, in few bytes: digests first, then one copy of everything that is distinct.
 
-48 bytes from each rank tell which ranks hold the same; one rank for each distinct catalogue and slots sends
-them; and each rank sends its own flat intervals, 20 bytes each. For 405B parameters on 8,960 ranks these are
-16 catalogues and 24 times slots instead of 8,960 tables.
+64 bytes from each rank tell which ranks hold the same; one rank for each distinct catalogue and slots sends
+them; and each rank sends its own flat intervals, 20 bytes each, and its units of sharded states. For 405B parameters
+on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import xxhash
@@ -18,6 +19,7 @@ from bcp.errors import CorruptError
 from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.save.template import Factored
+from bcp.plan.save.units import decode_claims
 from bcp.plan.save.wire import (
     DIGEST_BYTES,
     FLAT,
@@ -32,7 +34,11 @@ from bcp.plan.save.world import World
 
 __all__ = ["Stated", "Survey", "gather", "survey"]
 
-_HEAD = struct.Struct("<2q")
+_HEAD = struct.Struct("<3q")
+"""Bytes of catalogue, slots and units in a message that has any."""
+
+_DIGESTS = 4  # of table, catalogue, slots, units
+_NO_UNITS = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +50,38 @@ class Stated:
         catalogue: encoded.
         slots: encoded.
         flat: encoded.
+        units: claims of units, encoded; empty as a rule.
     """
 
     table: bytes
     catalogue: bytes
     slots: bytes
     flat: bytes
+    units: bytes = b""
 
     @classmethod
     def of(cls, factored: Factored, table: bytes) -> Stated:
         """Encode a factored table, whose digest is ``table``."""
         return cls(
-            table, encode_catalogue(factored.catalogue), encode_slots(factored.slots), encode_flat(factored.flat)
+            table,
+            encode_catalogue(factored.catalogue),
+            encode_slots(factored.slots),
+            encode_flat(factored.flat),
+            factored.units.encode(),
         )
 
     @property
     def hello(self) -> bytes:
-        """48 bytes for :func:`survey`."""
-        return self.table + xxhash.xxh3_128_digest(self.catalogue) + xxhash.xxh3_128_digest(self.slots)
+        """64 bytes for :func:`survey`."""
+        units = xxhash.xxh3_128_digest(self.units) if self.units else _NO_UNITS
+        return self.table + xxhash.xxh3_128_digest(self.catalogue) + xxhash.xxh3_128_digest(self.slots) + units
 
     def message(self, rank: int, plan: Survey) -> bytes:
         """Return what :func:`gather` needs of this rank."""
         catalogue = self.catalogue if rank in plan.catalogue_leaders else b""
         slots = self.slots if rank in plan.slots_leaders else b""
-        head = _HEAD.pack(len(catalogue), len(slots)) if catalogue or slots else b""
-        return head + catalogue + slots + self.flat
+        head = _HEAD.pack(len(catalogue), len(slots), len(self.units)) if catalogue or slots or self.units else b""
+        return head + catalogue + slots + self.units + self.flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +95,7 @@ class Survey:
         template: int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it.
         template_catalogue: int64[K], the distinct catalogue of each pair.
         template_slots: int64[K], its distinct slots.
+        claiming: int64[u], the ranks that have units.
     """
 
     key: bytes
@@ -90,6 +104,7 @@ class Survey:
     template: Ints
     template_catalogue: Ints
     template_slots: Ints
+    claiming: Ints
 
     def encode(self) -> bytes:
         """Return what a rank has to know: the key and the leaders."""
@@ -98,11 +113,11 @@ class Survey:
 
     @classmethod
     def decode(cls, data: bytes) -> Survey:
-        """Undo :meth:`encode`; the templates are empty."""
+        """Undo :meth:`encode`; the rest is empty."""
         count, *leaders = np.frombuffer(data[DIGEST_BYTES:], "<i4").astype(np.int64).tolist()
         none = np.empty(0, dtype=np.int64)
         first, second = (np.array(ranks, dtype=np.int64) for ranks in (leaders[:count], leaders[count:]))
-        return cls(data[:DIGEST_BYTES], first, second, none, none, none)
+        return cls(data[:DIGEST_BYTES], first, second, none, none, none, none)
 
 
 def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
@@ -118,17 +133,19 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
 
     """
     sizes = set(map(len, hellos))
-    if sizes != {3 * DIGEST_BYTES}:
+    if sizes != {_DIGESTS * DIGEST_BYTES}:
         raise CorruptError(
-            f"ranks sent {sorted(sizes)} bytes instead of {3 * DIGEST_BYTES}; run the same version of bcp on every rank"
+            f"ranks sent {sorted(sizes)} bytes instead of {_DIGESTS * DIGEST_BYTES}; run the same version of bcp on "
+            "every rank"
         )
     digests = np.frombuffer(b"".join(hellos), dtype="<i8").reshape(len(hellos), -1).astype(np.int64)
-    half = digests.shape[1] // 3
-    first, template = distinct_rows(digests[:, half:])
-    catalogue_leaders, catalogue = distinct_rows(digests[:, half : 2 * half])
-    slots_leaders, slots = distinct_rows(digests[:, 2 * half :])
-    key = plan_id(digests[:, :half].tobytes(), balance=balance, block_bytes=block_bytes)
-    return Survey(key, catalogue_leaders, slots_leaders, template, catalogue[first], slots[first])
+    tables, catalogues, boxes, units = np.split(digests, _DIGESTS, axis=1)
+    first, template = distinct_rows(np.hstack([catalogues, boxes]))
+    catalogue_leaders, catalogue = distinct_rows(catalogues)
+    slots_leaders, slots = distinct_rows(boxes)
+    key = plan_id(tables.tobytes(), balance=balance, block_bytes=block_bytes)
+    claiming = np.flatnonzero(units.any(axis=1))
+    return Survey(key, catalogue_leaders, slots_leaders, template, catalogue[first], slots[first], claiming)
 
 
 def gather(plan: Survey, messages: Sequence[bytes]) -> World:
@@ -142,9 +159,10 @@ def gather(plan: Survey, messages: Sequence[bytes]) -> World:
         CorruptError: a message is not what the survey asked for.
 
     """
-    flats, catalogues, slots = list(messages), {}, {}
-    for rank in np.union1d(plan.catalogue_leaders, plan.slots_leaders).tolist():
-        catalogues[rank], slots[rank], flats[rank] = _take_apart(messages[rank])
+    flats, catalogues, slots, units = list(messages), {}, {}, {}
+    stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}
+    for rank in stating:
+        catalogues[rank], slots[rank], units[rank], flats[rank] = _take_apart(messages[rank])
     slot, start, stop = decode_flat(b"".join(flats))
     boxes = [decode_slots(slots[rank]) for rank in plan.slots_leaders.tolist()]
     world = World(
@@ -156,20 +174,21 @@ def gather(plan: Survey, messages: Sequence[bytes]) -> World:
         flat_slot=slot,
         flat_start=start,
         flat_stop=stop,
+        claims={rank: decode_claims(text.decode(errors="replace")) for rank, text in units.items() if text},
     )
     _check(world)
     return world
 
 
-def _take_apart(message: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the catalogue, the slots and the flat intervals of a leader's message."""
+def _take_apart(message: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return the catalogue, the slots, the claims of units and the flat intervals of a message that has a head."""
     if len(message) < _HEAD.size:
         raise CorruptError(
             f"{len(message)} bytes from another rank lack what was asked for; run the same bcp everywhere"
         )
-    catalogue, slots = (max(size, 0) for size in _HEAD.unpack_from(message))
-    middle, end = _HEAD.size + catalogue, _HEAD.size + catalogue + slots
-    return message[_HEAD.size : middle], message[middle:end], message[end:]
+    ends = accumulate((max(size, 0) for size in _HEAD.unpack_from(message)), initial=_HEAD.size)
+    first, second, third, last = ends
+    return message[first:second], message[second:third], message[third:last], message[last:]
 
 
 def _check(world: World) -> None:

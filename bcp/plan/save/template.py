@@ -68,6 +68,7 @@ class Factored:
         flat: int64[k, 3], (slot, start, stop) of what this rank holds of slots that are not regular; never empty.
         row_begin: int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``.
         rows: rows of the table, in the order of the family's members.
+        units: of the table.
     """
 
     catalogue: Catalogue
@@ -75,6 +76,7 @@ class Factored:
     flat: Ints
     row_begin: Ints
     rows: Ints
+    units: str
 
 
 def factor(table: ShardTable) -> Factored:
@@ -101,6 +103,7 @@ def factor(table: ShardTable) -> Factored:
         flat=np.column_stack([own, start[own], stop[own]]),
         row_begin=row_begin,
         rows=rows,
+        units=table.units,
     )
 
 

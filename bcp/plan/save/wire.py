@@ -6,6 +6,7 @@ be well-formed: it comes from another process.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,6 +42,9 @@ CATALOGUE = b"bcp catalogue 1"
 LARGEST = 1 << 32  # bytes of a catalogue: ten million names
 FLAT = np.dtype([("slot", "<i4"), ("start", "<i8"), ("stop", "<i8")])
 """20 bytes for every flat interval."""
+
+_SHARE_HEAD = struct.Struct("<2Q")
+"""How many objects a rank owns, and how many units it writes."""
 
 Column = Ints | Sequence[str]
 
@@ -126,9 +130,12 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 def encode_shares(division: Division) -> list[bytes]:
     """Encode what each rank writes, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
-    heads = [bytes(8)] * (len(ends) - 1)
-    for rank, owned in division.owned.items():
-        heads[rank] = len(owned).to_bytes(8, "little") + owned.astype("<i8").tobytes()
+    heads = [bytes(_SHARE_HEAD.size)] * (len(ends) - 1)
+    none = np.empty(0, np.int64)
+    for rank in division.owned.keys() | division.units.keys():
+        owned, units = division.owned.get(rank, none), division.units.get(rank, none)
+        numbers = np.concatenate([owned, units]).astype("<i8").tobytes()
+        heads[rank] = _SHARE_HEAD.pack(len(owned), len(units)) + numbers
     return [head + rows[begin:end] for head, begin, end in zip(heads, ends, ends[1:], strict=False)]
 
 
@@ -139,10 +146,13 @@ def decode_share(data: bytes) -> Share:
         CorruptError: these are not whole rows.
 
     """
-    end = 8 * (1 + int.from_bytes(data[:8], "little"))
+    start = _SHARE_HEAD.size
+    owned, units = _SHARE_HEAD.unpack_from(data) if len(data) >= start else (len(data), 0)
+    end = start + 8 * (owned + units)
     if end > len(data):
         raise CorruptError(f"{len(data)} bytes from another rank are shorter than they say; save again")
-    return Share(_records(data[8:end], np.dtype("<i8")).astype(np.int64), _records(data[end:], SHARE))
+    numbers = _records(data[start:end], np.dtype("<i8")).astype(np.int64)
+    return Share(numbers[:owned], numbers[owned:], _records(data[end:], SHARE))
 
 
 def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -182,13 +192,18 @@ def _digest(table: ShardTable) -> bytes:
 
 def _columns(table: ShardTable) -> dict[str, Column]:
     """Name everything in a table, flattened to one dimension."""
-    return _names(table.tensors, table.objects, table.extras) | {
-        "tensor": table.tensor,
-        "offset": table.offset.ravel(),
-        "length": table.length.ravel(),
-        "start": table.start,
-        "stop": table.stop,
-    }
+    units: dict[str, Column] = {"units": [table.units]} if table.units else {}
+    return (
+        _names(table.tensors, table.objects, table.extras)
+        | units
+        | {
+            "tensor": table.tensor,
+            "offset": table.offset.ravel(),
+            "length": table.length.ravel(),
+            "start": table.start,
+            "stop": table.stop,
+        }
+    )
 
 
 def _names(tensors: TensorTable, objects: Sequence[tuple[str, str]], extras: Sequence[str]) -> dict[str, Column]:

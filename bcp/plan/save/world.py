@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from bcp.plan.columns import Ints
 from bcp.plan.save.template import Catalogue, Slots
+from bcp.plan.save.units import Claim
 
 __all__ = ["World"]
 
@@ -26,6 +27,7 @@ class World:
         flat_slot: int64[k], slot of that rank's template.
         flat_start: int64[k], first flat element, counted in the slot's box.
         flat_stop: int64[k], one past the last.
+        claims: units of sharded states, of every rank that has any.
     """
 
     catalogues: Sequence[Catalogue]
@@ -36,6 +38,7 @@ class World:
     flat_slot: Ints
     flat_start: Ints
     flat_stop: Ints
+    claims: Mapping[int, Sequence[Claim]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

@@ -23,10 +23,12 @@ class Share:
 
     Attributes:
         owned: int64[o], rows in its table's ``objects`` whose values it writes down.
+        units: int64[u], which of the paths that its claims name it writes, counted through all claims.
         rows: what it writes, :data:`SHARE`, in the order of its files.
     """
 
     owned: Ints
+    units: Ints
     rows: npt.NDArray[np.void]
 
 

@@ -1,0 +1,236 @@
+"""Units of sharded dataloader states: each rank reads those that its readers want, and no others (paper sec. 3.3)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bcp._job import LoadJob
+from bcp._load.claims import check_stored, checked, fetch, file_of
+from bcp._load.opening import fetch_receipts
+from bcp.errors import BcpError, CorruptError, FqnMismatchError, StateError
+from bcp.metadata import Metadata
+from bcp.pipeline import Budget, Pipeline, Stage, in_thread
+from bcp.plan.layout import Layout
+from bcp.plan.load.assign import Chunk
+from bcp.plan.save.units import Claim, check_readers, unit_path
+from bcp.plan.shards import KINDS
+from bcp.planners.sharded import sharded_states
+from bcp.planners.unit_image import unit_in
+from bcp.protocols import ShardedState
+from bcp.receipt import Receipt
+from bcp.stages.load_items import ReadItem, Stored
+
+__all__ = ["ReadState", "check_wanted", "put_units", "read_units", "saved_units", "unit_places"]
+
+_DATALOADER = KINDS.index("dataloader")
+_SHOWN = 5
+_PLACE = re.compile(r"\[([0-9]{1,18}),([0-9]{1,18})\]")
+"""First byte and one past the last, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """What a sharded state of this rank will take.
+
+    Attributes:
+        claim: the rank's reader, and the ids of the units that it wants.
+        state: takes them.
+        shared: the saved state's shared part.
+        units: the wanted units, by id.
+        nbytes: how many bytes were read for them.
+    """
+
+    claim: Claim
+    state: ShardedState
+    shared: Any
+    units: Mapping[str, Any] = field(repr=False)
+    nbytes: int
+
+
+def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
+    """Return the units of a checkpoint: name of the sharded state to ids to the rank that has it; "": shared part."""
+    found: dict[str, dict[str, int]] = {}
+    for (kind, path), rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
+        if kind == "dataloader":
+            name, _, unit = path.rpartition("/")
+            found.setdefault(name, {})[unit] = rank
+    return found
+
+
+def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
+    """Return where units lie in the data section of a rank's dataloader file, by path.
+
+    Raises:
+        CorruptError: what the receipt says of one are no places.
+
+    """
+    places = {}
+    for (kind, path), text in receipt.objects.items():
+        if kind == "dataloader":
+            found = _PLACE.fullmatch(text)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise CorruptError(
+                    f"the receipt of rank {receipt.rank} says that {path} lies at {text[:40]}; restore the receipt"
+                )
+            places[path] = int(found[1]), int(found[2])
+    return places
+
+
+async def read_units(job: LoadJob, metadata: Metadata) -> tuple[list[ReadState], list[str]]:
+    """Ask this rank's sharded states which units they want, and read these.
+
+    Returns:
+        What each state will take, and the names of states that the checkpoint lacks.
+
+    Raises:
+        FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
+        StateError: a state wants what there is not.
+
+    """
+    saved, states = saved_units(metadata.layout), sharded_states(job.states)
+    missing = [f"dataloader: {name or 'its units'}" for name in states if name not in saved]
+    if job.options.strict and "dataloader" in job.states:
+        _compare(missing, [name for name in saved if name not in states], job.rank)
+    return [
+        await _read(job, metadata, name, state, saved[name]) for name, state in states.items() if name in saved
+    ], missing
+
+
+def _compare(missing: Sequence[str], unexpected: Sequence[str], rank: int) -> None:
+    if missing:
+        raise FqnMismatchError(
+            f"rank {rank} wants {len(missing)} names that the checkpoint lacks: {'; '.join(missing[:_SHOWN])}; it has "
+            "no units of them: pass strict=False to leave them as they are"
+        )
+    if unexpected:
+        raise FqnMismatchError(
+            f"the checkpoint has units of dataloaders that rank {rank} does not have: "
+            f"{', '.join(repr(name) for name in unexpected[:_SHOWN])}; pass a sharded state at each of these keys, or "
+            "strict=False to leave them out"
+        )
+
+
+async def _read(
+    job: LoadJob, metadata: Metadata, name: str, state: ShardedState, ranks: Mapping[str, int]
+) -> ReadState:
+    """Read the shared part, and what the state wants on account of it."""
+    if "" not in ranks:
+        raise CorruptError(f"the metadata has units of the dataloader {name!r}, and no shared part of it; restore it")
+    reader = _Reader(job, metadata)
+    (shared,) = await reader.read([(unit_path(name), ranks[""])])
+    ids = [unit for unit in ranks if unit]
+    wanted = await in_thread(_wanted, state, name, shared, ids)
+    units = await reader.read([(unit_path(name, unit), ranks[unit]) for unit in wanted])
+    claim = Claim(name, int(state.reader), int(state.readers), tuple(wanted))
+    return ReadState(claim, state, shared, dict(zip(wanted, units, strict=True)), reader.nbytes)
+
+
+def _wanted(state: ShardedState, name: str, shared: Any, ids: Sequence[str]) -> list[str]:
+    """Ask a state which units it wants; there have to be such."""
+    try:
+        wanted = list(state.wanted_units(shared, ids))
+    except BcpError as error:
+        error.add_note(f"bcp: raised by the {type(state).__name__} at dataloader {name!r}")
+        raise
+    twice = [unit for unit, count in Counter(wanted).items() if count > 1]
+    strange = sorted(set(wanted) - set(ids))
+    if twice or strange:
+        raise StateError(
+            f"the {type(state).__name__} at dataloader {name!r} wants units {(twice or strange)[:_SHOWN]} "
+            f"{'twice' if twice else 'that the checkpoint lacks'}; wanted_units() has to choose from its ids, each once"
+        )
+    return wanted
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads units for one rank.
+
+    Attributes:
+        nbytes: how many bytes were read.
+    """
+
+    job: LoadJob
+    metadata: Metadata
+    nbytes: int = 0
+    receipts: dict[int, Receipt] = field(default_factory=dict)
+    places: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+
+    async def read(self, paths: Sequence[tuple[str, int]]) -> list[Any]:
+        """Read the states at these paths, with the rank that has each; several at once."""
+        ranks = {rank for _, rank in paths} - self.receipts.keys()
+        fetched = await fetch_receipts(self.job.backend, self.metadata, ranks)
+        self.receipts |= fetched
+        self.places |= {rank: unit_places(receipt) for rank, receipt in fetched.items()}
+        items = [self._item(path, rank) for path, rank in paths]
+        await check_stored(self.job.backend, items, self.job.options.read_bytes, self.job.options.io_workers)
+        start: Pipeline[ReadItem, ReadItem] = Pipeline()
+        graph = start.then(Stage("read", self._fetch, workers=self.job.options.io_workers))
+        budget = Budget(max(sum(item.nbytes for item in items), 1))  # what is read is what the caller gets
+        return await graph.then(Stage("unpack", self._unpack)).run(items, budget=budget)
+
+    def _item(self, path: str, rank: int) -> ReadItem:
+        key, file = file_of(self.metadata, self.receipts[rank], _DATALOADER)
+        start, stop = self.places[rank].get(path, (0, 0))
+        if not start < stop <= file.nbytes - file.data_start:
+            raise CorruptError(
+                f"the receipt of rank {rank} says that {path} lies in bytes {start} to {stop} of {key}, which has "
+                f"{file.nbytes - file.data_start} bytes of data; restore the receipt"
+            )
+        name = f"{key} (dataloader {path})"
+        return ReadItem(name, stop - start, Chunk(0, start, stop, self.job.rank, -1), -1, key, file)
+
+    async def _fetch(self, item: ReadItem) -> Stored:
+        """Read the blocks of a unit. Blocks end where units do, unless they are encoded."""
+        stored = await fetch(self.job, item)
+        self.nbytes += stored.nbytes
+        return stored
+
+    async def _unpack(self, stored: Stored) -> Any:
+        return await in_thread(self._unpacked, stored)
+
+    def _unpacked(self, stored: Stored) -> Any:
+        return unit_in(checked(self.job, stored), trust=self.job.options.trust, where=stored.item.name)
+
+
+def check_wanted(layout: Layout, claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool) -> None:
+    """Check on rank 0 that the readers of each state are complete, and that every unit is wanted by one of them.
+
+    Args:
+        layout: of the checkpoint.
+        claims: rank, and what it wants.
+        strict: units that nobody wants are an error.
+
+    Raises:
+        StateError: they are not; the message names the state, and ranks or units.
+
+    """
+    held: dict[str, dict[int, Claim]] = {}
+    for rank, wanted in claims:
+        for claim in wanted:
+            held.setdefault(claim.name, {})[rank] = claim
+    saved = saved_units(layout) if held else {}
+    for name, by_rank in held.items():
+        check_readers(by_rank)
+        left = sorted(saved.get(name, {}).keys() - {""} - {unit for claim in by_rank.values() for unit in claim.ids})
+        if left and strict:
+            first = next(iter(by_rank.values()))
+            raise StateError(
+                f"{first}: {len(left)} units of the checkpoint are wanted by none of {first.readers} readers: "
+                f"{left[:_SHOWN]}; their samples would be lost. Give each data-parallel rank its own reader number, or "
+                "pass strict=False"
+            )
+
+
+def put_units(states: Iterable[ReadState]) -> None:
+    """Give the states what was read for them."""
+    for read in states:
+        try:
+            read.state.load_units(read.shared, read.units)
+        except Exception as error:
+            error.add_note(f"bcp: raised while the {type(read.state).__name__} at {read.claim} took its units")
+            raise
