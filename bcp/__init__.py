@@ -18,7 +18,7 @@ from bcp.plan.box import Box
 from bcp.plan.load.moved import Moved
 from bcp.planners.megatron import MegatronRng
 from bcp.planners.megatron_names import MegatronNames
-from bcp.planners.random_states import RNGState
+from bcp.planners.random_states import RngState
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
 from bcp.stages.items import HostPart
 
@@ -40,9 +40,9 @@ __all__ = [
     "Pending",
     "Pipeline",
     "Planner",
-    "RNGState",
     "RetryEvent",
     "RetryPolicy",
+    "RngState",
     "SaveOptions",
     "SaveReport",
     "Stage",

@@ -129,7 +129,7 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
     mesh = parallelise(model, dp=args.dp, tp=args.tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)  # TP mixes meshes
     scheduler = LambdaLR(optimizer, lambda step: rate(step, args.steps))
-    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": bcp.RNGState()}
+    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": bcp.RngState()}
     states = {"model": model, "optimizer": optimizer, "extra_states": extra}
 
     if args.resume:

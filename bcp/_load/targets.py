@@ -53,6 +53,7 @@ class Wanted:
         objects: these values, by the target's names.
         unmatched: kinds that this rank loads, of which the checkpoint has none of the wanted names.
         extras: the opaque objects of this rank, by kind.
+        sources: the ranks that saved them.
         extras_nbytes: bytes that were read for them.
         shared: targets that share memory; their values are put there when all are loaded.
         units: what sharded dataloader states will take.
@@ -69,6 +70,7 @@ class Wanted:
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, int] = field(default_factory=dict)
     extras_nbytes: int = 0
     shared: Sequence[Shared] = ()
     units: Sequence[ReadState] = ()

@@ -53,6 +53,7 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
         objects=objects,
         missing=(*wanted.missing, *lacking, *missing_keys(job, extras)),
         extras=extras,
+        sources=sources,
         extras_nbytes=nbytes + sum(read.nbytes for read in units),
         units=units,
     )
@@ -102,7 +103,8 @@ def put_values(job: LoadJob, wanted: Wanted) -> None:
         last: list[Callable[[], None]] = []
         put_units(wanted.units)
         for kind, value in wanted.extras.items():
-            restore(job.states[kind], value, kind, last)
+            foreign = wanted.sources[kind] != job.rank
+            restore(job.states[kind], value, kind, last, derive_for=job.rank if foreign else None)
         for function in last:
             function()
     job.caller.wait()

@@ -22,7 +22,7 @@ from bcp.planners.forms import PLAIN
 from bcp.planners.leaves import state_dict_of
 from bcp.planners.native import is_generator, same_generator, set_generator
 from bcp.planners.packed import keeps_type
-from bcp.planners.random_states import RNGState
+from bcp.planners.random_states import RngState
 from bcp.planners.sharded_tensor import is_sharded_tensor
 from bcp.protocols import Stateful
 
@@ -86,7 +86,12 @@ def _like(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
 
 
 def restore(
-    target: Any, loaded: Any, where: str = "extra_states", last: list[Callable[[], None]] | None = None
+    target: Any,
+    loaded: Any,
+    where: str = "extra_states",
+    last: list[Callable[[], None]] | None = None,
+    *,
+    derive_for: int | None = None,
 ) -> None:
     """Put a loaded value back into ``target``, in place.
 
@@ -100,6 +105,7 @@ def restore(
         where: what it is, for messages.
         last: takes the functions that set random states, which the caller calls when all else is restored; None: they
             are called here.
+        derive_for: this rank, if the value is another rank's: random states are derived from that one's.
 
     Raises:
         StateError: ``target`` itself cannot be changed, or not into what was loaded.
@@ -107,7 +113,7 @@ def restore(
     """
     check_changeable(target, where)
     later: list[Callable[[], None]] = [] if last is None else last
-    if _Restoring(later).restored(target, loaded, where) is not target:
+    if _Restoring(later, derive_for).restored(target, loaded, where) is not target:
         raise _unchangeable(target, where, f"a loaded {type(loaded).__name__}")
     for function in later if last is None else ():
         function()
@@ -134,17 +140,20 @@ def _unchangeable(target: object, where: str, loaded: str) -> StateError:
 class _Restoring:
     """Puts loaded values into targets, random states last."""
 
-    def __init__(self, last: list[Callable[[], None]]) -> None:
+    def __init__(self, last: list[Callable[[], None]], derive_for: int | None) -> None:
         self._last = last
+        self._derive_for = derive_for
 
     def restored(self, target: Any, loaded: Any, where: str) -> Any:
         """Return ``target`` after it took the loaded value, or the value that is to stand in its place."""
         if isinstance(target, Stateful):
             give = partial(_give_state, target, loaded, where)
-            if isinstance(target, RNGState):
+            if not isinstance(target, RngState):
+                give()
+            elif self._derive_for is None:
                 self._last.append(give)
             else:
-                give()
+                self._last.append(partial(target.load_derived, loaded, self._derive_for))
             return target
         if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
             return self._mapping(target, loaded, where)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from api.checkpoints import entries, model
 from torch import nn
 
 import bcp
+from bcp.planners.extras import restore
 from bcp.stages import device
 
 Point = collections.namedtuple("Point", "x y")  # noqa: PYI024 -- one of the types to be tried
@@ -306,7 +309,7 @@ def test_a_container_that_refuses_an_item_is_named(tmp_path: Path) -> None:
 
 
 def test_extra_states_that_contain_themselves_are_refused(tmp_path: Path) -> None:
-    extra: dict[str, Any] = {"rng": bcp.RNGState()}
+    extra: dict[str, Any] = {"rng": bcp.RngState()}
     extra["self"] = [extra, extra]
     with pytest.raises(bcp.StateError, match="extra_states is nested too deep; does it contain itself"):
         bcp.save(tmp_path, {"extra_states": extra})
@@ -344,9 +347,9 @@ class Noisy(nn.Linear):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_states_are_read_first_and_set_last(tmp_path: Path, *, asynchronous: bool) -> None:
     def states() -> dict[str, Any]:
-        inner = [bcp.RNGState(), Drawing(name="x")]
-        extra = {"a": Drawing(), "rng": bcp.RNGState(), "z": [Drawing(), inner]}
-        return {"model": Noisy(1, 1), "extra_states": extra, "dataloader": {"rng": bcp.RNGState(), "z": Drawing()}}
+        inner = [bcp.RngState(), Drawing(name="x")]
+        extra = {"a": Drawing(), "rng": bcp.RngState(), "z": [Drawing(), inner]}
+        return {"model": Noisy(1, 1), "extra_states": extra, "dataloader": {"rng": bcp.RngState(), "z": Drawing()}}
 
     saved, target = states(), states()
     random.seed(1)
@@ -367,7 +370,7 @@ def test_random_states_are_left_alone_by_a_save_that_fails(tmp_path: Path) -> No
     torch.manual_seed(1)
     before = torch.get_rng_state()
     with pytest.raises(bcp.StateError, match=r"extra_states\.z"):
-        bcp.save(tmp_path, {"extra_states": {"a": Drawing(), "rng": bcp.RNGState(), "z": Config()}})
+        bcp.save(tmp_path, {"extra_states": {"a": Drawing(), "rng": bcp.RngState(), "z": Config()}})
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -384,6 +387,10 @@ class Devices:
     def device_count(self) -> int:
         return len(self.generators)
 
+    @property
+    def default_generators(self) -> tuple[torch.Generator, ...]:
+        return tuple(self.generators)
+
     def get_rng_state_all(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self.generators]
 
@@ -391,38 +398,96 @@ class Devices:
         self.generators[device].set_state(state)
 
 
+def runs_on(monkeypatch: pytest.MonkeyPatch, devices: Devices) -> None:
+    """Let this process have these devices."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
+    monkeypatch.setattr(device, "devices_in_use", list)  # no tensor is on any
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_random_states_of_accelerators_that_were_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    def runs_on(devices: Devices) -> None:
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        monkeypatch.setattr(torch, "get_device_module", lambda _: devices)
-        monkeypatch.setattr(device, "devices_in_use", list)  # no tensor is on any
-
-    states = {"rng": bcp.RNGState()}
-    runs_on(Devices(2, used=False))
+    states = {"rng": bcp.RngState()}
+    runs_on(monkeypatch, Devices(2, used=False))
     assert "cuda" not in states["rng"].state_dict()
     saved, there = Devices(2), Devices(count)
-    runs_on(saved)
+    runs_on(monkeypatch, saved)
     wanted = [torch.rand(3, generator=generator) for generator in saved.generators]
     saved = Devices(2)
-    runs_on(saved)
+    runs_on(monkeypatch, saved)
     bcp.save(tmp_path, {"extra_states": states}, framework="plain")
     for generator in there.generators:
         torch.rand(5, generator=generator)
-    runs_on(there)
+    runs_on(monkeypatch, there)
     bcp.load(tmp_path, {"extra_states": states}, framework="plain")
     for generator, numbers in zip(there.generators, wanted, strict=False):
         assert torch.equal(torch.rand(3, generator=generator), numbers)
 
 
+def test_derived_states_differ_between_ranks_and_devices_and_are_the_same_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = Devices(2)
+    runs_on(monkeypatch, devices)
+    state = bcp.RngState().state_dict()
+
+    def numbers(rank: int | None) -> list[Any]:
+        restore({"rng": bcp.RngState()}, {"rng": state}, derive_for=rank)
+        return [*draw(), *(torch.rand(1, generator=each).item() for each in devices.generators)]
+
+    drawn = [numbers(rank) for rank in (None, 0, 1, 2, 100_000)]
+    assert [numbers(rank) for rank in (None, 0, 1, 2, 100_000)] == drawn
+    assert len({number for row in drawn[1:] for number in row}) == 5 * 4
+
+
+class Tracker:
+    """Stands for Megatron's, whose states are tensors, or generators under CUDA graphs."""
+
+    def __init__(self, *, captured: bool) -> None:
+        self.states: dict[str, Any] = {"model-parallel-rng": torch.Generator().manual_seed(1)}
+        if not captured:
+            self.states = {name: each.get_state() for name, each in self.states.items()}
+
+    def get_states(self) -> dict[str, Any]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.states = states
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "module",
+    ["megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing"],
+)
+def test_trackers_of_frameworks_are_saved_if_they_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, *, captured: bool
+) -> None:
+    tracker = Tracker(captured=captured)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(get_cuda_rng_tracker=lambda: tracker))
+    before = torch.Generator().manual_seed(1).get_state()
+    extra = {"rng": bcp.RngState()}
+    bcp.save(tmp_path, {"extra_states": extra})
+    other = torch.Generator().manual_seed(2)
+    live = tracker.states["model-parallel-rng"]
+    if captured:
+        live.set_state(other.get_state())
+    else:
+        tracker.states = {"model-parallel-rng": other.get_state()}
+    bcp.load(tmp_path, {"extra_states": extra})
+    state = tracker.states["model-parallel-rng"]
+    assert torch.equal(state.get_state() if captured else state, before)
+    assert not captured or state is live
+
+
 def test_random_states_without_a_target_come_as_values(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"extra_states": {"rng": bcp.RNGState()}})
+    bcp.save(tmp_path, {"extra_states": {"rng": bcp.RngState()}})
     found: dict[str, Any] = {}
     bcp.load(tmp_path, {"extra_states": found})
-    assert exactly_alike(found["rng"], bcp.RNGState().state_dict())
+    assert exactly_alike(found["rng"], bcp.RngState().state_dict())
 
 
 def test_owners_are_asked_and_restored_in_the_order_of_their_keys(tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ def test_random_states_come_back_on_all_data_parallel_ranks(megatron4: Ranks, tm
     assert drawn[0] != drawn[1]
 
 
+def test_random_states_of_each_process_have_the_states_of_megatrons_tracker(megatron4: Ranks, tmp_path: Path) -> None:
+    drawn = megatron4.run(details.rng_of_processes, TP2, tmp_path / "0", "save")
+    assert megatron4.run(details.rng_of_processes, TP2, tmp_path / "0", "load") == drawn
+    assert drawn[0][-1] != drawn[1][-1], "tensor parallel ranks differ"
+
+
 def test_random_states_of_another_layout_are_missing(megatron4: Ranks, tmp_path: Path) -> None:
     megatron4.run(details.rng, TP2, tmp_path / "0", "save")
     said = megatron4.run(details.rng, Layout(tp=4), tmp_path / "0", "load")

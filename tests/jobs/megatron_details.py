@@ -93,14 +93,16 @@ def said_of_optimizer_alone(net: Net, source: Path) -> str:
     return said(bcp.load, source, {"optimizer": built(net, Layout(), seed=77).optimizer})
 
 
-def rng(layout: Layout, path: Path, how: str) -> list[float] | str:
-    """Save the random states, or load them; return what is drawn next."""
+def rng(layout: Layout, path: Path, how: str, *, of_process: bool = False) -> list[float] | str:
+    """Save the random states, of Megatron's ranks or each process's own, or load them; return what is drawn next."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     trainer = built(Net(), layout, seed=dist.get_rank() if how == "save" else 50)
     random.seed(dist.get_rank() + len(how))
     np.random.seed(dist.get_rank() + len(how))  # noqa: NPY002 -- the state that is saved
-    states = {"model": [*trainer.chunks, MegatronRng()]}
+    states: dict[str, Any] = {"model": [*trainer.chunks, MegatronRng()]}
+    if of_process:
+        states = {"model": trainer.chunks, "extra_states": {"rng": bcp.RngState()}}
     if how == "save":
         bcp.save(path, states)
     else:
@@ -110,6 +112,11 @@ def rng(layout: Layout, path: Path, how: str) -> list[float] | str:
     with cuda_as_cpu(), get_cuda_rng_tracker().fork():
         tracked = float(torch.rand(()))
     return [random.random(), float(np.random.rand()), float(torch.rand(())), tracked]  # noqa: NPY002, S311
+
+
+def rng_of_processes(layout: Layout, path: Path, how: str) -> list[float] | str:
+    """Do the same with the states of each process."""
+    return rng(layout, path, how, of_process=True)
 
 
 def change_hyper(net: Net, layout: Layout, source: Path, path: Path) -> None:

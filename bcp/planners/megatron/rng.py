@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bcp.planners.random_states import set_tracked, tracked
+
 __all__ = ["MegatronRng"]
 
 _KEY = "rng_state"
@@ -50,7 +52,7 @@ class MegatronRng:
         torch.set_rng_state(saved["torch"])
         if "cuda" in saved and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["cuda"])
-        _restore(_tracker(), saved["tracker"])
+        set_tracked(_tracker(), saved["tracker"])
 
 
 def _states() -> dict[str, Any]:
@@ -60,26 +62,9 @@ def _states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.array(keys)), *rest),
         "torch": torch.get_rng_state(),
-        "tracker": {name: _plain(state) for name, state in _tracker().get_states().items()},
+        "tracker": tracked(_tracker()),
     }
     return {**states, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
-
-
-def _plain(state: Any) -> torch.Tensor:
-    """Return a tracked state as a tensor; under CUDA graphs it is a generator."""
-    made: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
-    return made
-
-
-def _restore(tracker: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put tracked states back; generators are captured in graphs, and have to stay the same objects."""
-    live = dict(tracker.get_states())
-    for name, state in saved.items():
-        if isinstance(live.get(name), torch.Generator):
-            live[name].set_state(state)
-        else:
-            live[name] = state
-    tracker.set_states(live)
 
 
 def _tracker() -> Any:

@@ -107,9 +107,9 @@ def objects_are_asked_where_the_caller_works(late: Backend, path: Path, how: str
 
 @scenario
 def random_states_of_all_devices(late: Backend, path: Path) -> None:
-    bcp.save(path, {"extra_states": {"rng": bcp.RNGState()}})
+    bcp.save(path, {"extra_states": {"rng": bcp.RngState()}})
     late.random = [torch.zeros(16, dtype=torch.uint8) for _ in late.random]
-    bcp.load(path, {"extra_states": {"rng": bcp.RNGState()}})
+    bcp.load(path, {"extra_states": {"rng": bcp.RngState()}})
     assert [int(state[0]) for state in late.random] == [1, 2]
 
 
