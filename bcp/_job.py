@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from bcp.options import LoadOptions, SaveOptions
-from bcp.protocols import Agreement, Backend, Planner, States
+from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
 from bcp.stages.device import Caller
 from bcp.telemetry.timeline import Timeline
 
@@ -32,6 +32,7 @@ class Job:
         operation: this rank's place in the next operation of all ranks.
         clock: started when the caller called.
         caller: where on this machine's accelerators the calling thread works.
+        options: how to do it.
     """
 
     path: str
@@ -45,6 +46,12 @@ class Job:
     operation: AbstractAsyncContextManager[Agreement]
     clock: Timeline
     caller: Caller
+    options: SaveOptions | LoadOptions
+
+    @property
+    def io_workers(self) -> int:
+        """How many parts or reads are under way at once."""
+        return self.options.io_workers or at_once_of(self.backend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
             copies_first=job.goes_on and budget.capacity >= nbytes,
         )
         graph = _edited(
-            save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=options.io_workers),
+            save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers),
             options.edit,
         )
         if not changing:
@@ -135,16 +135,14 @@ async def _read(
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
-        await loading.check_stored(job.backend, items, options.read_bytes, options.io_workers)
+        await loading.check_stored(job.backend, items, options.read_bytes, job.io_workers)
         all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
         context = loading.load_context(job, all_to_all, metadata, reading, targets, lease)
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
         job.clock.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
-        graph = _edited(
-            load_graph(context, copy_workers=options.copy_workers, io_workers=options.io_workers), options.edit
-        )
+        graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
         await in_thread(loading.put_shared, job, wanted.shared)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)

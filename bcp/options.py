@@ -24,8 +24,10 @@ Graph = Pipeline[Any, Any]
 O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
 
 
-def _workers() -> int:
-    """Return ``$BCP_IO_WORKERS``, or 4."""
+def _workers() -> int | None:
+    """Return ``$BCP_IO_WORKERS``; None if it is not set."""
+    if not os.environ.get("BCP_IO_WORKERS"):
+        return None
     number = float(_number("BCP_IO_WORKERS", 4))
     if not number.is_integer():
         raise InputError(f"$BCP_IO_WORKERS is {number}, which is no number of threads; unset it, or set a whole one")
@@ -74,7 +76,8 @@ class SaveOptions:
             the bus, others at a third to a half of it, but locked memory is lost to everybody else on the host. It is
             kept for the next save (see ``docs/gpu.md``).
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
-        io_workers: parts that are written at once, by as many threads. ``$BCP_IO_WORKERS``, else 4.
+        io_workers: parts that are written at once, by as many threads. None: ``$BCP_IO_WORKERS``, else as many as suit
+            the storage: 8 for GCS and S3, 4 for all others.
         copy_workers: parts that are copied to the host at once. With three, two cores have always something to copy:
             that is 10 % faster than two.
         snapshot: ``"eager"``: an asynchronous save returns when the state is in host memory (sec. 4.2). ``"lazy"``: it
@@ -109,7 +112,7 @@ class SaveOptions:
     budget_bytes: int | None = None
     pinned_bytes: int | None = None
     part_bytes: int = 32 * MIB
-    io_workers: int = field(default_factory=_workers)
+    io_workers: int | None = field(default_factory=_workers)
     copy_workers: int = 3
     snapshot: Literal["eager", "lazy"] = "eager"
     nice: int = 0
@@ -171,7 +174,8 @@ class LoadOptions:
             current CUDA device and sent from device to device. ``"nccl"`` has never been run. The last two need
             ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one rank.
         exchange_bytes: most bytes that one rank receives in one all-to-all round.
-        io_workers: reads in flight, in as many threads. ``$BCP_IO_WORKERS``, else 4.
+        io_workers: reads in flight, in as many threads. None: ``$BCP_IO_WORKERS``, else as many as suit the storage: 8
+            for GCS and S3, 4 for all others.
         copy_workers: parts that are verified, decoded or copied to the device at once.
         timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
         storage_options: for the file system of a URL, by the names that fsspec and its packages give them, as in
@@ -195,7 +199,7 @@ class LoadOptions:
     read_bytes: int = 32 * MIB
     exchange: Literal["sockets", "gloo", "nccl"] = "sockets"
     exchange_bytes: int = 256 * MIB
-    io_workers: int = field(default_factory=_workers)
+    io_workers: int | None = field(default_factory=_workers)
     copy_workers: int = 2
     timeout: float = field(default_factory=_timeout)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -265,10 +269,12 @@ def timeout_of(options: object) -> float:
 def _positive(options: object, *names: str) -> None:
     """Raise :class:`~bcp.errors.InputError` for the first of these fields that is no whole number above zero.
 
-    ``timeout`` may have fractions.
+    ``timeout`` may have fractions, and ``io_workers`` may be None.
     """
     for name in names:
         value = getattr(options, name)
+        if value is None and name == "io_workers":
+            continue
         what, kind = ("number", Real) if name == "timeout" else ("whole number", Integral)
         if not isinstance(value, kind):
             raise InputError(f"{name}={value!r} must be a {what}")

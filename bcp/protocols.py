@@ -28,6 +28,7 @@ __all__ = [
     "Backend",
     "Buffer",
     "Codec",
+    "Concurrent",
     "Coordinator",
     "FailureReporter",
     "LightWriter",
@@ -46,6 +47,7 @@ __all__ = [
     "Sweeper",
     "Unfinished",
     "Version",
+    "at_once_of",
     "flat_view",
     "retries_of",
 ]
@@ -320,6 +322,20 @@ class Retrying(Protocol):
 def retries_of(backend: object) -> int:
     """Return how many requests a backend has made again so far; 0 for one that does not count them."""
     return backend.retry_count if isinstance(backend, Retrying) else 0
+
+
+@runtime_checkable
+class Concurrent(Protocol):
+    """A backend that knows how many parts or reads it likes to have under way at once."""
+
+    @property
+    def at_once(self) -> int:
+        """How many. Of an object store each waits for answers most of its time."""
+
+
+def at_once_of(backend: object) -> int:
+    """Return how many parts or reads of a backend shall be under way at once; 4 for one that does not say."""
+    return backend.at_once if isinstance(backend, Concurrent) else 4
 
 
 @runtime_checkable

@@ -80,7 +80,7 @@ def _joined(lengths: Ints, most: int, data_start: int) -> Ints:
         return lengths
     ends = np.cumsum(lengths)
     kept = ((ends - data_start) % most == 0) | (np.arange(len(ends)) == len(ends) - 1)
-    return np.diff(ends[kept], prepend=0)
+    return np.asarray(np.diff(ends[kept], prepend=0), dtype=np.int64)
 
 
 async def fetch(job: LoadJob, item: ReadItem) -> Stored:

@@ -167,9 +167,9 @@ class _Reader:
         self.receipts |= fetched
         self.places |= {rank: unit_places(receipt) for rank, receipt in fetched.items()}
         items = [self._item(path, rank) for path, rank in paths]
-        await check_stored(self.job.backend, items, self.job.options.read_bytes, self.job.options.io_workers)
+        await check_stored(self.job.backend, items, self.job.options.read_bytes, self.job.io_workers)
         start: Pipeline[ReadItem, ReadItem] = Pipeline()
-        graph = start.then(Stage("read", self._fetch, workers=self.job.options.io_workers))
+        graph = start.then(Stage("read", self._fetch, workers=self.job.io_workers))
         budget = Budget(max(sum(item.nbytes for item in items), 1))  # what is read is what the caller gets
         return await graph.then(Stage("unpack", self._unpack)).run(items, budget=budget)
 

@@ -17,6 +17,7 @@ from bcp.protocols import (
     Sweeper,
     Unfinished,
     Version,
+    at_once_of,
     retries_of,
 )
 
@@ -55,6 +56,11 @@ class PrefixedBackend:
     def retry_count(self) -> int:
         """How many requests the backend behind it has made again."""
         return retries_of(self.whole)
+
+    @property
+    def at_once(self) -> int:
+        """How many parts or reads the backend behind it likes to have under way."""
+        return at_once_of(self.whole)
 
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object."""

@@ -17,21 +17,18 @@ from typing import Any
 
 import bcp
 from bcp.backends import resolve
-from bcp.protocols import Backend
+from bcp.protocols import Backend, at_once_of
 from benchmarks.storage.payload import MIB, Bytes, filled, wipe
 
 __all__ = ["CLIENTS", "Kit", "Place", "missing"]
 
 PART_BYTES = bcp.SaveOptions().part_bytes
 READ_BYTES = bcp.LoadOptions().read_bytes
-WORKERS = 4
-"""Parts and reads that a save and a load have under way at once, by default."""
-
 RANGE_BYTES = 16 * MIB
 """Ranges of plain clients, as of bcp: 4 to 16 MiB differ by less than rounds do, and larger ones are no quicker."""
 
 AT_ONCE = 8
-"""Requests of plain clients. bcp has 4 writes and 8 ranges under way; 4, 8 and 16 differ by less than rounds do."""
+"""Requests of plain clients. bcp has 8 writes or 16 ranges under way; 4, 8 and 16 differ by less than rounds do."""
 
 SMALL_BYTES, CHUNK_BYTES = 8 * MIB, 16 * MIB
 """Requests of the clients that are tuned for a server that answers at once: their copies stay in the core's caches."""
@@ -105,11 +102,11 @@ def bcp_kit(backend: Backend, nbytes: int) -> Kit:
         async with backend.open_write(name, nbytes) as writer:
             parts = enumerate(ranges(nbytes, PART_BYTES))
             calls = [partial(writer.write_part, index, start, data[start:stop]) for index, (start, stop) in parts]
-            await at_once(calls, WORKERS)
+            await at_once(calls, at_once_of(backend))
 
     async def read(name: str) -> Sequence[Bytes]:
         calls = [partial(backend.read_into, name, start, out[start:stop]) for start, stop in ranges(nbytes, READ_BYTES)]
-        await at_once(calls, WORKERS)
+        await at_once(calls, at_once_of(backend))
         return [out]
 
     return Kit({"parts": write}, {"read_into": read}, partial(wipe, out), backend.aclose)
@@ -303,7 +300,7 @@ async def obstore_kit(place: Place) -> Kit:
                 yield part
 
         await obstore.put_async(
-            store, name, parts(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=WORKERS
+            store, name, parts(), use_multipart=True, chunk_size=PART_BYTES, max_concurrency=AT_ONCE
         )
 
     async def get_ranges(name: str) -> Sequence[Bytes]:

@@ -20,6 +20,7 @@ class FakeStore:
     least_part = LEAST
     most_part = 64 << 20
     most_keys = 7
+    at_once = 4
     page = 11
 
     def __init__(self, objects: dict[str, tuple[bytes, Version]] | None = None) -> None:

@@ -87,3 +87,22 @@ def test_two_saves_to_one_path_at_once_are_refused(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert bcp.load(tmp_path, STATE).nbytes == 20
+
+
+def test_a_backend_says_how_many_parts_and_reads_it_likes_to_have_under_way(tmp_path: Path) -> None:
+    class Fond(CountingBackend):
+        at_once = 6
+
+    workers: list[int] = []
+
+    def look(graph: bcp.Graph) -> bcp.Graph:
+        workers.extend(stage.workers for stage in graph.stages if stage.name in ("upload", "read"))
+        return graph
+
+    for name, kind, asked, wanted in (("a", Fond, None, 6), ("b", Fond, 2, 2), ("c", CountingBackend, None, 4)):
+        backend = kind(backends.resolve(tmp_path / name))
+        for role in (None, "actor"):
+            bcp.save(backend, STATE, role=role, options=SaveOptions(edit=look, io_workers=asked))
+            bcp.load(backend, STATE, role=role, options=LoadOptions(edit=look, io_workers=asked))
+        assert workers == [wanted] * 4
+        workers.clear()

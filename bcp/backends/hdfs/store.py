@@ -38,6 +38,7 @@ class HdfsStore:
     most_part = 1 << 40
     most_parts = 10_000
     most_keys = 1000
+    at_once = 4
 
     def __init__(self, hdfs: Hdfs, root: str) -> None:
         """Take the cluster, which belongs to this store from now on, and a directory, as in ``"/runs/7"``, or ""."""

@@ -69,6 +69,11 @@ class ObjectBackend:
         """How many requests were made again so far."""
         return self.retries.retries
 
+    @property
+    def at_once(self) -> int:
+        """How many parts or reads shall be under way at once."""
+        return self.store.at_once
+
     # -- small objects ------------------------------------------------------------------------
 
     async def put(self, key: str, data: Buffer) -> None:

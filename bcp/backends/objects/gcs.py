@@ -69,6 +69,7 @@ class GcsStore:
     most_part = 5 << 40
     most_parts = 1 << 20
     most_keys = 1
+    at_once = 8
 
     def __init__(self, api: GcsApi, root: str) -> None:
         """Take the API and the root.

@@ -90,6 +90,7 @@ class FsspecStore:
     most_part = 1 << 40
     most_parts = 1 << 20
     most_keys = 1
+    at_once = 4
 
     def __init__(self, kind: Any, opened: Callable[[], Any], root: str, name: str, options: Mapping[str, Any]) -> None:
         """Prepare; nothing is opened yet.

@@ -36,6 +36,7 @@ class S3Store:
     most_part = 5 << 30
     most_parts = 10_000
     most_keys = 1000
+    at_once = 8
 
     def __init__(self, bucket: str, prefix: str, options: Options, requests: int) -> None:
         """Take the place and the client's options; ``requests`` is how many there may be at a time."""

@@ -98,6 +98,7 @@ class Store(Protocol):
         most_part: bytes that a part or an object may have in one request.
         most_parts: how many parts an upload may have.
         most_keys: how many objects one call of :meth:`delete` may have.
+        at_once: how many parts or reads shall be under way at once.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Store(Protocol):
     most_part: int
     most_parts: int
     most_keys: int
+    at_once: int
 
     async def put(self, key: str, data: memoryview, condition: If | None = None) -> Version:
         """Store an object by one request; return its version."""
