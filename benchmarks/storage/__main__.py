@@ -136,7 +136,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure everything that was asked for."""
     options = arguments()
-    nbytes = (256 if options.quick else 1024) * MIB
+    nbytes = (512 if options.quick else 1024) * MIB
     rounds = options.rounds or (3 if options.quick else 5)
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before the run", flush=True)
     figures, found = Figures(), {}
