@@ -19,6 +19,7 @@ from bcp.plan.load.moved import Moved
 from bcp.planners.megatron import MegatronRng
 from bcp.planners.megatron_names import MegatronNames
 from bcp.planners.random_states import RngState
+from bcp.planners.sharded import prefetch_data_state
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
 from bcp.stages.items import HostPart
 
@@ -52,6 +53,7 @@ __all__ = [
     "aprepare",
     "asave",
     "load",
+    "prefetch_data_state",
     "prepare",
     "save",
     "tee",

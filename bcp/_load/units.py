@@ -18,7 +18,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.load.assign import Chunk
 from bcp.plan.save.units import Claim, check_readers, unit_path
 from bcp.plan.shards import KINDS
-from bcp.planners.sharded import sharded_states
+from bcp.planners.sharded import remember, sharded_states
 from bcp.planners.unit_image import unit_in
 from bcp.protocols import ShardedState
 from bcp.receipt import Receipt
@@ -92,6 +92,7 @@ async def read_units(job: LoadJob, metadata: Metadata) -> tuple[list[ReadState],
 
     """
     saved, states = saved_units(metadata.layout), sharded_states(job.states)
+    remember(states)
     missing = [f"dataloader: {name or 'its units'}" for name in states if name not in saved]
     if job.options.strict and "dataloader" in job.states:
         _compare(missing, [name for name in saved if name not in states], job.rank)

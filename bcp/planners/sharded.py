@@ -1,7 +1,8 @@
-"""Sharded states among the dataloader's: found, asked for their units, and told apart from opaque objects."""
+"""Sharded states among the dataloader's: found, prepared, asked for their units, and told apart from opaque objects."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,10 @@ from bcp.plan.shards import OPAQUE_KINDS
 from bcp.planners.unit_image import Image, image_of
 from bcp.protocols import ShardedState, Stateful, States
 
-__all__ = ["Units", "collect_units", "opaque_states", "sharded_states"]
+__all__ = ["Units", "collect_units", "opaque_states", "prefetch_data_state", "remember", "sharded_states"]
 
 DATALOADER = "dataloader"
+_latest: list[weakref.ref[ShardedState]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,54 @@ def _is_gone(child: Any, rest: Any) -> bool:
     return isinstance(child, ShardedState) or (_is_container(child) and len(child) > 0 and not rest)
 
 
+def remember(found: Mapping[str, ShardedState]) -> None:
+    """Take note of the states of the latest save or load, for as long as they live."""
+    _latest[:] = [weakref.ref(state) for state in found.values() if _has_weak_references(state)]
+
+
+def _has_weak_references(state: ShardedState) -> bool:
+    return type(state).__weakrefoffset__ != 0
+
+
+def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
+    """Let the dataloaders gather their states now, during the step before a save (paper sec. 4.5).
+
+    The save then finds them gathered: what the loop has consumed meanwhile is taken off. Without this call a save is as
+    correct, and waits until the workers of every loader have sent their buffers. Returns at once, and never
+    communicates.
+
+    Args:
+        step: the number of the step that begins now.
+        states: those that will be saved. None: those of the latest save or load of this process.
+        every: a save follows each step whose number plus one is a multiple of it; at all other steps nothing is done.
+            So it may be called at every step.
+
+    Returns:
+        Whether any state was told to prepare.
+
+    Raises:
+        InputError: ``every`` is not positive.
+
+    Example::
+
+        for step in range(1000):
+            bcp.prefetch_data_state(step, states, every=100)
+            train(next(loader))
+            if (step + 1) % 100 == 0:
+                bcp.save(f"run/{step + 1}", states, async_checkpoint=True)
+
+    """
+    if every < 1:
+        raise InputError(f"prefetch_data_state(every={every}): pass after how many steps a save follows")
+    if (step + 1) % every:
+        return False
+    alive = [reference() for reference in _latest] if states is None else list(sharded_states(states).values())
+    found = [state for state in alive if state is not None]
+    for state in found:
+        state.prepare(step + 1)
+    return bool(found)
+
+
 def collect_units(states: States, *, trust: bool) -> Units:
     """Ask the sharded states for their units.
 
@@ -95,7 +145,9 @@ def collect_units(states: States, *, trust: bool) -> Units:
 
     """
     claims, images = [], {}
-    for name, state in sorted(sharded_states(states).items()):
+    found = sharded_states(states)
+    remember(found)
+    for name, state in sorted(found.items()):
         where = f"dataloader {name!r}" if name else "dataloader"
         shared, units = _asked(state, where)
         for unit in units:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import zlib
 from collections import Counter
@@ -268,6 +269,32 @@ def test_safetensors_readers_see_the_tensors_of_units(tmp_path: Path) -> None:
         assert {"/", "/00000", "/00001", "/00000#0"} <= names
         tensors = [file.get_tensor(name) for name in names if name.startswith("/00001#")]
     assert any(tensor.dtype == torch.bfloat16 and tensor.shape == (3, 1_111) for tensor in tensors)
+
+
+def test_states_prepare_in_the_step_before_a_save(tmp_path: Path) -> None:
+    class Prepared(Shelf):
+        steps: tuple[int, ...] = ()
+
+        def prepare(self, step: int) -> None:
+            self.steps = (*self.steps, step)
+
+    train, val = Prepared(), Prepared(count=2)
+    states = {"dataloader": {"train": train, "more": {"val": val}}}
+    told = [bcp.prefetch_data_state(step, states, every=4) for step in range(9)]
+    assert [step for step, was in enumerate(told) if was] == [3, 7]
+    assert train.steps == val.steps == (4, 8)
+    bcp.save(tmp_path, states)
+    other = Prepared()
+    assert bcp.prefetch_data_state(11)
+    assert train.steps == val.steps == (4, 8, 12)
+    bcp.load(tmp_path, {"dataloader": {"train": other}}, strict=False)
+    assert bcp.prefetch_data_state(12)
+    assert (train.steps[-1], other.steps) == (12, (13,))
+    del other
+    gc.collect()
+    assert not bcp.prefetch_data_state(13)
+    with pytest.raises(bcp.InputError, match="every=0"):
+        bcp.prefetch_data_state(13, every=0)
 
 
 # -- refused -----------------------------------------------------------------------------------------
