@@ -14,10 +14,12 @@ import torch
 from bcp.data.recipe import Recipe, Source
 from bcp.data.stream import Schedule, Streams, Windows, initial_state
 from bcp.data.units import Unit, UnitState, from_plain, needed_units, parse_units, reshard, to_plain
-from bcp.data.workers import Workers
+from bcp.data.workers import START_METHOD, Workers
 from bcp.errors import InputError, MismatchError, StateError
 
 __all__ = ["Batch", "SampleId", "TokenLoader"]
+
+_MOST_PREFETCHED = 100  # as many messages lie in a socket, so that reader and worker never wait for each other's send
 
 
 class SampleId(NamedTuple):
@@ -128,7 +130,7 @@ class TokenLoader:
             raise InputError(f"TokenLoader(start_method={start_method!r}): pass one of {get_all_start_methods()}")
         _check(sources, {**counts, "epochs": 1 if epochs is None else epochs}, reader, workers)
         self.reader, self.readers = reader, readers
-        self._batch, self._workers, self._prefetch, self._start_method = batch, workers, prefetch, start_method
+        self._batch, self._workers, self._prefetch, self._start_method = batch, workers, prefetch, start_method or START_METHOD
         parts = readers // gcd(shards, readers)
         self._recipe = Recipe(tuple(sources), context, shards, seed, epochs, parts)
         largest = max(len(source.samples) for source in sources)
@@ -366,7 +368,9 @@ def _check(sources: Sequence[Source], counts: Mapping[str, int], reader: int, wo
     for name, count in counts.items():
         if not isinstance(count, int) or count < 1:
             raise InputError(f"TokenLoader({name}={count!r}): pass an integer of at least 1")
-    if workers < 0 or not 0 <= reader < counts["readers"]:
+    if counts["prefetch"] > _MOST_PREFETCHED:
+        raise InputError(f"TokenLoader(prefetch={counts['prefetch']}): pass at most {_MOST_PREFETCHED}")
+    if not isinstance(workers, int) or workers < 0 or not 0 <= reader < counts["readers"]:
         raise InputError(
             f"TokenLoader(reader={reader}, readers={counts['readers']}, workers={workers}) is out of range"
         )

@@ -58,17 +58,24 @@ class UnitState:
     def after(self, windows: int, recipe: Recipe, unit: int) -> UnitState | None:
         """Return the state after some more windows were consumed, or None if not all of their tokens are here.
 
-        The tokens are a view of this state's, and not a copy.
+        It takes over this state's memory, which may change; this state must not be used afterwards. A copy would read
+        all of the memory, and be slow where another process wrote it.
         """
         cut = windows * recipe.context
         if cut > len(self.tokens) and not self.is_exhausted(recipe, unit):
             return None
-        stops = np.cumsum(self.samples[:, 4])
-        starts = stops - self.samples[:, 4]
-        kept = (stops > cut) | (starts >= cut)
-        samples = self.samples[kept]
-        if len(samples) and starts[kept][0] < cut:
-            samples[0, 3:] = 1, stops[kept][0] - cut
+        if not cut:
+            return self
+        rows = 64
+        while rows < len(self.samples) and self.samples[:rows, 4].sum() <= cut:
+            rows *= 2  # not all of them at once: a gigabyte of tokens has many, and few of them are cut
+        lengths = self.samples[:rows, 4]
+        stops = np.cumsum(lengths)
+        kept = (stops > cut) | (stops - lengths >= cut)
+        first = int(np.argmax(kept)) if kept.any() else len(self.samples)
+        samples = self.samples[first:]
+        if len(samples) and stops[first] - lengths[first] < cut:
+            samples[0, 3:] = 1, stops[first] - cut
         return replace(self, samples=samples, tokens=self.tokens[cut:])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from random import Random
@@ -39,11 +39,12 @@ class Checkpoint:
     shared: Any
     units: dict[str, Any]
 
-    def copied(self) -> Checkpoint:
-        """As it comes back from storage: in other memory."""
+    def copied(self, names: Collection[str] | None = None) -> Checkpoint:
+        """As it comes back from storage, all of it or some units: in other memory."""
         units = {
             name: {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in unit.items()}
             for name, unit in self.units.items()
+            if names is None or name in names
         }
         return Checkpoint(self.shared, units)
 
@@ -61,8 +62,7 @@ def save(loaders: Sequence[Any]) -> Checkpoint:
 def load(loaders: Sequence[Any], checkpoint: Checkpoint) -> None:
     for loader in loaders:
         wanted = loader.wanted_units(checkpoint.shared, sorted(checkpoint.units))
-        copied = checkpoint.copied()
-        loader.load_units(checkpoint.shared, {name: copied.units[name] for name in wanted})
+        loader.load_units(checkpoint.shared, checkpoint.copied(set(wanted)).units)
 
 
 @dataclass

@@ -73,3 +73,17 @@ class Wide(Growing):
 
     def __getitem__(self, index: int) -> list[int]:
         return np.full(131_072, index + 1)
+
+
+class Locked(Growing):
+    """Can be pickled, and not unpickled."""
+
+    def __setstate__(self, state: object) -> None:
+        raise PermissionError("the key is lost")
+
+
+class Verbose(Growing):
+    """No sample can be read, and the reason is long, in characters of many bytes."""
+
+    def __getitem__(self, index: int) -> list[int]:
+        raise OSError("\U0001f4be" * 30_000)

@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch
 from feeding import Fed, alike, drain, everything, load, save, step
-from slow_sources import Exiting, Failing, Growing, Noted, Silent, Wide
+from slow_sources import Exiting, Failing, Growing, Locked, Noted, Silent, Verbose, Wide
 
 from bcp.data import Source, TokenLoader
+from bcp.data.worker import Job
+from bcp.data.workers import _pickled
 from bcp.errors import InputError, StageError
 
 
@@ -30,9 +32,10 @@ def loader(samples: Any, **changes: Any) -> TokenLoader:
 
 
 def children() -> set[int]:
-    """Processes below this one, but for the two that multiprocessing keeps for other ways to start."""
-    found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if not {"resource_tracker", "forkserver"} & set(_words(child))}
+    """Processes below this one, but for the two that multiprocessing keeps."""
+    own = psutil.Process()
+    kept = {child.pid for child in own.children() if {"resource_tracker", "forkserver"} & set(_words(child))}
+    return {child.pid for child in own.children(recursive=True)} - kept
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -58,9 +61,7 @@ def test_workers_give_the_batches_of_one_process(workers: int) -> None:
         assert next(alone, None) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_may_start_in_other_ways(method: str) -> None:
+def feed_over_a_restart(method: str | None) -> None:
     with no_child_is_left():
         with loader(Growing(), start_method=method, workers=1) as reader:
             fed = Fed()
@@ -70,18 +71,81 @@ def test_processes_may_start_in_other_ways(method: str) -> None:
             checkpoint = save([reader])
         with loader(Growing(), start_method=method, workers=1) as reader:
             load([reader], checkpoint)
-            while step([reader], fed):
-                pass
+            drain(reader, fed)
         assert (fed.ids, fed.tokens) == everything([Source("pages", Growing())], 1)
+
+
+def run_script(source: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, with the modules of this folder."""
+    script = folder / "job.py"
+    script.write_text(source)
+    path = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 1, 2))
+    return subprocess.run(  # noqa: S603 -- our own script
+        [sys.executable, script, *args],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_processes_may_be_spawned() -> None:
+    feed_over_a_restart("spawn")
+
+
+def test_processes_may_be_forked(tmp_path: Path) -> None:
+    """By a process without the threads that other tests have left in this one."""
+    done = run_script("from test_loader_workers import *\nfeed_over_a_restart('fork')\n", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_process_is_forked_out_of_the_training_process() -> None:
+    with loader(Growing(), workers=1) as reader:
+        next(reader)
+        (worker,) = reader._engine._workers
+        assert psutil.Process(worker.process.pid).ppid() != os.getpid()
 
 
 def test_samples_that_cannot_be_pickled_are_refused() -> None:
     class Local(Growing):
         pass
 
-    refused = pytest.raises(InputError, match=r"worker 0 of reader 0 could not be started.*picklable")
-    with no_child_is_left(), loader(Local(), start_method="spawn") as reader, refused:
-        next(reader)
+    sources = [Source("pages", Growing()), Source("local", Local())]
+    remedy = r"source 'local' cannot be pickled.* at the top level of a module, or pass start_method='fork'"
+    with no_child_is_left(), TokenLoader(sources, 8, 6, shards=6, workers=2) as reader:
+        for _ in range(2):
+            with pytest.raises(InputError, match=remedy):
+                next(reader)
+        assert len(reader.unit_states()) == 6
+
+
+def test_sources_that_a_worker_cannot_unpickle_are_named() -> None:
+    with no_child_is_left(), loader(Locked()) as reader:
+        with pytest.raises(StageError, match=r"could not be unpickled \(worker 0 of reader 0\).*the key is lost") as caught:
+            next(reader)
+        assert "__setstate__" in caught.value.__notes__[0]
+
+
+SLICES = list(torch.arange(4_000_000).reshape(1000, 4000))
+
+
+def test_tensors_are_pickled_without_the_rest_of_their_storage() -> None:
+    with loader([piece[:5] for piece in SLICES]) as reader, loader([piece[:5] for piece in SLICES], workers=0) as alone:
+        assert torch.equal(next(reader).tokens, next(alone).tokens)
+        assert len(_pickled(Job(reader._recipe, None, 2))) < 1_000_000  # type: ignore[arg-type]
+
+
+UNGUARDED = """
+from slow_sources import Growing
+from bcp.data import Source, TokenLoader
+next(TokenLoader([Source("pages", Growing())], 8, 6, shards=6, workers=1))
+"""
+
+
+def test_a_script_whose_work_is_not_guarded_is_told_so(tmp_path: Path) -> None:
+    done = run_script(UNGUARDED, tmp_path)
+    assert done.returncode == 1
+    assert 'the script\'s own work belongs below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
 
 
 def test_it_works_while_other_threads_hold_locks_and_torch_has_threads() -> None:
@@ -199,6 +263,13 @@ def test_an_error_in_a_worker_has_its_source_sample_and_traceback(workers: int) 
     assert (fed.ids, fed.tokens) == everything([Source("pages", Growing())], 1)
 
 
+def test_a_long_error_of_any_characters_is_clipped() -> None:
+    with loader(Verbose(), workers=1) as reader, pytest.raises(StageError, match="OSError: \U0001f4be\U0001f4be") as caught:
+        next(reader)
+    assert len(str(caught.value)) < 2000
+    assert caught.value.__notes__[0].endswith("\U0001f4be\n")
+
+
 @pytest.mark.parametrize(("how", "message"), [("killed", "was killed by SIGKILL"), ("exit", "ended with exit code 3")])
 def test_the_death_of_a_worker_is_an_error(how: str, message: str) -> None:
     with no_child_is_left(), loader(Exiting(how)) as reader:
@@ -257,12 +328,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["killed", "returns"])
 def test_workers_die_with_the_process_that_started_them(how: str, tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    job = subprocess.run(  # noqa: S603 -- our own script
-        [sys.executable, script, how], env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False
-    )
+    job = run_script(SCRIPT, tmp_path, how)
     assert job.returncode == (-signal.SIGKILL if how == "killed" else 0)
     workers = json.loads(job.stdout)
     assert len(workers) == 4
