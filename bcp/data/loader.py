@@ -130,7 +130,12 @@ class TokenLoader:
             raise InputError(f"TokenLoader(start_method={start_method!r}): pass one of {get_all_start_methods()}")
         _check(sources, {**counts, "epochs": 1 if epochs is None else epochs}, reader, workers)
         self.reader, self.readers = reader, readers
-        self._batch, self._workers, self._prefetch, self._start_method = batch, workers, prefetch, start_method or START_METHOD
+        self._batch, self._workers, self._prefetch, self._start_method = (
+            batch,
+            workers,
+            prefetch,
+            start_method or START_METHOD,
+        )
         parts = readers // gcd(shards, readers)
         self._recipe = Recipe(tuple(sources), context, shards, seed, epochs, parts)
         largest = max(len(source.samples) for source in sources)

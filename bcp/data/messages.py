@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -87,10 +87,8 @@ class Line:
 
     def send(self, kind: str, **words: Any) -> None:
         """Send words. To an end that is closed they are lost: the next :meth:`receive` tells of it."""
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):
             self.socket.send(json.dumps({"kind": kind, **words}).encode())
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
     def send_arrays(self, kind: str, arrays: Mapping[str, np.ndarray[Any, Any]], **words: Any) -> None:
         """Send words and arrays. To an end that is closed they are lost."""

@@ -204,9 +204,7 @@ class _Worker:
                 "its output tells why. A process that starts imports the main script: the script's own work belongs"
                 ' below `if __name__ == "__main__":`'
             )
-        self.failure = StageError(
-            "read", self.name, ChildProcessError(f"process {self.process.pid} {how}; {remedy}")
-        )
+        self.failure = StageError("read", self.name, ChildProcessError(f"process {self.process.pid} {how}; {remedy}"))
         return self.failure
 
 

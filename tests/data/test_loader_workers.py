@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from feeding import Fed, alike, drain, everything, load, save, step
+from ranks import ended, started
 from slow_sources import Exiting, Failing, Growing, Locked, Noted, Silent, Verbose, Wide
 
 from bcp.data import Source, TokenLoader
@@ -61,7 +62,7 @@ def test_workers_give_the_batches_of_one_process(workers: int) -> None:
         assert next(alone, None) is None
 
 
-def feed_over_a_restart(method: str | None) -> None:
+def feed_by_processes(method: str | None) -> None:
     with no_child_is_left():
         with loader(Growing(), start_method=method, workers=1) as reader:
             fed = Fed()
@@ -69,9 +70,8 @@ def feed_over_a_restart(method: str | None) -> None:
                 assert step([reader], fed)
                 reader.prepare(number)
             checkpoint = save([reader])
-        with loader(Growing(), start_method=method, workers=1) as reader:
-            load([reader], checkpoint)
-            drain(reader, fed)
+        load([alone := loader(Growing(), workers=0)], checkpoint)
+        drain(alone, fed)
         assert (fed.ids, fed.tokens) == everything([Source("pages", Growing())], 1)
 
 
@@ -90,13 +90,16 @@ def run_script(source: str, folder: Path, *args: str) -> subprocess.CompletedPro
 
 
 def test_processes_may_be_spawned() -> None:
-    feed_over_a_restart("spawn")
+    feed_by_processes("spawn")
 
 
-def test_processes_may_be_forked(tmp_path: Path) -> None:
+def _feed_by_forked_processes(_rank: int) -> None:
+    feed_by_processes("fork")
+
+
+def test_processes_may_be_forked() -> None:
     """By a process without the threads that other tests have left in this one."""
-    done = run_script("from test_loader_workers import *\nfeed_over_a_restart('fork')\n", tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert ended(started(1, _feed_by_forked_processes), 120) == [0]
 
 
 def test_no_process_is_forked_out_of_the_training_process() -> None:
@@ -121,7 +124,9 @@ def test_samples_that_cannot_be_pickled_are_refused() -> None:
 
 def test_sources_that_a_worker_cannot_unpickle_are_named() -> None:
     with no_child_is_left(), loader(Locked()) as reader:
-        with pytest.raises(StageError, match=r"could not be unpickled \(worker 0 of reader 0\).*the key is lost") as caught:
+        with pytest.raises(
+            StageError, match=r"could not be unpickled \(worker 0 of reader 0\).*the key is lost"
+        ) as caught:
             next(reader)
         assert "__setstate__" in caught.value.__notes__[0]
 
@@ -135,7 +140,15 @@ def test_tensors_are_pickled_without_the_rest_of_their_storage() -> None:
         assert len(_pickled(Job(reader._recipe, None, 2))) < 1_000_000  # type: ignore[arg-type]
 
 
-UNGUARDED = """
+EARLY = """
+import multiprocessing, multiprocessing.forkserver
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["bcp.data", "slow_sources"])
+    multiprocessing.forkserver.ensure_running()  # imports beside this process
+"""
+UNGUARDED = f"""
+{EARLY}
 from slow_sources import Growing
 from bcp.data import Source, TokenLoader
 next(TokenLoader([Source("pages", Growing())], 8, 6, shards=6, workers=1))
@@ -220,6 +233,18 @@ def test_a_prepared_state_needs_no_worker() -> None:
     assert fed == expected
 
 
+def test_reader_and_worker_never_wait_for_each_other_to_receive() -> None:
+    """The state comes behind all batches that were read ahead, which the reader then consumes without receiving."""
+    with (
+        loader(Growing(), workers=1, epochs=None, prefetch=100) as reader,
+        loader(Growing(), workers=0, epochs=None) as alone,
+    ):
+        for _ in range(3):
+            reader.unit_states()
+            for _ in range(150):
+                assert torch.equal(next(reader).tokens, next(alone).tokens)
+
+
 def test_a_state_that_was_returned_does_not_change() -> None:
     with loader(Growing()) as reader:
         next(reader)
@@ -264,7 +289,10 @@ def test_an_error_in_a_worker_has_its_source_sample_and_traceback(workers: int) 
 
 
 def test_a_long_error_of_any_characters_is_clipped() -> None:
-    with loader(Verbose(), workers=1) as reader, pytest.raises(StageError, match="OSError: \U0001f4be\U0001f4be") as caught:
+    with (
+        loader(Verbose(), workers=1) as reader,
+        pytest.raises(StageError, match="OSError: \U0001f4be\U0001f4be") as caught,
+    ):
         next(reader)
     assert len(str(caught.value)) < 2000
     assert caught.value.__notes__[0].endswith("\U0001f4be\n")
@@ -310,7 +338,8 @@ def test_loading_into_a_running_loader_replaces_its_workers() -> None:
         assert not children() & before
 
 
-SCRIPT = """
+SCRIPT = f"""
+{EARLY}
 import json, os, signal, sys
 from slow_sources import Growing
 from bcp.data import Source, TokenLoader
