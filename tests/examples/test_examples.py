@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ONE_PROCESS = ["quickstart.py", "async_harness.py", "custom_stage.py", "codec_zstd.py", "partial_load.py"]
 LAUNCHED = {"gpt.py", "train_gpt.py", "demo.py", "demo_plot.py"}  # test_demo below runs all four
+OF_RANKS = {"local_ranks.py", "dataloader_reshard.py", "data_rl.py"}
 
 
 def run(script: str, *args: str, cwd: Path) -> str:
@@ -27,12 +28,24 @@ def run(script: str, *args: str, cwd: Path) -> str:
 
 
 def test_no_example_is_left_out() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*ONE_PROCESS, *LAUNCHED}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*ONE_PROCESS, *LAUNCHED, *OF_RANKS}
 
 
 @pytest.mark.parametrize("script", ONE_PROCESS)
 def test_example(script: str, tmp_path: Path) -> None:
     assert run(script, cwd=tmp_path).strip()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_readers_of_data_come_and_go(tmp_path: Path) -> None:
+    assert "2400 samples: 0 lost, 0 fed twice" in run("dataloader_reshard.py", cwd=tmp_path)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_loop_of_rollouts(tmp_path: Path) -> None:
+    assert "5 kills, 736 prompts: 0 lost, 0 trained twice" in run("data_rl.py", cwd=tmp_path)
 
 
 @pytest.mark.dist
