@@ -1,0 +1,109 @@
+"""Streaming sets of Hugging Face ``datasets`` as virtual shards. Read with datasets 5.2.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bcp.data.adapters.virtual_shards import VirtualShards
+from bcp.errors import InputError, MissingExtraError, StateError
+
+try:
+    from datasets import IterableDataset
+except ImportError as error:
+    raise MissingExtraError(
+        "bcp.data.adapters.huggingface needs datasets, which is not installed: pip install 'bcp-checkpoint[datasets]'"
+    ) from error
+
+__all__ = ["HuggingFaceShards"]
+
+
+class HuggingFaceShards(VirtualShards):
+    """Reads a streaming ``datasets.IterableDataset`` in virtual shards, for any number of readers up to theirs.
+
+    Virtual shard ``v`` has the files (``dataset.num_shards``) ``v`` modulo ``shards``, and its own place in them:
+    ``state_dict`` of its ``IterableDataset``. Order and change of readers are those of :class:`VirtualShards`. An epoch
+    of a virtual shard begins when its last one is over, with ``set_epoch``.
+
+    A buffer of ``shuffle`` is refused: its samples are in no state of ``datasets``, and a resumed run would never see
+    them. Shuffle the files by ``shuffle(seed, buffer_size=1)``, and samples before they are written to files.
+
+    Args:
+        dataset: the whole dataset, not split by node. Its operations apply to each virtual shard by itself.
+        shards: how many virtual shards, at most ``dataset.num_shards`` and fixed for the life of a run; None for
+            ``dataset.num_shards``.
+        reader: number of this reader, its data-parallel rank.
+        readers: how many readers there are, at most ``shards``.
+        epochs: how often each sample is read; None for without end.
+
+    Raises:
+        InputError: the dataset is no ``IterableDataset``, is split by node already or has a shuffle buffer, or has
+            fewer files than there are virtual shards.
+
+    Example::
+
+        dataset = load_dataset("allenai/c4", "en", split="train", streaming=True)  # 1024 files
+        for sample in HuggingFaceShards(dataset, shards=96, reader=rank, readers=world_size):
+            train(sample)
+
+    """
+
+    def __init__(
+        self, dataset: Any, *, shards: int | None = None, reader: int = 0, readers: int = 1, epochs: int | None = 1
+    ) -> None:
+        """Read nothing yet."""
+        _check(dataset)
+        files = int(dataset.num_shards)
+        count = files if shards is None else shards
+        if not 1 <= count <= files or (epochs is not None and epochs < 1):
+            raise InputError(
+                f"HuggingFaceShards(shards={count}, epochs={epochs}): need at least 1 of both, and the dataset has"
+                f" {files} files for virtual shards; dataset.reshard() makes more of Parquet files"
+            )
+        self._files, self._epochs = files, epochs
+
+        def open_shard(shard: int) -> _Shard:
+            return _Shard(dataset.shard(num_shards=count, index=shard, contiguous=False), epochs)
+
+        super().__init__(open_shard, shards=count, reader=reader, readers=readers)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what a run must not change, equal on all readers."""
+        return super().shared_state() | {"files": self._files, "epochs": self._epochs}
+
+
+class _Shard:
+    """The samples of one virtual shard in all epochs."""
+
+    def __init__(self, dataset: Any, epochs: int | None) -> None:
+        self._dataset, self._epochs = dataset, epochs
+        self._samples: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            if self._samples is None:
+                self._samples = iter(self._dataset)
+            first = object()
+            sample = next(self._samples, first)
+            if sample is not first:
+                self._empty = False
+                return sample
+            epoch = int(self._dataset.epoch) + 1
+            if self._empty or epoch == self._epochs:
+                raise StopIteration
+            self._dataset.set_epoch(epoch)
+            self._samples, self._empty = None, True
+
+    _empty = False
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._dataset.state_dict()
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        epoch = state["epoch"]
+        self._dataset.set_epoch(epoch)
+        self._dataset.load_state_dict(state)

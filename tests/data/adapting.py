@@ -1,0 +1,31 @@
+"""Saves and loads of adapters, as plain dicts stand for storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from feeding import Checkpoint
+
+
+def save(states: Sequence[Any]) -> Checkpoint:
+    """What a save of all readers writes."""
+    units: dict[str, Any] = {}
+    for state in states:
+        own = dict(state.unit_states())
+        assert not units.keys() & own.keys()
+        units |= own
+    shared = [state.shared_state() for state in states]
+    assert all(each == shared[0] for each in shared)
+    return Checkpoint(shared[0], units)
+
+
+def load(states: Sequence[Any], checkpoint: Checkpoint) -> None:
+    """Let all readers load; each unit belongs to one."""
+    taken: list[str] = []
+    for state in states:
+        wanted = state.wanted_units(checkpoint.shared, sorted(checkpoint.units))
+        state.load_units(deepcopy(checkpoint.shared), {name: deepcopy(checkpoint.units[name]) for name in wanted})
+        taken += wanted
+    assert sorted(taken) == sorted(checkpoint.units)
