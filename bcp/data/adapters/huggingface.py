@@ -77,33 +77,60 @@ class _Shard:
 
     def __init__(self, dataset: Any, epochs: int | None) -> None:
         self._dataset, self._epochs = dataset, epochs
+        self._state: Any = dataset.state_dict()  # until the first sample: the dataset would not return one it has loaded
         self._samples: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        while True:
-            if self._samples is None:
-                self._samples = iter(self._dataset)
-            first = object()
-            sample = next(self._samples, first)
-            if sample is not first:
-                self._empty = False
-                return sample
+        if self._samples is None:
+            self._samples = iter(self._dataset)
+        end = object()
+        sample = next(self._samples, end)
+        if sample is end:
             epoch = int(self._dataset.epoch) + 1
-            if self._empty or epoch == self._epochs:
+            if epoch == self._epochs:
                 raise StopIteration
             self._dataset.set_epoch(epoch)
-            self._samples, self._empty = None, True
+            self._samples = iter(self._dataset)
+            sample = next(self._samples)  # an epoch without samples is the end, or there would be none
+        self._state = None
+        return sample
 
-    _empty = False
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._dataset.state_dict()
-        return state
+    def state_dict(self) -> Any:
+        return self._dataset.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Any) -> None:
-        epoch = state["epoch"]
-        self._dataset.set_epoch(epoch)
+        form = self._dataset.state_dict()
+        for found, wanted in ((state, form), (state["examples_iterable"], form["examples_iterable"])):
+            if found.keys() != wanted.keys() or found.get("type") != wanted.get("type"):
+                raise StateError(f"the dataset's state has the fields {sorted(wanted)}, and not {sorted(found)}")
+        self._dataset.set_epoch(state["epoch"])
         self._dataset.load_state_dict(state)
+        self._state = state
+
+
+def _check(dataset: Any) -> None:
+    """Refuse datasets whose state does not hold all that it takes to go on, and those that are a part already."""
+    if not isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"HuggingFaceShards: {type(dataset).__name__} is no IterableDataset; load it with streaming=True, or call"
+            " to_iterable_dataset(num_shards=...)"
+        )
+    if not (hasattr(dataset, "_ex_iterable") and hasattr(dataset, "_distributed")):
+        raise InputError(
+            "HuggingFaceShards cannot see whether this dataset has a shuffle buffer: it knows the inside of datasets"
+            " 5.2.0"
+        )
+    if dataset._distributed is not None:  # noqa: SLF001 -- there is no public way to ask
+        raise InputError("HuggingFaceShards: the dataset is split by node already; pass the whole dataset")
+    nodes = [dataset._ex_iterable]  # noqa: SLF001 -- there is no public way to ask
+    while nodes:
+        node = nodes.pop()
+        if (size := getattr(node, "buffer_size", 1)) > 1:
+            raise InputError(
+                f"HuggingFaceShards: the dataset has a shuffle buffer of {size} samples, which its state lacks, so a"
+                " resumed run would lose them: shuffle(seed, buffer_size=1) shuffles files alone"
+            )
+        nodes += [node.ex_iterable] if hasattr(node, "ex_iterable") else getattr(node, "ex_iterables", [])
