@@ -65,21 +65,27 @@ PIPELINES: dict[str, Callable[[int, int], Any]] = {
     "map": lambda size, _shards: source(size),
     "repeat": lambda size, _shards: source(size).repeat(2),
     "batch": lambda size, shards: lambda shard: source(size)[shard::shards].to_iter_dataset(QUIET).batch(3),
-    "filter": lambda size, shards: lambda shard: (
-        source(size)[shard::shards].to_iter_dataset(QUIET).filter(lambda number: number % 3 > 0)
+    "filter": lambda size, shards: (
+        lambda shard: source(size)[shard::shards].to_iter_dataset(QUIET).filter(lambda number: number % 3 > 0)
     ),
-    "mix": lambda size, shards: lambda shard: grain.IterDataset.mix(
-        [
-            source(size)[shard::shards].repeat().to_iter_dataset(QUIET),
-            source(size).map(lambda number: number + 1000)[shard::shards].to_iter_dataset(QUIET),
-        ],
-        [1, 2],
+    "mix": lambda size, shards: (
+        lambda shard: grain.IterDataset.mix(
+            [
+                source(size)[shard::shards].repeat().to_iter_dataset(QUIET),
+                source(size).map(lambda number: number + 1000)[shard::shards].to_iter_dataset(QUIET),
+            ],
+            [1, 2],
+        )
     ),
-    "pack": lambda size, shards: lambda shard: FirstFitPackIterDataset(
-        source(size).map(lambda number: {"ids": np.full(number % 4 + 1, number)})[shard::shards].to_iter_dataset(QUIET),
-        length_struct={"ids": 5},
-        num_packing_bins=3,
-    ).map(lambda packed: packed["ids"]),
+    "pack": lambda size, shards: (
+        lambda shard: FirstFitPackIterDataset(
+            source(size)
+            .map(lambda number: {"ids": np.full(number % 4 + 1, number)})[shard::shards]
+            .to_iter_dataset(QUIET),
+            length_struct={"ids": 5},
+            num_packing_bins=3,
+        ).map(lambda packed: packed["ids"])
+    ),
 }
 
 
@@ -141,8 +147,7 @@ def test_the_elastic_iterator_shares_one_state(closer: ExitStack) -> None:
         iterators, states = elastic(readers)
         if checkpoint:
             load(states, checkpoint)
-        for _ in range(2):
-            fed.append(sorted(numbers([next(iterator) for iterator in iterators])))
+        fed += [sorted(numbers([next(iterator) for iterator in iterators])) for _ in range(2)]
         checkpoint = json_copy(save(states))
         assert checkpoint.units == {}
         rounds(iterators, 1)

@@ -77,7 +77,9 @@ class _Shard:
 
     def __init__(self, dataset: Any, epochs: int | None) -> None:
         self._dataset, self._epochs = dataset, epochs
-        self._state: Any = dataset.state_dict()  # until the first sample: the dataset would not return one it has loaded
+        self._state: Any = (
+            dataset.state_dict()
+        )  # until the first sample: the dataset would not return one it has loaded
         self._samples: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:

@@ -51,10 +51,10 @@ class TorchdataWorkers:
 
     The number of readers may change while the number of workers of all readers together stays: 4 readers of 2 workers
     become 2 readers of 4, or 8 of 1. Worker ``i`` of reader ``r`` is number ``r + readers * i`` of all, and its unit
-    goes to the worker that has this number later. The dataset has to divide its samples by :func:`worker_number`, and by
-    nothing else that changes with the readers. Then each sample is fed once. Until the first worker has ended, the
-    batches of all readers together also come in the same order, if the readers go in step and the new number of
-    readers divides the batches that were consumed.
+    goes to the worker that has this number later. The dataset has to divide its samples by :func:`worker_number`, and
+    by nothing else that changes with the readers. Then each sample is fed once. Until the first worker has ended, the
+    batches of all readers together also come in the same order, if the readers go in step and the new number of readers
+    divides the batches that were consumed.
 
     The state (:class:`bcp.protocols.ShardedState`) is that of the batches that the loader has returned. Prefetched ones
     are read again. It has the same limits as the loader's own: the dataset has to keep all of its state itself, random
@@ -166,9 +166,7 @@ class TorchdataWorkers:
             main = self._same(names, mains)
         else:
             main = self._moved(int(shared["readers"]), mains, sum(unit["turns"] for unit in saved))
-        workers = {
-            f"worker_{number}": {**unit["worker"], "worker_id": number} for number, unit in enumerate(saved)
-        }
+        workers = {f"worker_{number}": {**unit["worker"], "worker_id": number} for number, unit in enumerate(saved)}
         snapshot = {
             "_snapshot_step": main["step"],
             "_last_yielded_worker_id": main["last"],
@@ -191,7 +189,9 @@ class TorchdataWorkers:
         for name, main in zip(names, mains, strict=True):
             differing = [field for field in ("step", "since", "last", "finished") if main[field] != mains[0][field]]
             if differing:
-                raise StateError(f"units {names[0]!r} and {name!r} of the dataloader differ in {differing}: of one save?")
+                raise StateError(
+                    f"units {names[0]!r} and {name!r} of the dataloader differ in {differing}: of one save?"
+                )
         return mains[0]
 
     def _moved(self, before: int, mains: Sequence[dict[str, Any]], turns: int) -> dict[str, Any]:
@@ -221,9 +221,9 @@ class TorchdataWorkers:
             before, now = shared["readers"] * shared["workers"], self.readers * self._workers
             if before != now:
                 raise MismatchError(
-                    f"TorchdataWorkers: {shared['readers']} readers of {shared['workers']} workers saved {before} units,"
-                    f" and {self.readers} readers of {self._workers} workers want {now}; choose num_workers so that"
-                    f" readers * num_workers is {before}"
+                    f"TorchdataWorkers: {shared['readers']} readers of {shared['workers']} workers saved {before}"
+                    f" units, and {self.readers} readers of {self._workers} workers want {now}; choose num_workers so"
+                    f" that readers * num_workers is {before}"
                 )
             own |= {"readers": shared["readers"], "workers": shared["workers"]}
         compare(own, shared)
