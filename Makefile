@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "bcp needs Python 3.11 or newer; say where with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets]'
 	touch $@
 
 test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.

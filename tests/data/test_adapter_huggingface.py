@@ -72,18 +72,19 @@ def test_any_chain_of_readers_feeds_each_sample_once(name: str) -> None:
     rng = seeded(len(name))
     for _ in range(20):
         dataset = PIPELINES[name](files_of([rng.randint(0, 9) for _ in range(rng.randint(6, 9))] + [1]))
-        shards = rng.randint(4, dataset.num_shards)
+        by = rng.choice(["files", "samples"])
+        shards = rng.randint(4, dataset.num_shards if by == "files" else 12)
         want = sorted(row["id"] for row in dataset)
         fed: list[int] = []
         checkpoint = None
         for _ in range(rng.randint(2, 6)):
-            loaders = readers_of(rng.randint(1, shards), dataset, shards=shards)
+            loaders = readers_of(rng.randint(1, shards), dataset, shards=shards, by=by)
             if checkpoint:
                 load(loaders, checkpoint)
             fed += rounds(loaders, rng.randint(0, 4))
             checkpoint = json_copy(save(loaders))
             rounds(loaders, rng.randint(0, 3))  # lost with a kill
-        loaders = readers_of(rng.randint(1, shards), dataset, shards=shards)
+        loaders = readers_of(rng.randint(1, shards), dataset, shards=shards, by=by)
         load(loaders, checkpoint)
         assert sorted(fed + rest(loaders)) == want
 
@@ -151,18 +152,33 @@ def test_shuffled_samples_are_refused_because_a_resumed_set_loses_them(caplog: p
             HuggingFaceShards(wrapped, shards=1)
 
 
-def test_a_set_that_is_split_by_node_has_one_unit_per_reader() -> None:
+def test_samples_are_dealt_where_there_are_few_files() -> None:
+    dataset = files_of([30, 18]).shuffle(seed=2, buffer_size=1)
+    want = rest(readers_of(1, dataset, shards=12, by="samples", epochs=2))
+    assert want[:48] == [sample["id"] for sample in dataset]
+    fed: list[int] = []
+    checkpoint = None
+    for readers in (3, 12, 4, 2, 6):
+        loaders = readers_of(readers, dataset, shards=12, by="samples", epochs=2)
+        if checkpoint:
+            load(loaders, checkpoint)
+        fed += rounds(loaders, 12 // readers)
+        checkpoint = save(loaders)
+    assert fed + rest(loaders) == want
+
+
+def test_a_set_that_is_split_by_node_is_one_unit_of_its_reader() -> None:
     def readers(count: int) -> tuple[list[PerReader], list[IterableDataset]]:
         sets = [split_dataset_by_node(files_of([5] * 4), reader, count) for reader in range(count)]
         return [PerReader(each, reader=reader, readers=count) for reader, each in enumerate(sets)], sets
 
     states, sets = readers(2)
     iterators = [iter(each) for each in sets]
-    fed = rounds(iterators, 3)
+    rounds(iterators, 3)
     checkpoint = json_copy(save(states))
     states, sets = readers(2)
     load(states, checkpoint)
-    assert fed + rest([iter(each) for each in sets]) == fed + rest(iterators)
+    assert rest([iter(each) for each in sets]) == rest(iterators)
     with pytest.raises(MismatchError, match=r"readers is 4, but 2 in the checkpoint; .* virtual shards"):
         readers(4)[0][0].wanted_units(checkpoint.shared, list(checkpoint.units))
 
@@ -175,7 +191,8 @@ def test_datasets_that_cannot_be_dealt() -> None:
     for arguments, message in [
         ({"dataset": Dataset.from_dict({"id": [1]})}, r"Dataset is no IterableDataset; .* to_iterable_dataset"),
         ({"dataset": split_dataset_by_node(dataset, 0, 2)}, "split by node already"),
-        ({"shards": 5}, r"shards=5.*has 4 files"),
+        ({"shards": 5}, r"shards=5.*has 4 files.*by='samples'"),
+        ({"by": "rows"}, "by='rows'"),
         ({"shards": 0}, "shards=0"),
         ({"epochs": 0}, "epochs=0"),
         ({"readers": 5}, r"shards=4, readers=5.*at least 5 shards, or at most 4 readers"),
@@ -196,6 +213,7 @@ def test_another_run_is_named(checkpoint: Checkpoint) -> None:
     for options, message in [
         ({"shards": 2}, "shards is 2, but 4"),
         ({"epochs": 2}, "epochs is 2, but 1"),
+        ({"by": "samples"}, "by is 'samples', but 'files'"),
         ({"dataset": files_of([5] * 5), "shards": 4}, "files is 5, but 4"),
     ]:
         (loader,) = readers_of(1, **{"dataset": files_of([5] * 4), **options})

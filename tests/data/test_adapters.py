@@ -265,7 +265,7 @@ def test_a_state_that_streaming_would_ignore_is_refused() -> None:
     load([state], save([state]))
     next(iter(loader))
     checkpoint = save([state])
-    with pytest.raises(StateError, match="has begun epoch 0, .* ignore a state of epoch 0"):
+    with pytest.raises(StateError, match=r"has begun epoch 0, .* ignore a state of epoch 0"):
         load([state], checkpoint)
     (loader,), (state,) = streaming(1)
     load([state], checkpoint)

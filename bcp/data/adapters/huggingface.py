@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from bcp.data.adapters.virtual_shards import VirtualShards
 from bcp.errors import InputError, MissingExtraError, StateError
 
 try:
     from datasets import IterableDataset
+    from datasets.distributed import split_dataset_by_node
 except ImportError as error:
     raise MissingExtraError(
         "bcp.data.adapters.huggingface needs datasets, which is not installed: pip install 'bcp-checkpoint[datasets]'"
@@ -21,20 +22,22 @@ __all__ = ["HuggingFaceShards"]
 class HuggingFaceShards(VirtualShards):
     """Reads a streaming ``datasets.IterableDataset`` in virtual shards, for any number of readers up to theirs.
 
-    Virtual shard ``v`` has the files (``dataset.num_shards``) ``v`` modulo ``shards``, and its own place in them:
-    ``state_dict`` of its ``IterableDataset``. Order and change of readers are those of :class:`VirtualShards`. An epoch
-    of a virtual shard begins when its last one is over, with ``set_epoch``.
+    Virtual shard ``v`` has the files (``dataset.num_shards``) ``v`` modulo ``shards``, or the samples ``v`` modulo
+    ``shards`` of all files. Its place in them is ``state_dict`` of an ``IterableDataset`` of its own. Order and change
+    of readers are those of :class:`VirtualShards`. An epoch of a virtual shard begins when its last one is over, with
+    ``set_epoch``.
 
     A buffer of ``shuffle`` is refused: its samples are in no state of ``datasets``, and a resumed run would never see
     them. Shuffle the files by ``shuffle(seed, buffer_size=1)``, and samples before they are written to files.
 
     Args:
         dataset: the whole dataset, not split by node. Its operations apply to each virtual shard by itself.
-        shards: how many virtual shards, at most ``dataset.num_shards`` and fixed for the life of a run; None for
-            ``dataset.num_shards``.
+        shards: how many virtual shards, fixed for the life of a run; None for ``dataset.num_shards``.
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are, at most ``shards``.
         epochs: how often each sample is read; None for without end.
+        by: what is dealt to the virtual shards: ``"files"``, of which there are at least ``shards``; or ``"samples"``,
+            for which every virtual shard reads all of the dataset and leaves out the samples of the others.
 
     Raises:
         InputError: the dataset is no ``IterableDataset``, is split by node already or has a shuffle buffer, or has
@@ -49,27 +52,39 @@ class HuggingFaceShards(VirtualShards):
     """
 
     def __init__(
-        self, dataset: Any, *, shards: int | None = None, reader: int = 0, readers: int = 1, epochs: int | None = 1
+        self,
+        dataset: Any,
+        *,
+        shards: int | None = None,
+        reader: int = 0,
+        readers: int = 1,
+        epochs: int | None = 1,
+        by: Literal["files", "samples"] = "files",
     ) -> None:
         """Read nothing yet."""
         _check(dataset)
         files = int(dataset.num_shards)
         count = files if shards is None else shards
-        if not 1 <= count <= files or (epochs is not None and epochs < 1):
+        if count < 1 or (epochs is not None and epochs < 1) or by not in ("files", "samples"):
+            raise InputError(f"HuggingFaceShards(shards={count}, epochs={epochs}, by={by!r}) is out of range")
+        if count > files and by == "files":
             raise InputError(
-                f"HuggingFaceShards(shards={count}, epochs={epochs}): need at least 1 of both, and the dataset has"
-                f" {files} files for virtual shards; dataset.reshard() makes more of Parquet files"
+                f"HuggingFaceShards(shards={count}): the dataset has {files} files to deal; pass at most as many"
+                " shards, call dataset.reshard(), which makes more of Parquet files, or pass by='samples'"
             )
-        self._files, self._epochs = files, epochs
+        self._run = {"files": files, "epochs": epochs, "by": by}
 
         def open_shard(shard: int) -> _Shard:
+            if by == "samples":
+                whole = dataset.shard(num_shards=1, index=0)  # two splits of one dataset would share a place in it
+                return _Shard(split_dataset_by_node(whole, shard, count, strategy="examples"), epochs)
             return _Shard(dataset.shard(num_shards=count, index=shard, contiguous=False), epochs)
 
         super().__init__(open_shard, shards=count, reader=reader, readers=readers)
 
     def shared_state(self) -> dict[str, Any]:
         """Return what a run must not change, equal on all readers."""
-        return super().shared_state() | {"files": self._files, "epochs": self._epochs}
+        return super().shared_state() | self._run
 
 
 class _Shard:

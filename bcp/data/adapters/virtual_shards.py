@@ -62,6 +62,7 @@ class VirtualShards:
 
     reader: int
     readers: int
+    _failure: Exception | None
 
     def __init__(self, open_shard: Callable[[int], Any], *, shards: int, reader: int = 0, readers: int = 1) -> None:
         """Open the shards of this reader."""
@@ -103,9 +104,10 @@ class VirtualShards:
                 shard.ended = True
                 continue
             except BaseException as error:
-                self._failure = StageError("read", f"virtual shard {number} of {self._count}", error)
+                failure = StageError("read", f"virtual shard {number} of {self._count}", error)
+                self._failure = failure
                 if isinstance(error, Exception):
-                    raise self._failure from error
+                    raise failure from error
                 raise
             shard.turns += 1
             return sample
@@ -211,7 +213,7 @@ class VirtualShards:
 
     def _restart(self, shards: dict[int, _Shard]) -> None:
         self._own = shards
-        self._failure: Exception | None = None
+        self._failure = None
 
 
 def close(iterator: Any) -> None:
