@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from multiprocessing import forkserver, get_context
 from typing import Any
@@ -12,7 +12,7 @@ from adapting import load, save
 from feeding import Checkpoint, seeded
 from torch.utils.data import RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata_sets import Numbers, Reading, Stateless
+from torchdata_sets import Numbers, Reading, Stateless, hub, ids_of
 
 from bcp.data.adapters import PerReader
 from bcp.data.adapters.torchdata import TorchdataWorkers, worker_number
@@ -32,7 +32,7 @@ CONTEXT = get_context("forkserver")  # a fork of this process would have the loc
 def server_with_torch() -> Iterator[None]:
     """A server of forks that has imported torch, so that workers need not: an earlier one may lack it."""
     forkserver._forkserver._stop()
-    CONTEXT.set_forkserver_preload(["pytest", "bcp.data.adapters.torchdata"])
+    CONTEXT.set_forkserver_preload(["pytest", "datasets", "bcp.data.adapters.torchdata"])
     yield
     forkserver._forkserver._stop()
     CONTEXT.set_forkserver_preload(["__main__"])
@@ -41,7 +41,9 @@ def server_with_torch() -> Iterator[None]:
 class Job:
     """Readers with their loaders and states, until they are killed."""
 
-    def __init__(self, readers: int, workers: int, size: int, kind: type = Numbers, **options: Any) -> None:
+    def __init__(
+        self, readers: int, workers: int, size: int, kind: Callable[..., Any] = Numbers, **options: Any
+    ) -> None:
         options = {"batch_size": 2, "num_workers": workers, "multiprocessing_context": CONTEXT, **options}
         self.loaders = [StatefulDataLoader(kind(size, reader, readers), **options) for reader in range(readers)]
         self.states = [
@@ -57,7 +59,7 @@ class Job:
         if not self.iterators:
             self.iterators = [iter(loader) for loader in self.loaders]
         batches = [next(iterator, None) for iterator in self.iterators]
-        return [batch.tolist() for batch in batches if batch is not None]
+        return [list(map(int, batch)) for batch in batches if batch is not None]
 
     def close(self) -> None:
         for iterator in [*self.iterators, *(loader._iterator for loader in self.loaders)]:
@@ -124,6 +126,20 @@ def test_saves_at_any_step_and_ended_workers_feed_each_sample_once() -> None:
             end = save(job.states)
             assert all(unit["main"]["finished"] for unit in end.units.values())
         assert sorted(fed) == list(range(size))
+
+
+def test_a_streaming_set_of_datasets_divides_its_files_by_the_same_number() -> None:
+    fed: list[list[int]] = []
+    checkpoint = None
+    for readers in (4, 1, 2):
+        with closing(Job(readers, 4 // readers, 96, hub, collate_fn=ids_of)) as job:
+            if checkpoint:
+                job.load(checkpoint)
+            fed += run(job, 4 // readers if readers != 2 else None)
+            checkpoint = save(job.states)
+    with closing(Job(1, 4, 96, hub, collate_fn=ids_of)) as job:
+        assert fed == run(job)
+    assert sorted(flat(fed)) == list(range(96))
 
 
 def test_prefetched_batches_are_no_part_of_the_state() -> None:

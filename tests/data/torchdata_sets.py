@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import datasets
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 
 from bcp.data.adapters.torchdata import worker_number
@@ -62,3 +64,19 @@ class Place:
 class Stateless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
+
+
+def numbers_of(files: Sequence[int], size: int) -> Iterator[dict[str, int]]:
+    """Every eighth number below ``size``, from each of the files' own."""
+    for first in files:
+        yield from ({"id": number} for number in range(first, size, 8))
+
+
+def hub(size: int, reader: int, readers: int) -> datasets.IterableDataset:
+    """A streaming set of 8 files, which divides them by reader and worker itself."""
+    rows = datasets.IterableDataset.from_generator(numbers_of, gen_kwargs={"files": [*range(8)], "size": size})
+    return split_dataset_by_node(rows, reader, readers)
+
+
+def ids_of(rows: Sequence[dict[str, int]]) -> list[int]:
+    return [row["id"] for row in rows]
