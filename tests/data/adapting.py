@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from random import Random
 from typing import Any
 
 from feeding import Checkpoint
@@ -29,3 +30,16 @@ def load(states: Sequence[Any], checkpoint: Checkpoint) -> None:
         state.load_units(deepcopy(checkpoint.shared), {name: deepcopy(checkpoint.units[name]) for name in wanted})
         taken += wanted
     assert sorted(taken) == sorted(checkpoint.units)
+
+
+def chain(rng: Random, numbers: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Numbers of readers, and after how many steps each is followed: at a position that both divide, wherever it is."""
+    readers = rng.choices(numbers, k=length)
+    stages, position = [], 0
+    for now, later in zip(readers, [*readers[1:], 1], strict=True):
+        steps = rng.randint(0, 3)
+        while (position + now * steps) % later:
+            steps += 1
+        position += now * steps
+        stages.append((now, steps))
+    return stages
