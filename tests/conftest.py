@@ -7,7 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from ranks import Ranks
+from ranks import Ranks, forkserver
 from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite("gpu.scenarios")  # shared by tests/gpu and tests/device
@@ -40,8 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare garbage collections the imported modules: a failed operation makes one, of 0.15 s with torch alone."""
+    """Make ready what all tests share.
+
+    Garbage collections spare the imported modules: a failed operation makes one, of 0.15 s with torch alone. Reader
+    workers start as ranks do, whichever test comes first.
+    """
     gc.freeze()
+    forkserver()
 
 
 @pytest.fixture

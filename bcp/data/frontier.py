@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from bcp.errors import InputError, MismatchError, StateError
+from bcp.errors import InputError, MismatchError, StageError, StateError
 
 __all__ = ["Frontier"]
 
@@ -98,7 +98,14 @@ class Frontier:
     # -- the loop -----------------------------------------------------------------------------
 
     def pull(self) -> int | None:
-        """Return the lowest ordinal that is neither acknowledged nor handed out; None if there is no other."""
+        """Return the lowest ordinal that is neither acknowledged nor handed out; None if there is no other.
+
+        An error of the prompts is raised as it is.
+
+        Raises:
+            StageError: reading an iterable has failed in an earlier call, and the rest cannot be told from its end.
+
+        """
         with self._lock:
             while True:
                 ordinal = self._next
@@ -209,7 +216,7 @@ class Frontier:
         return [f"{shard:05d}" for shard in self._own]
 
     def load_units(self, shared: Any, units: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: what it does not acknowledge is handed out again, the lowest first.
+        """Go on from a checkpoint. Ordinals that it does not acknowledge are handed out again, the lowest first.
 
         Raises:
             MismatchError: as for :meth:`wanted_units`.
@@ -236,6 +243,7 @@ class Frontier:
         self._next = min(shard.lowest for shard in shards.values())
         self._history.clear()
         self._reading = None
+        self._failure: BaseException | None = None
         self._read_until = 0
 
     def _plain(self) -> dict[str, Any]:
@@ -278,12 +286,18 @@ class Frontier:
             if not self._size or (self._epochs is not None and ordinal >= self._size * self._epochs):
                 return False, None
             return True, cast("Sequence[Any]", self._prompts)[ordinal % self._size] if wanted else None
+        if self._failure is not None:
+            raise StageError("read", f"prompt {self._read_until}, in an earlier call", self._failure)
         if self._reading is None:
             self._reading = iter(self._prompts)
         end = object()
         prompt: Any = None
         while self._read_until <= ordinal:
-            prompt = next(self._reading, end)
+            try:
+                prompt = next(self._reading, end)
+            except BaseException as error:
+                self._failure = error  # a generator that has raised looks ended
+                raise
             if prompt is end:
                 return False, None
             self._read_until += 1

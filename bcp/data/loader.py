@@ -19,6 +19,7 @@ from bcp.errors import InputError, MismatchError, StateError
 
 __all__ = ["Batch", "SampleId", "TokenLoader"]
 
+_INTERRUPTED = "reading a batch was interrupted; save the state, and load it to go on"
 _MOST_PREFETCHED = 100  # as many messages lie in a socket, so that reader and worker never wait for each other's send
 
 
@@ -74,18 +75,20 @@ class TokenLoader:
     consumed, and prefetched ones are not.
 
     Args:
-        sources: what to read, in an order that is part of the run.
+        sources: sources of samples, in an order that is part of the run. With workers they have to be picklable.
         context: tokens of a window. For next-token targets pass the sequence length plus 1.
         batch: windows of all readers in a step. The readers divide it. It may change when a run resumes.
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are.
         shards: how many virtual shards. Choose a number that all planned numbers of readers divide, for example 96.
         workers: reader processes; 0 reads in this process.
-        prefetch: batches that the workers read ahead.
+        prefetch: batches that the workers read ahead, at most 100.
         seed: chooses the order. It is part of the run.
         epochs: how often each sample is read; None for without end. With a number, a reader stops when its own shards
             have ended, and readers stop at different steps.
-        start_method: how worker processes start, as for :mod:`multiprocessing`.
+        start_method: how worker processes start, as for :mod:`multiprocessing`. None for forkserver, or spawn on
+            systems without it; the main script then needs ``if __name__ == "__main__":``. ``"fork"`` takes sources that
+            cannot be pickled, and may crash or hang in a process with threads, as of gRPC, CUDA or storage clients.
 
     Raises:
         InputError: arguments that contradict each other; the message names them.
@@ -160,7 +163,8 @@ class TokenLoader:
 
         Raises:
             StopIteration: the epochs of this reader's shards have ended.
-            InputError: the loader is closed.
+            InputError: the loader is closed, an earlier call was interrupted, or sources cannot be pickled for worker
+                processes.
             StageError: a sample could not be read, or a worker process has died; the message names source, index and
                 worker. Later calls raise it too. Unless a worker has died, the state can still be saved.
 
@@ -173,8 +177,8 @@ class TokenLoader:
         engine = self._running()
         try:
             windows = engine.take()
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:  # Ctrl-C too: some streams are one window further than others
+            self._failure = error if isinstance(error, Exception) else InputError(_INTERRUPTED)
             raise
         if not windows.live:
             self._ended = True
@@ -241,7 +245,7 @@ class TokenLoader:
     # -- state --------------------------------------------------------------------------------
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what a run must not change, equal on all readers: sources, context, shards, seed, epochs."""
+        """Return the values that a run keeps, equal on all readers: sources, context, shards, seed, epochs."""
         return self._recipe.shared_state()
 
     def unit_states(self) -> dict[str, Any]:

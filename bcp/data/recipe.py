@@ -33,7 +33,7 @@ class Source:
         name: name of the source in sample ids, states and errors; unique within a loader.
         samples: ``samples[i]`` is sample ``i``: a flat sequence of integers (list, numpy array or CPU tensor) of any
             length. It answers ``len()``, and always returns the same tokens for the same ``i``. Reader workers receive
-            it by fork, or pickled.
+            a pickled copy: a class that opens its file by name is small, and a list or a memory-mapped array is not.
         weight: relative probability that the next sample of a virtual shard comes from this source. Weights count
             samples and not tokens. Sources that have ended give their share to the others.
 

@@ -37,8 +37,8 @@ _JOIN_TIMEOUT = 10.0  # a killed process that a file system holds in the kernel 
 class Workers:
     """The worker processes of one reader; behaves as its :class:`Streams`.
 
-    Worker ``i`` has every ``workers``-th of the reader's units. What a worker does not hold, a state does not need: the
-    states are complete without the batches that lie in this process.
+    Worker ``i`` has every ``workers``-th of the reader's units. A worker keeps all tokens until they are consumed, so
+    that states are complete without the batches that lie in this process.
     """
 
     def __init__(
@@ -232,7 +232,8 @@ def _pickled(job: Job) -> np.ndarray[Any, np.dtype[np.uint8]]:
     except Exception as error:
         raise InputError(
             f"{_unpicklable(job.recipe.sources)} cannot be pickled for worker processes: {type(error).__name__}:"
-            f" {error}; define its class and functions at the top level of a module, or pass start_method='fork'"
+            f" {error}; define its class and functions at the top level of a module, or pass start_method='fork',"
+            " of which docs/data.md warns"
         ) from error
 
 

@@ -23,7 +23,10 @@ def main() -> int:
     multiprocessing.set_forkserver_preload(["benchmarks.data_state.pages", "bcp.data"])
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before the run", flush=True)
     figures = Figures()
-    gather((256 if options.quick else 1024) * MIB, 3 if options.quick else 5, figures)
+    if options.quick:
+        gather(256 * MIB, 3, 2.0, figures)
+    else:
+        gather(1024 * MIB, 5, 6.0, figures)
     return figures.close(options)
 
 

@@ -37,10 +37,12 @@ class Sample:
     samples: int
 
 
-def gather(nbytes: int, rounds: int, figures: Figures) -> None:
-    """Measure saves of a loader whose workers hold so many bytes of tokens. The slowest save of each kind counts."""
+def gather(nbytes: int, rounds: int, step: float, figures: Figures) -> None:
+    """Measure saves of a loader whose workers hold so many bytes of tokens. The slowest save of each kind counts.
+
+    A training step takes ``step`` seconds, in which the workers prepare their states.
+    """
     context = nbytes // (8 * SHARDS * AHEAD)
-    step = max(2.0, 6.0 * nbytes / (1024 * MIB))
     title = f"{WORKERS} workers, {nbytes // MIB} MiB of tokens, a step of {step:.1f} s"
     figures.head(f"Gathering the state: {title}")
     with _opened(context) as loader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from feeding import Checkpoint, alike, load, save, seeded
 
 from bcp.data import Frontier
-from bcp.errors import InputError, MismatchError, StateError
+from bcp.errors import InputError, MismatchError, StageError, StateError
 from bcp.protocols import ShardedState
 
 
@@ -261,6 +261,20 @@ def test_an_iterator_that_was_read_cannot_go_back() -> None:
     assert frontier.pull() == 9
     load([fresh := Frontier(iter(range(40)), shards=4)], checkpoint)
     assert fresh.pull() == 0
+
+
+def test_prompts_that_cannot_be_read_are_not_taken_for_their_end() -> None:
+    def broken() -> Iterator[int]:
+        yield from range(3)
+        raise OSError("the network is gone")
+
+    frontier = Frontier(broken(), shards=4)
+    assert pulled(frontier, 3) == [0, 1, 2]
+    with pytest.raises(OSError, match="the network is gone"):
+        frontier.pull()
+    for _ in range(2):
+        with pytest.raises(StageError, match="prompt 3, in an earlier call: OSError: the network is gone"):
+            frontier.pull()
 
 
 def test_a_shared_state_of_something_else() -> None:

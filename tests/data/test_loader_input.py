@@ -225,6 +225,27 @@ def test_an_error_of_a_source_is_raised_again_and_the_state_before_it_can_be_sav
     assert fed.tokens == Counter(range(1, 21)) + Counter(range(1, 21)) + Counter(range(1, 21))
 
 
+def test_an_interrupt_while_reading_loses_nothing() -> None:
+    class Interrupted(list[list[int]]):
+        countdown = 9
+
+        def __getitem__(self, index: Any) -> Any:
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyboardInterrupt
+            return [index + 1] * 3
+
+    samples, fed = Interrupted([[0]] * 20), Fed()
+    reader = loader(sources=[Source("disk", samples)], epochs=1)
+    with pytest.raises(KeyboardInterrupt):
+        drain(reader, fed)
+    with pytest.raises(InputError, match="was interrupted; save the state, and load it to go on"):
+        next(reader)
+    load([reader], save([reader]))
+    drain(reader, fed)
+    assert fed.tokens == Counter(list(range(1, 21)) * 3)
+
+
 def test_batches_have_the_shapes_that_are_promised() -> None:
     batch = next(loader(batch=8, readers=2, reader=1))
     assert batch.tokens.shape == batch.documents.shape == (4, 4)
