@@ -32,6 +32,7 @@ __all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place",
 
 HOST = "127.0.0.1"
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
+PRELOADED += ["datasets", "bcp.data", "bcp.data.adapters.torchdata"]
 GRACE_SECONDS = 10.0
 """After one rank failed: how long the others may go on before they are taken to wait for it in vain."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from multiprocessing import forkserver, get_context
 from typing import Any
 
 import pytest
 from adapting import chain, load, save
 from feeding import Checkpoint, seeded
+from ranks import forkserver
 from torch.utils.data import RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata_sets import Numbers, Reading, Stateless, hub, ids_of
@@ -25,17 +25,7 @@ pytestmark = [
     ),  # on two cores
 ]
 
-CONTEXT = get_context("forkserver")  # a fork of this process would have the locks of its threads, and not the threads
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_with_torch() -> Iterator[None]:
-    """A server of forks that has imported torch, so that workers need not: an earlier one may lack it."""
-    forkserver._forkserver._stop()
-    CONTEXT.set_forkserver_preload(["pytest", "datasets", "bcp.data.adapters.torchdata"])
-    yield
-    forkserver._forkserver._stop()
-    CONTEXT.set_forkserver_preload(["__main__"])
+CONTEXT = forkserver()  # a fork of this process would have the locks of its threads, and not the threads
 
 
 class Job:
