@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.data_state.gather import AHEAD, SHARDS, gather
+from benchmarks.data_state.units import reshard, upload
 from benchmarks.figures import Figures
 
 MIB = 1 << 20
@@ -15,3 +18,13 @@ def test_a_small_state_is_gathered() -> None:
     assert values["unit_states without prefetch"] > 0
     assert values["unit_states with prefetch"] > 0
     assert 8 * SHARDS * AHEAD * 1500 < values["tokens of the state"] * MIB < 8 * SHARDS * (AHEAD + 3) * 1600
+
+
+def test_small_units_are_uploaded_and_resharded(tmp_path: Path) -> None:
+    figures = Figures()
+    upload(8 * MIB, figures)
+    reshard(64 * MIB, tmp_path, figures)
+    values = {figure.name: figure for figure in figures.found}
+    assert values["times faster"].value > 0
+    assert not values["bytes read, as a part of those stored"].missed
+    assert not values["units lost"].missed
