@@ -7,8 +7,9 @@
 2. from the newest checkpoint that the killed run committed: (a) on 4 ranks, (b) on 2 ranks,
    (c) on 4 ranks as 2-way tensor parallelism inside 2-way FSDP2.
 
-What has to hold is asserted: the torn save is passed over, (a) repeats the reference bit by bit, and (b) and (c)
-differ from it by rounding only. Losses are drawn to ``demo-out/loss.png``.
+What has to hold is asserted: the torn save is passed over, (a) repeats the reference bit by bit, (b) and (c) differ
+from it by rounding only, and each run fed every sample of the reference once. Losses are drawn to
+``demo-out/loss.png``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ from demo_plot import difference, draw
 
 TOLERANCE = 1e-3
 """Most that a loss may differ from the reference's on another layout: float32 sums in another order."""
+
+Sample = tuple[str, int, int]
+"""Source, epoch and index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,7 @@ class Outcome:
     Attributes:
         run: which run.
         losses: step to global mean loss.
+        samples: step to the ids of the samples that begin in its windows, on all ranks.
         resumed_from: folder of the checkpoint it started from, or None.
         blocking_seconds: of each save, how long training stood still.
         total_seconds: of each save, how long it took to commit.
@@ -70,6 +76,7 @@ class Outcome:
 
     run: Run
     losses: dict[int, float]
+    samples: dict[int, list[Sample]]
     resumed_from: str | None = None
     blocking_seconds: list[float] = field(default_factory=list)
     total_seconds: list[float] = field(default_factory=list)
@@ -103,13 +110,28 @@ def outcome(run: Run, log: Path) -> Outcome:
     """Read a run's log."""
     records: list[dict[str, Any]] = [json.loads(line) for line in log.read_text().splitlines()]
     saves = [record for record in records if "saved" in record]
+    steps = [record for record in records if "loss" in record]
     return Outcome(
         run=run,
-        losses={record["step"]: record["loss"] for record in records if "loss" in record},
+        losses={record["step"]: record["loss"] for record in steps},
+        samples={record["step"]: [tuple(sample) for sample in record["samples"]] for record in steps},
         resumed_from=next((record["resumed"] for record in records if "resumed" in record), None),
         blocking_seconds=[record["blocking_seconds"] for record in saves],
         total_seconds=[record["seconds"] for record in saves],
     )
+
+
+def count_samples(reference: Outcome, killed: Outcome, resumed: Outcome) -> tuple[int, int]:
+    """Return how many samples a run lost, and how many it fed too often, over the kill.
+
+    The run consists of the killed run's steps before the checkpoint and of the resumed run's steps. The later steps of
+    the killed run count for nothing, because their weights died with it. Its samples should be the reference's.
+    """
+    first = min(resumed.samples)
+    kept = {step: samples for step, samples in killed.samples.items() if step < first} | resumed.samples
+    fed = Counter(sample for samples in kept.values() for sample in samples)
+    once = Counter({sample for samples in reference.samples.values() for sample in samples})
+    return (once - fed).total(), (fed - once).total()
 
 
 def check(reference: Outcome, killed: Outcome, resumed: list[Outcome], save_every: int) -> list[str]:
@@ -126,6 +148,9 @@ def check(reference: Outcome, killed: Outcome, resumed: list[Outcome], save_ever
         allowed = 0.0 if one.run.layout == killed.run.layout else TOLERANCE
         if (off := difference(one.losses, reference.losses)) > allowed:
             wrong.append(f"{one.run.title} differs from the reference by {off}; allowed is {allowed}")
+        lost, extra = count_samples(reference, killed, one)
+        if lost or extra:
+            wrong.append(f"{one.run.title} should feed each sample once; {lost} were lost, {extra} fed too often")
     return wrong
 
 
@@ -183,6 +208,9 @@ def main() -> None:
     if wrong:
         sys.exit("FAILED\n" + "\n".join(wrong))
     print("(a) is bit-identical to the uninterrupted run; (b) and (c) are equal up to rounding.")
+    samples, first, reached = sum(map(len, reference.samples.values())), min(resumed[0].losses), max(killed.losses) + 1
+    print(f"(a), (b) and (c) were each fed every one of {samples} samples once: 0 lost, 0 fed twice over the kill.")
+    print(f"The killed run had trained {reached} steps. Steps {first} to {reached - 1} died with it and were repeated.")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Run it under torchrun, on CPU::
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 2 --tp 2 \
         --resume auto
 
-The global batch of a step depends on the seed and the step alone, so runs of any layout see the same data, and
-their losses differ by no more than the order in which float32 numbers are added up.
+The dataloader is part of the checkpoint. The order of its samples depends on the seed alone, so runs of any layout see
+the same data, and their losses differ by no more than the order in which float32 numbers are added up.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ import sysconfig
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from gpt import GPT, Config, parallelise
-from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 -- everybody's name for it
 from torch.optim.lr_scheduler import LambdaLR
 
 import bcp
+from bcp.data import Batch, SampleId, Source, TokenLoader
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 10
+SHARDS = 8
+"""Virtual shards of the data: fixed for a run, and divisible by every number of data-parallel ranks it will have."""
 
 
 def arguments() -> argparse.Namespace:
@@ -45,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", metavar="DIR", help="start from the newest checkpoint in DIR; 'auto': in --out")
     parser.add_argument("--kill-at-save", type=int, metavar="N", help="rank 1 kills itself in the middle of save N")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a global batch; a multiple of --dp")
+    parser.add_argument("--workers", type=int, default=1, help="processes per rank that read ahead")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -52,20 +56,32 @@ def arguments() -> argparse.Namespace:
 # -- data -------------------------------------------------------------------------------------
 
 
-def corpus() -> Tensor:
-    """Return the sources of the standard library's top-level modules, as uint8 bytes, in the order of their names."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+def paragraphs(pattern: str) -> list[np.ndarray[Any, Any]]:
+    """Return the paragraphs of some of the standard library's sources, as bytes, in the order of the files' names."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(pattern))
+    found = [text + b"\n\n" for file in files for text in file.read_bytes().split(b"\n\n")]
+    return [np.frombuffer(text, np.uint8) for text in found]
 
 
-def batch(data: Tensor, step: int, args: argparse.Namespace, dp_rank: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's slice of the global batch of a step: tokens, and the tokens that follow them."""
-    generator = torch.Generator().manual_seed(1_000_003 * args.seed + step)
-    context = Config().context
-    starts = torch.randint(len(data) - context - 1, (args.batch,), generator=generator)
-    mine = starts.chunk(args.dp)[dp_rank]
-    windows = torch.stack([data[start : start + context + 1] for start in mine.tolist()]).long()
-    return windows[:, :-1], windows[:, 1:]
+def make_loader(args: argparse.Namespace, reader: int) -> TokenLoader:
+    """Return the loader of one data-parallel rank; ranks of one tensor-parallel group have the same."""
+    return TokenLoader(
+        [Source("modules", paragraphs("*.py"), weight=2.0), Source("asyncio", paragraphs("asyncio/*.py"), weight=1.0)],
+        context=Config().context + 1,  # the last token of a window is a target only
+        batch=args.batch,
+        reader=reader,
+        readers=args.dp,
+        shards=SHARDS,
+        workers=args.workers,
+        seed=args.seed,
+    )
+
+
+def gather_samples(batch: Batch, group: dist.ProcessGroup) -> list[SampleId]:
+    """Return the ids of the samples that begin in the batches of all readers, for the log."""
+    readers: list[Any] = [None] * group.size()
+    dist.all_gather_object(readers, [sample for window in batch.samples for sample in window], group=group)
+    return [sample for samples in readers for sample in samples]
 
 
 # -- checkpoints ------------------------------------------------------------------------------
@@ -130,15 +146,18 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)  # TP mixes meshes
     scheduler = LambdaLR(optimizer, lambda step: rate(step, args.steps))
     extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": bcp.RngState()}
-    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
+    loader = make_loader(args, reader=mesh["dp"].get_local_rank())
+    states = {"model": model, "optimizer": optimizer, "dataloader": loader, "extra_states": extra}
 
     if args.resume:
         loaded = resume(args.out if args.resume == "auto" else Path(args.resume), states)
         log(file, resumed=loaded, step=extra["step"])
 
-    data, pending, saves = corpus(), None, 0
+    pending, saves = None, 0
     for step in range(extra["step"], args.steps):
-        tokens, targets = batch(data, step, args, mesh["dp"].get_local_rank())
+        bcp.prefetch_data_state(step, states, every=args.save_every)  # workers get ready for the save
+        batch = next(loader)
+        tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -146,7 +165,8 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
         scheduler.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        log(file, step=step, loss=mean.item() / dist.get_world_size())
+        samples = gather_samples(batch, mesh["dp"].get_group())
+        log(file, step=step, loss=mean.item() / dist.get_world_size(), samples=samples)
 
         if (step + 1) % args.save_every == 0:
             if pending is not None:
@@ -161,6 +181,7 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
             )
     if pending is not None:
         log_save(file, pending.wait())
+    loader.close()
 
 
 def main() -> None:
