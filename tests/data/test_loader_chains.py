@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
-from feeding import Checkpoint, Fed, alike, everything, load, make_sources, save, seeded, step
+from feeding import Fed, alike, everything, load, make_sources, save, seeded, step
 
+import bcp
+from bcp.coordinators.memory import memory_coordinators
 from bcp.data import SampleId, Source, TokenLoader
 
 TIMES = int(os.environ.get("BCP_CHAINS", "1"))
@@ -67,10 +73,17 @@ def random_run(rng: Random, shards: int) -> Run:
     )
 
 
-def chain(run: Run, rng: Random, readers: list[int], workers: list[int]) -> tuple[Fed, int]:
+def chain(
+    run: Run,
+    rng: Random,
+    readers: list[int],
+    workers: list[int],
+    save: Callable[[Sequence[TokenLoader]], Any] = save,
+    load: Callable[[Sequence[TokenLoader], Any], None] = load,
+) -> tuple[Fed, int]:
     """Restart on random layouts until the data has ended; return what was fed, and the number of restarts."""
     fed = Fed()
-    checkpoint: Checkpoint | None = None
+    checkpoint: Any = None
     restarts = 0
     while True:
         count = rng.choice(readers)
@@ -165,6 +178,30 @@ def test_every_sample_is_fed_once_by_the_worker_processes_of_split_shards() -> N
         fed, _ = chain(run, rng, [1, 2, 4], [0, 1, 2])
         assert (fed.ids, fed.tokens) == everything(run.sources, run.epochs), seed
         fed.check_documents(run.sources)
+
+
+def test_every_sample_is_fed_once_by_way_of_checkpoints(tmp_path: Path) -> None:
+    paths = (tmp_path / f"{number}" for number in itertools.count())
+
+    def collective(call: Callable[..., Any], path: Path, loaders: Sequence[TokenLoader]) -> None:
+        async def all_ranks() -> None:
+            ranks = zip(loaders, memory_coordinators(len(loaders)), strict=True)
+            await asyncio.gather(*(call(path, {"dataloader": loader}, coordinator=rank) for loader, rank in ranks))
+
+        asyncio.run(all_ranks())
+
+    def saved(loaders: Sequence[TokenLoader]) -> Path:
+        collective(bcp.asave, path := next(paths), loaders)
+        return path
+
+    def loaded(loaders: Sequence[TokenLoader], path: Path) -> None:
+        collective(bcp.aload, path, loaders)
+
+    for seed in range(8 * TIMES):
+        rng = seeded(seed)
+        run = random_run(rng, shards := rng.choice([2, 6, 12]))
+        fed, _ = chain(run, rng, [1, 2, 3, 4, 6, 8], [0, 0, 0, 2], saved, loaded)
+        assert (fed.ids, fed.tokens) == everything(run.sources, run.epochs), (seed, shards)
 
 
 def test_documents_are_the_samples_of_a_window() -> None:
