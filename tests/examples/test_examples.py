@@ -52,7 +52,8 @@ def test_a_killed_loop_of_rollouts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # alone it takes 80 s, beside the tests of the other process much longer
 def test_demo(tmp_path: Path) -> None:
-    """Five torchrun jobs, a few steps each; the demo itself asserts that losses are as they should be."""
+    """Five torchrun jobs, a few steps each; the demo itself asserts that losses and samples are as they should be."""
     output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)
     assert "(a) is bit-identical" in output
+    assert "samples once: 0 lost, 0 fed twice" in output
     assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 0
