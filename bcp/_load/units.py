@@ -137,6 +137,11 @@ def _wanted(state: ShardedState, name: str, shared: Any, ids: Sequence[str]) -> 
     except BcpError as error:
         error.add_note(f"bcp: raised by the {type(state).__name__} at dataloader {name!r}")
         raise
+    except Exception as error:
+        raise StateError(
+            f"the {type(state).__name__} at dataloader {name!r} was asked which units it wants and raised "
+            f"{type(error).__name__}: {error}; repair it, or leave it out of the states"
+        ) from error
     twice = [unit for unit, count in Counter(wanted).items() if count > 1]
     strange = sorted(set(wanted) - set(ids))
     if twice or strange:

@@ -33,6 +33,7 @@ class Held:
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         extras: kind -> packed object.
         units: images of what the sharded states of the rank consist of, by path.
+        shared: digests of the parts of these states that are equal on all ranks, by the states' names.
     """
 
     framework: str
@@ -40,6 +41,7 @@ class Held:
     address: Ints
     extras: Mapping[str, bytes]
     units: Mapping[str, Image]
+    shared: Mapping[str, str]
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +69,7 @@ def take_stock(job: SaveJob) -> Held:
         units = collect_units(job.states, trust=job.options.trust)
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
-    return Held(planner.name, replace(shards, table=table), address, extras, units.images)
+    return Held(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

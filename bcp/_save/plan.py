@@ -18,7 +18,7 @@ from bcp.plan.cache import PlanCache
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.survey import Stated, Survey
 from bcp.plan.save.template import Factored, factor
-from bcp.plan.save.units import decode_claims
+from bcp.plan.save.units import decode_claims, encode_shared
 from bcp.plan.save.wire import DIGEST_BYTES, decode_share, digest
 from bcp.plan.save.writes import expand
 from bcp.plan.shards import ShardTable
@@ -51,7 +51,10 @@ class SavePlan:
 async def plan_writes(
     agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
 ) -> tuple[Held, Opening, SavePlan]:
-    """Agree on who writes what; on an unchanged layout that costs 16 bytes a rank (paper sec. 4.1)."""
+    """Agree on who writes what; on an unchanged layout that costs 16 bytes a rank (paper sec. 4.1).
+
+    Ranks with sharded dataloader states also say a digest of each state's shared part.
+    """
     if isinstance(held, BcpError):
         await agree(agreement, "begin", rank, held, root.open)
         raise held
@@ -61,7 +64,7 @@ async def plan_writes(
     slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
     known = _plans.get(slot)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
-    hello = known.key if known else bytes(DIGEST_BYTES)
+    hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
     opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
         return held, opening, known

@@ -18,7 +18,8 @@ from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
 from bcp.plan.save.divide import divide
 from bcp.plan.save.survey import Survey, gather, survey
-from bcp.plan.save.wire import encode_shares
+from bcp.plan.save.units import check_shared
+from bcp.plan.save.wire import DIGEST_BYTES, encode_shares
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
@@ -88,9 +89,10 @@ class Root:
             raise ExistsError(
                 f"{self.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
             )
-        self.key = hellos[0]
+        check_shared([hello[DIGEST_BYTES:] for hello in hellos])
+        self.key = hellos[0][:DIGEST_BYTES]
         self.layout = _layouts.get(self.key) or b""
-        cached = bool(self.layout) and all(hello == self.key for hello in hellos)
+        cached = bool(self.layout) and all(hello[:DIGEST_BYTES] == self.key for hello in hellos)
         return Opening(self.operation, cached, self.found).encode()
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:

@@ -31,6 +31,10 @@ class Units:
     claims: Sequence[Claim]
     images: Mapping[str, Image]
 
+    def shared_digests(self) -> dict[str, str]:
+        """Return the digest of each state's shared part, which is the same on all ranks, by the state's name."""
+        return {claim.name: self.images[unit_path(claim.name)].digest() for claim in self.claims}
+
 
 def sharded_states(states: States) -> dict[str, ShardedState]:
     """Find the sharded states: ``states["dataloader"]`` itself, or values of its mappings, by their keys.

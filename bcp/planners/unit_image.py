@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from bcp.errors import CheckpointError
 from bcp.planners.packed import pack, unpack
@@ -44,6 +45,13 @@ class Image:
     def nbytes(self) -> int:
         """Bytes of the image."""
         return sum(tensor.nbytes for tensor in self.tensors) + len(self.tail)
+
+    def digest(self) -> str:
+        """Return 32 hex digits (xxh3-128) that tell images apart."""
+        state = xxhash.xxh3_128(self.tail)
+        for tensor in self.tensors:
+            state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return state.hexdigest()
 
 
 def image_of(state: Any, where: str, *, trust: bool) -> Image:

@@ -257,7 +257,7 @@ def test_training_does_not_wait_until_units_are_copied(tmp_path: Path) -> None:
         count = len(copied)
         gate.opened.set()
         await pending
-        assert 0 < count < len(copied), "there is not staging memory for all units at once"
+        assert count < len(copied), "there is not staging memory for all units at once"
 
     asyncio.run(run())
 
@@ -315,9 +315,26 @@ def test_readers_have_to_be_complete_and_agree_about_their_number(tmp_path: Path
         save(tmp_path, [{"dataloader": Shelf(0, 2)}, {"dataloader": Shelf(1, 3)}])
     with pytest.raises(bcp.StateError, match="rank 0 is reader 2 of 2"):
         save(tmp_path, [{"dataloader": Shelf(2, 2)}])
+    other = Shelf()
+    other.mine = lambda: [0, 1]  # type: ignore[method-assign]
     with pytest.raises(bcp.StateError, match="ranks 0 and 1 are both reader 0 and differ in units"):
-        save(tmp_path, [{"dataloader": Shelf(0, 1)}, {"dataloader": Shelf(0, 1, count=5)}])
+        save(tmp_path, [{"dataloader": Shelf()}, {"dataloader": other}])
     assert not list(tmp_path.glob("**/*.*"))
+
+
+def test_shared_parts_have_to_be_equal(tmp_path: Path) -> None:
+    def states(*positions: int) -> list[Any]:
+        found = shelves(len(positions))
+        for shelf, position in zip(found, positions, strict=True):
+            shelf.shared_state = lambda position=position: {"position": position}  # type: ignore[method-assign]
+        return [{"dataloader": {"train": shelf}} for shelf in found]
+
+    for step in (5, 6):
+        reports = save(tmp_path / f"{step}", states(step, step, step))
+        assert reports[0].plan_cached == (step > 5)
+    with pytest.raises(bcp.StateError, match="'train': ranks 0 and 2 have different shared states; all readers have"):
+        save(tmp_path / "7", states(7, 7, 8))
+    assert not (tmp_path / "7").exists()
 
 
 def test_units_that_nobody_wants_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -370,6 +387,14 @@ def test_a_state_that_raises_is_named(tmp_path: Path) -> None:
     shelf.unit_states = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(bcp.StateError, match=r"the Shelf at dataloader 'train' was asked .* ZeroDivisionError"):
         save(tmp_path, [{"dataloader": {"train": shelf}}])
+
+
+def test_a_state_that_raises_when_it_is_asked_what_it_wants_is_named(tmp_path: Path) -> None:
+    save(tmp_path, [{"dataloader": Shelf()}])
+    shelf = Shelf()
+    shelf.wanted_units = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(bcp.StateError, match=r"asked which units it wants and raised ZeroDivisionError"):
+        load(tmp_path, [{"dataloader": shelf}])
 
 
 def test_opaque_states_beside_units_keep_to_their_number_of_ranks(tmp_path: Path) -> None:

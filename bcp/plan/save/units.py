@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from bcp.errors import CorruptError, StateError
 
-__all__ = ["Claim", "check_readers", "decode_claims", "divide_units", "encode_claims", "unit_path"]
+__all__ = [
+    "Claim",
+    "check_readers",
+    "check_shared",
+    "decode_claims",
+    "divide_units",
+    "encode_claims",
+    "encode_shared",
+    "unit_path",
+]
 
 _SHOWN = 5
 
@@ -66,6 +75,38 @@ def decode_claims(text: str) -> list[Claim]:
     if {*map(type, texts)} - {str} or {*map(type, numbers)} - {int}:
         raise CorruptError("another rank claims units with names that are no texts; run the same bcp on every rank")
     return claims
+
+
+def encode_shared(digests: Mapping[str, str]) -> bytes:
+    """Return the digests of a rank's shared parts, by name of the state; empty for none."""
+    return json.dumps(digests).encode() if digests else b""
+
+
+def check_shared(messages: Sequence[bytes]) -> None:
+    """Check that the ranks' shared parts are equal.
+
+    Args:
+        messages: :func:`encode_shared` of every rank, by rank.
+
+    Raises:
+        StateError: two ranks have different ones; the message names them.
+
+    """
+    if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
+        return
+    first: dict[str, tuple[int, str]] = {}
+    for rank, message in enumerate(messages):
+        try:
+            digests = dict(json.loads(message)) if message else {}
+        except (TypeError, ValueError) as error:
+            raise CorruptError(f"{len(message)} bytes from rank {rank} are no digests: {error}") from error
+        for name, digest in digests.items():
+            other, wanted = first.setdefault(name, (rank, digest))
+            if digest != wanted:
+                raise StateError(
+                    f"dataloader {name!r}: ranks {other} and {rank} have different shared states; all readers have to "
+                    "save at the same step, and to be made with the same arguments"
+                )
 
 
 def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
