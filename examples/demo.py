@@ -209,7 +209,7 @@ def main() -> None:
         sys.exit("FAILED\n" + "\n".join(wrong))
     print("(a) is bit-identical to the uninterrupted run; (b) and (c) are equal up to rounding.")
     samples, first, reached = sum(map(len, reference.samples.values())), min(resumed[0].losses), max(killed.losses) + 1
-    print(f"(a), (b) and (c) were each fed every one of {samples} samples once: 0 lost, 0 fed twice over the kill.")
+    print(f"(a), (b) and (c) were fed each of the {samples} samples of {args.steps} steps once: 0 lost, 0 fed twice.")
     print(f"The killed run had trained {reached} steps. Steps {first} to {reached - 1} died with it and were repeated.")
 
 

@@ -157,8 +157,8 @@ def take(model: Any, optimizer: AdamW, batches: list[Batch]) -> list[float]:
         model.set_requires_gradient_sync(number + 1 == len(batches))
         tokens, targets, real = batch.tokens[:, :-1], batch.tokens[:, 1:], batch.documents[:, 1:] >= 0
         masked = torch.from_numpy(np.random.random(tokens.shape) < 0.1)  # noqa: NPY002 -- the global state is meant
-        logits = model(tokens.masked_fill(masked, 0))
-        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        logits = model(tokens.masked_fill(masked, 0).flatten())
+        each = F.cross_entropy(logits, targets.flatten(), reduction="none")
         loss = (each * real.flatten()).sum() / each.numel() * (0.5 + random.random())  # noqa: S311 -- as above
         loss.backward()
         losses.append(loss.item())
