@@ -99,7 +99,7 @@ async def fetch(job: LoadJob, item: ReadItem) -> Stored:
 
 
 def checked(job: LoadJob, stored: Stored) -> torch.Tensor:
-    """Compare what was fetched with its checksums, and decode it; return the chunk, uint8."""
+    """Compare fetched bytes with their checksums, and decode them; return the chunk, uint8."""
     item, image = stored.item, stored.buffer
     if item.file is None or item.chunk is None or image is None:
         raise TypeError(f"{item.name} was not fetched")

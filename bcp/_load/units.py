@@ -34,7 +34,7 @@ _PLACE = re.compile(r"\[([0-9]{1,18}),([0-9]{1,18})\]")
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """What a sharded state of this rank will take.
+    """The units that a sharded state of this rank will take.
 
     Attributes:
         claim: the rank's reader, and the ids of the units that it wants.
@@ -65,7 +65,7 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
     """Return where units lie in the data section of a rank's dataloader file, by path.
 
     Raises:
-        CorruptError: what the receipt says of one are no places.
+        CorruptError: the receipt gives one no place, or a place that ends before it begins.
 
     """
     places = {}
@@ -84,11 +84,11 @@ async def read_units(job: LoadJob, metadata: Metadata) -> tuple[list[ReadState],
     """Ask this rank's sharded states which units they want, and read these.
 
     Returns:
-        What each state will take, and the names of states that the checkpoint lacks.
+        The units for each state, and the names of states that the checkpoint lacks.
 
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
-        StateError: a state wants what there is not.
+        StateError: a state wants a unit that the checkpoint lacks, or one twice.
 
     """
     saved, states = saved_units(metadata.layout), sharded_states(job.states)
@@ -118,7 +118,7 @@ def _compare(missing: Sequence[str], unexpected: Sequence[str], rank: int) -> No
 async def _read(
     job: LoadJob, metadata: Metadata, name: str, state: ShardedState, ranks: Mapping[str, int]
 ) -> ReadState:
-    """Read the shared part, and what the state wants on account of it."""
+    """Read the shared part, and the units that the state then wants."""
     if "" not in ranks:
         raise CorruptError(f"the metadata has units of the dataloader {name!r}, and no shared part of it; restore it")
     reader = _Reader(job, metadata)
@@ -176,7 +176,7 @@ class _Reader:
         await check_stored(self.job.backend, items, self.job.options.read_bytes, self.job.io_workers)
         start: Pipeline[ReadItem, ReadItem] = Pipeline()
         graph = start.then(Stage("read", self._fetch, workers=self.job.io_workers))
-        budget = Budget(max(sum(item.nbytes for item in items), 1))  # what is read is what the caller gets
+        budget = Budget(max(sum(item.nbytes for item in items), 1))  # all of it goes to the caller
         return await graph.then(Stage("unpack", self._unpack)).run(items, budget=budget)
 
     def _item(self, path: str, rank: int) -> ReadItem:
@@ -208,7 +208,7 @@ def check_wanted(layout: Layout, claims: Iterable[tuple[int, Sequence[Claim]]], 
 
     Args:
         layout: of the checkpoint.
-        claims: rank, and what it wants.
+        claims: rank, and the units that it wants.
         strict: units that nobody wants are an error.
 
     Raises:
@@ -233,7 +233,7 @@ def check_wanted(layout: Layout, claims: Iterable[tuple[int, Sequence[Claim]]], 
 
 
 def put_units(states: Iterable[ReadState]) -> None:
-    """Give the states what was read for them."""
+    """Give the states their units."""
     for read in states:
         try:
             read.state.load_units(read.shared, read.units)

@@ -21,10 +21,10 @@ _latest: list[weakref.ref[ShardedState]] = []
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the sharded states of this rank consist of.
+    """The units of the sharded states of this rank.
 
     Attributes:
-        claims: what the rank says of each.
+        claims: one of each state.
         images: of every path in the claims (see :meth:`~bcp.plan.save.units.Claim.paths`).
     """
 
@@ -66,9 +66,9 @@ def _is_container(value: Any) -> bool:
 
 
 def opaque_states(states: States) -> dict[str, Any]:
-    """Return what is stored as one opaque object a rank, by kind: extra states, and a dataloader without its units.
+    """Return the values that are stored as one opaque object a rank, by kind.
 
-    A dataloader of which nothing is left has none.
+    These are extra states, and a dataloader without its sharded states. If nothing is left of it, it has none.
     """
     opaque = {kind: states[kind] for kind in OPAQUE_KINDS if kind in states}
     if sharded_states(states):
@@ -104,9 +104,9 @@ def _has_weak_references(state: ShardedState) -> bool:
 def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
     """Let the dataloaders gather their states now, during the step before a save (paper sec. 4.5).
 
-    The save then finds them gathered: what the loop has consumed meanwhile is taken off. Without this call a save is as
-    correct, and waits until the workers of every loader have sent their buffers. Returns at once, and never
-    communicates.
+    The save then finds them gathered, and takes off the samples that the loop has consumed meanwhile. Without this call
+    a save is as correct, and waits until the workers of every loader have sent their buffers. Returns at once, and
+    never communicates.
 
     Args:
         step: the number of the step that begins now.

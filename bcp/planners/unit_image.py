@@ -35,7 +35,7 @@ class Image:
 
     Attributes:
         tensors: contiguous, of the CPU, in the order of the image; their memory is the unit's own.
-        tail: what comes behind them.
+        tail: the bytes behind them.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -81,7 +81,7 @@ def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
     """Return the state of a unit; its large tensors are in the memory of the image.
 
     Args:
-        image: uint8, aligned to 64 bytes, what :func:`image_of` has made.
+        image: uint8, aligned to 64 bytes, of :func:`image_of`.
         trust: as for :func:`~bcp.planners.packed.unpack`.
         where: what it is, for messages.
 

@@ -24,7 +24,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one rank holds of one sharded state.
+    """The units of one sharded state that one rank holds.
 
     Attributes:
         name: where the state stands below ``states["dataloader"]``: keys joined by ``/``; empty for itself.
@@ -43,7 +43,7 @@ class Claim:
         return f"dataloader {self.name!r}" if self.name else "the dataloader"
 
     def paths(self) -> list[str]:
-        """Return what :func:`divide_units` names: the part that is equal on all readers, and the units."""
+        """Return the paths that :func:`divide_units` gives away: of the shared part, and of the units."""
         return [unit_path(self.name), *(unit_path(self.name, unit) for unit in self.ids)]
 
 
@@ -53,7 +53,7 @@ def unit_path(name: str, unit: str = "") -> str:
 
 
 def encode_claims(claims: Sequence[Claim]) -> str:
-    """Return what a rank claims as text; empty for nothing. Equal claims give equal texts."""
+    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts."""
     rows = [[claim.name, claim.reader, claim.readers, *claim.ids] for claim in claims]
     return json.dumps(rows, separators=(",", ":")) if rows else ""
 
