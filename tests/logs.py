@@ -32,5 +32,6 @@ def captured_logs() -> Iterator[list[dict[str, Any]]]:
 
 
 def without_torchs_warnings(stderr: str) -> str:
-    """Drop the lines in which torch warns of the host's network, as of a host name without an address."""
-    return re.sub(r"^\[W.*(?:socket|ProcessGroupGloo)\.cpp.*\n", "", stderr, flags=re.MULTILINE)
+    """Drop the lines in which torch warns of the network: a host name without an address, a store that has gone."""
+    with_frames = r"(?:Exception raised from .*\n|frame #\d+: .*\n|<omitting python frames>\n|\n)*"
+    return re.sub(rf"^\[W.*(?:socket|ProcessGroupGloo|TCPStore)\.cpp.*\n{with_frames}", "", stderr, flags=re.MULTILINE)

@@ -23,7 +23,7 @@ from slow_sources import Exiting, Failing, Growing, Locked, Noted, Silent, Verbo
 
 from bcp.data import Source, TokenLoader
 from bcp.data.worker import Job
-from bcp.data.workers import _pickled
+from bcp.data.workers import Workers, _pickled
 from bcp.errors import InputError, StageError
 
 
@@ -41,6 +41,12 @@ def children() -> set[int]:
 
 def _words(process: psutil.Process) -> list[str]:
     return " ".join(process.cmdline()).replace(".", " ").split()
+
+
+def workers_of(reader: TokenLoader) -> set[int]:
+    """Return the processes of a loader that runs."""
+    assert isinstance(reader._engine, Workers)
+    return {worker.process.pid for worker in reader._engine._workers if worker.process.pid}
 
 
 @contextmanager
@@ -332,9 +338,10 @@ def test_loading_into_a_running_loader_replaces_its_workers() -> None:
         next(reader)
         checkpoint = save([reader])
         expected = [next(reader).tokens for _ in range(3)]
-        before = children()
+        before = workers_of(reader)
         load([reader], checkpoint)
         assert all(torch.equal(next(reader).tokens, tokens) for tokens in expected)
+        assert not workers_of(reader) & before
         assert not children() & before
 
 
