@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,13 @@ def weights() -> torch.Tensor:
     return torch.frombuffer(bytearray(PATTERN * (1 << 16)), dtype=torch.uint8)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def open_files() -> set[str]:
+    """Return what this process has open; each socket has a number of its own."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder itself, which is closed by now
+            found.add(str(descriptor.readlink()))
+    return found
 
 
 async def load_on_all(coordinators: Sequence[GrpcCoordinator], path: Path, **options: Any) -> list[Any]:
@@ -342,7 +347,7 @@ def test_certificates_that_cannot_be_used(authority: trustme.CA) -> None:
         before = open_files()
         with pytest.raises(InputError, match="certificates of Tls"):
             Tls(*parts)
-        assert open_files() == before
+        assert open_files() <= before
 
 
 async def test_a_rank_whose_own_certificate_has_expired_is_told_so(authority: trustme.CA) -> None:
@@ -565,7 +570,10 @@ async def test_strangers_of_bulk_data_are_closed_with_the_operation(
             assert await sent(ranks, PATTERN * 1000) == PATTERN * 1000
             for each in opened:
                 assert await to_thread.run_sync(ended, each)
-        assert open_files() == before
+        with anyio.move_on_after(30):
+            while open_files() - before:  # noqa: ASYNC110 -- a thread that ends its connection sets no event
+                await anyio.sleep(0.01)
+        assert open_files() - before == set()
     finally:
         gc.enable()
 

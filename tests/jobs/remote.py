@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from own_store import own_store
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -244,17 +245,12 @@ def go_on(url: str, _: Path, storage_options: Mapping[str, Any]) -> None:
 
 
 def torchrun(ranks: int, restarts: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run this program by torchrun.
-
-    The store of torchrun's agent has addresses of dead ranks, to which gloo would connect after a restart. So each
-    attempt has a store of its own.
-    """
+    """Run this program by torchrun."""
     here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    paths = os.pathsep.join(map(str, [here, *here.parents[:2]]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", __file__, *words]
-    usual = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environ = {**os.environ, "PYTHONPATH": paths, **usual}
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 -- our own
     try:
@@ -271,22 +267,36 @@ def assert_survives_kills(url: str, folder: Path, storage_options: Mapping[str, 
 
     Args:
         url: where to; it is empty.
-        folder: for marks of the moments.
+        folder: for marks of the moments, and for stores; it is empty.
         storage_options: of saves and of loads.
 
     """
-    words = [url, str(folder), json.dumps(storage_options or {})]
+    marks = folder / "marks"
+    marks.mkdir()
+    words = [url, str(marks), json.dumps(storage_options or {})]
     died = torchrun(4, len(MOMENTS) - 1, "die", *words)
-    assert {file.name for file in folder.iterdir()} == set(MOMENTS), died.stdout[-3000:] + died.stderr[-25000:]
+    assert {file.name for file in marks.iterdir()} == set(MOMENTS), died.stdout[-3000:] + died.stderr[-25000:]
     assert died.returncode != 0
     went_on = torchrun(2, 0, "go-on", *words)
     assert went_on.returncode == 0, went_on.stdout[-3000:] + went_on.stderr[-25000:]
 
 
+def join(meeting: Path) -> None:
+    """Join the process group, over a store of this start's own.
+
+    The store of torchrun's agent has addresses of dead ranks, to which gloo would connect after a restart.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meeting.mkdir(exist_ok=True)
+    dist.init_process_group(
+        "gloo", store=own_store(rank, meeting), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+
+
 def main() -> None:
-    job, url, folder, storage_options = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {"die": die, "go-on": go_on}[job](url, Path(folder), json.loads(storage_options))
+    job, url, marks, storage_options = sys.argv[1:]
+    join(Path(marks).with_name(f"{job}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"))
+    {"die": die, "go-on": go_on}[job](url, Path(marks), json.loads(storage_options))
     dist.destroy_process_group()
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake": no connections
-from ranks import HOST
+from own_store import own_store, wait_until
 from torch import distributed as dist
-from torch.distributed import TCPStore
 
 import bcp
 from bcp.coordinators import StoreCoordinator
@@ -26,7 +23,7 @@ JOINING_SECONDS = 60.0
 
 def main(rank: int, size: int, folder: Path, kind: str, moment: str, call: str, number: int) -> None:
     """Save once or twice after rank 0 has sent itself the signal; write down what came of each save."""
-    store = _store(rank, folder)
+    store = own_store(rank, folder)
     dist.init_process_group(
         "fake", rank=rank, world_size=size, store=dist.PrefixStore("a", dist.PrefixStore("b", store))
     )
@@ -62,12 +59,6 @@ def outcome(call: str, path: Path, ranks: Any = None) -> list[Any]:
     return ["saved", None, ""]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once something is so that no event tells of."""
-    while not condition():
-        time.sleep(0.001)
-
-
 def state_of(process: int) -> str:
     """Return the letter for the state of a process: T for a stopped one, Z or X for one that was killed."""
     try:
@@ -76,23 +67,12 @@ def state_of(process: int) -> str:
         return "X"
 
 
-def _store(rank: int, folder: Path) -> TCPStore:
-    """Return the job's store, which rank 0 serves."""
-    if rank == 0:
-        store = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
-        (folder / "server").write_text(str(os.getpid()))
-        (folder / "port.new").write_text(str(store.port))
-        (folder / "port.new").rename(folder / "port")
-        return store
-    wait_until((folder / "port").exists)
-    return TCPStore(HOST, int((folder / "port").read_text()), None, is_master=False, wait_for_workers=False)
-
-
 TORCHRUN = """
 import json, os, signal, sys
 from pathlib import Path
 from torch import distributed as dist
-from silent_store import outcome, state_of, wait_until
+from own_store import wait_until
+from silent_store import outcome, state_of
 
 dist.init_process_group("gloo")
 agent, folder = os.getppid(), Path(sys.argv[1])
