@@ -11,7 +11,17 @@ from bcp._pending import Pending
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.errors import NothingLoadedWarning
-from bcp.events import LoadReport, RetryEvent, SaveReport, StageEvent
+from bcp.events import (
+    BudgetEvent,
+    Event,
+    LoadReport,
+    PhaseEvent,
+    RequestEvent,
+    RetryEvent,
+    SaveReport,
+    StageEvent,
+    StageStart,
+)
 from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.box import Box
@@ -27,8 +37,10 @@ __all__ = [
     "Agreement",
     "Backend",
     "Box",
+    "BudgetEvent",
     "Codec",
     "Coordinator",
+    "Event",
     "Graph",
     "HostPart",
     "LoadOptions",
@@ -39,8 +51,10 @@ __all__ = [
     "NothingLoadedWarning",
     "PartWriter",
     "Pending",
+    "PhaseEvent",
     "Pipeline",
     "Planner",
+    "RequestEvent",
     "RetryEvent",
     "RetryPolicy",
     "RngState",
@@ -48,6 +62,7 @@ __all__ = [
     "SaveReport",
     "Stage",
     "StageEvent",
+    "StageStart",
     "__version__",
     "aload",
     "aprepare",

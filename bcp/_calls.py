@@ -10,6 +10,7 @@ import asyncio
 import os
 import pathlib
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from bcp.plan.shards import KINDS
 from bcp.planners import planner as planner_for
 from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
 from bcp.stages.device import Caller
-from bcp.telemetry.timeline import Timeline
+from bcp.telemetry.watch import Kind, Watch
 
 __all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]
 
@@ -82,7 +83,7 @@ def save_call(
 
     def check() -> _Checked:
         chosen = with_overrides(SaveOptions, options, overrides)
-        return _check_save(path, states, framework, role, chosen, ranks, background=background)
+        return _check_save("save", path, states, framework, role, chosen, ranks, background=background)
 
     return _take_place(ranks, "begin", options, check, asave)
 
@@ -95,7 +96,8 @@ def prepare_call(
 
     def check() -> _Checked:
         chosen = with_overrides(SaveOptions, options, {})
-        checked = _check_save(MemoryBackend("prepare()"), states, framework, None, chosen, ranks, background=True)
+        place = MemoryBackend("prepare()")
+        checked = _check_save("prepare", place, states, framework, None, chosen, ranks, background=True)
         return replace(checked, name="prepare")
 
     return _take_place(ranks, "begin", options, check, aprepare)
@@ -115,7 +117,7 @@ def load_call(
 
     def check() -> _Checked:
         chosen = with_overrides(LoadOptions, options, overrides)
-        common = _common(path, states, framework, role, chosen, ranks)
+        common = _common("load", path, states, framework, role, chosen, ranks)
         device = exchange_device(chosen.exchange, ranks) if chosen.overlap_loading else None
         does = (
             f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading} "
@@ -148,8 +150,11 @@ def _take_place(
 
     async def run(**moment: object) -> T:
         job = checked.job(operation=operation, **moment)
-        with beginning_with(job.caller.enter):
-            return await work(job)
+        job.watch.background = moment.get("goes_on", False)
+        with beginning_with(job.caller.enter), job.watch.running():
+            report = await work(job)
+            job.watch.report = report
+            return report
 
     return Call(checked.name, run)
 
@@ -166,6 +171,7 @@ def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) ->
 
 
 def _check_save(
+    kind: Kind,
     path: Path,
     states: States,
     framework: Framework,
@@ -180,7 +186,7 @@ def _check_save(
         raise InputError(
             "snapshot='lazy' needs async_checkpoint=True: training goes on while the state is copied in the background"
         )
-    common = _common(path, states, framework, role, options, ranks)
+    common = _common(kind, path, states, framework, role, options, ranks)
     codecs = [codec.name for codec in options.codecs]
     does = (
         f"save {common['path']} with world_size={ranks.world_size} overwrite={options.overwrite} "
@@ -191,6 +197,7 @@ def _check_save(
 
 
 def _common(
+    kind: Kind,
     path: Path,
     states: States,
     framework: Framework,
@@ -199,10 +206,19 @@ def _common(
     ranks: Coordinator,
 ) -> dict[str, Any]:
     """Check the arguments that a save and a load have in common; return those fields of their jobs."""
-    clock = Timeline(options.observe)
+    started = time.monotonic()
     _check_states(states)
     planner = _chooser(framework, states)
     where, backend, opened = _place(path, role, options)
+    watch = Watch(
+        kind,
+        where,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        step=options.step,
+        observe=options.observe,
+        started=started,
+    )
     return {
         "path": where,
         "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,
@@ -212,7 +228,7 @@ def _common(
         "planner": planner,
         "rank": ranks.rank,
         "world_size": ranks.world_size,
-        "clock": clock,
+        "watch": watch,
         "caller": Caller.here(),
     }
 

@@ -11,14 +11,14 @@ import torch
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
 from bcp.stages.device import Caller
-from bcp.telemetry.timeline import Timeline
+from bcp.telemetry.watch import Watch
 
 __all__ = ["Job", "LoadJob", "SaveJob"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a save and a load have in common.
+    """The common part of a save and a load.
 
     Attributes:
         path: what the caller said, made absolute; for messages.
@@ -30,7 +30,7 @@ class Job:
         rank: this rank.
         world_size: how many ranks take part.
         operation: this rank's place in the next operation of all ranks.
-        clock: started when the caller called.
+        watch: follows it; started when the caller called.
         caller: where on this machine's accelerators the calling thread works.
         options: how to do it.
     """
@@ -44,7 +44,7 @@ class Job:
     rank: int
     world_size: int
     operation: AbstractAsyncContextManager[Agreement]
-    clock: Timeline
+    watch: Watch
     caller: Caller
     options: SaveOptions | LoadOptions
 

@@ -1,4 +1,4 @@
-"""What a save and a load are. Read this first: everything else is a detail of one of these lines."""
+"""The steps of a save and of a load. Read this first: everything else is a detail of one of these lines."""
 
 from __future__ import annotations
 
@@ -33,21 +33,25 @@ __all__ = ["aload", "aprepare", "asave"]
 @failures_collected()
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
-    root = saving.Root(job.path, job.backend, job.world_size, job.options)
+    root = saving.Root(job.path, job.backend, job.world_size, job.options, job.watch.trace)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
-            stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
-            held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
-            items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
-            values = await in_thread(saving.owned_values, job, held, plan)
-            undo.begin(opening.operation, items)
+            with job.watch.phase("plan"):
+                stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
+                held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
+                job.watch.join(opening.operation, opening.trace)
+                items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+                values = await in_thread(saving.owned_values, job, held, plan)
+                undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
-                with own_errors():
-                    stored = await _write(job, items, snapshot)
-                receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
-                written = await saving.put_receipt(job.backend, receipt)
+                with job.watch.phase("write"):
+                    with own_errors():
+                        stored = await _write(job, items, snapshot)
+                    receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
+                    written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
-            await agree(agreement, "commit", job.rank, written, root.commit)
+            with job.watch.phase("commit"):
+                await agree(agreement, "commit", job.rank, written, root.commit)
     return saving.report(job, held, opening, receipt, items, snapshot)
 
 
@@ -64,7 +68,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
         lease = await stack.enter_async_context(borrowing)
         show = options.progress and job.rank == 0
         total = sum(item.nbytes for item in items)
-        job.clock.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=total, show=show)))
+        job.watch.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=total, show=show)))
         writers = Writers()
         context = SaveContext(
             lease,
@@ -82,7 +86,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
         if not changing:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
-        stored = await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.clock))
+        stored = await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.watch))
     snapshot.pinned_nbytes = lease.pinned_nbytes
     return stored
 
@@ -109,13 +113,15 @@ async def aprepare(job: SaveJob) -> None:
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, together(job.operation) as agreement:
-        metadata = await loading.open_checkpoint(agreement, job.rank, job.backend, job.path)
+        with job.watch.phase("open"):
+            metadata = await loading.open_checkpoint(agreement, job)
         async with loading.say_if_replaced(job.backend, metadata, job.path):
-            asking = attempt(loading.ask(job, metadata))  # an error must not be kept here, where its traceback leads to
-            wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-            with own_errors():
+            with job.watch.phase("plan"):
+                asking = attempt(loading.ask(job, metadata))  # kept here, an error's traceback would lead back to it
+                wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
+            with job.watch.phase("read"), own_errors():
                 context = await _read(job, agreement, metadata, wanted, reading)
-    with loading.say_if_half_loaded(context):
+    with loading.say_if_half_loaded(context), job.watch.phase("finish"):
         await in_thread(loading.put_values, job, wanted)
     return loading.report(job, metadata, wanted, reading, context)
 
@@ -141,9 +147,9 @@ async def _read(
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
-        job.clock.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
+        job.watch.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
         graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
-        await graph.run(items, budget=loading.budget_of(options, reading), observe=job.clock)
+        await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
         await in_thread(loading.put_shared, job, wanted.shared)
         await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return context

@@ -1,11 +1,88 @@
-"""What happened, as frozen data. Nothing in here does anything; observers decide what to make of it."""
+"""Events of saves and loads as frozen data, the way to their observer, and the reports at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["LoadReport", "Observer", "RetryEvent", "SaveReport", "StageEvent", "ignore"]
+__all__ = [
+    "BudgetEvent",
+    "Event",
+    "LoadReport",
+    "Observer",
+    "PhaseEvent",
+    "RequestEvent",
+    "RetryEvent",
+    "SaveReport",
+    "StageEvent",
+    "StageStart",
+    "Status",
+    "emit",
+    "ignore",
+    "observed_by",
+    "told",
+]
+
+
+Status = Literal["ok", "again", "failed"]
+"""Of one attempt of a request: answered, made again after a failure, or failed for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseEvent:
+    """One phase of a save or load is over.
+
+    Attributes:
+        phase: of a save ``plan``, ``snapshot``, ``write`` and ``commit``; of a load ``open``, ``plan``, ``read`` and
+            ``finish``; else a name that was given to :func:`bcp.telemetry.measure`.
+        started: ``time.monotonic()`` at its beginning, in seconds.
+        ended: the same at its end.
+        error: type and message of the error that ended it; empty if it went well.
+    """
+
+    phase: str
+    started: float
+    ended: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetEvent:
+    """One item entered the pipeline, once there was staging memory for it.
+
+    Attributes:
+        item: name of the item.
+        nbytes: bytes that it borrows from the byte budget until it leaves the last stage.
+        started: ``time.monotonic()`` when it asked for them, in seconds.
+        ended: the same when it had them.
+    """
+
+    item: str
+    nbytes: int
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageStart:
+    """One stage takes one item out of its queue.
+
+    Attributes:
+        stage: name of the stage.
+        item: name of the item, as it entered the pipeline.
+        nbytes: bytes of the item, as counted by the byte budget.
+        queued: ``time.monotonic()`` when the item came into the stage's queue, in seconds.
+        started: the same when the stage's function was called.
+    """
+
+    stage: str
+    item: str
+    nbytes: int
+    queued: float
+    started: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +94,9 @@ class StageEvent:
         item: name of the item, as it entered the pipeline.
         nbytes: bytes of the item, as counted by the byte budget.
         started: ``time.monotonic()`` when the stage's function was called, in seconds.
-        ended: the same when it returned.
+        ended: the same when it returned or raised.
+        waited: seconds that the item was in the stage's queue before.
+        error: type and message of the error that the stage raised; empty if it went well.
     """
 
     stage: str
@@ -25,6 +104,37 @@ class StageEvent:
     nbytes: int
     started: float
     ended: float
+    waited: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """Storage answered one attempt of a request, or failed.
+
+    Attributes:
+        store: the storage without any secret, as in ``gs://bucket/run`` or ``/mnt/run``.
+        operation: ``put``, ``get``, ``part``, ``read``, ``list`` or another verb of the backend.
+        key: the object's key, relative to the store; the first one of several.
+        nbytes: bytes that the request moves.
+        started: ``time.monotonic()`` at its beginning, in seconds. Pauses before it and its place in line are not part
+            of it.
+        ended: the same at its end.
+        attempt: number of the attempt; the first one is 1.
+        status: ``"ok"``: the store has answered, if only that there is no such object; ``"again"``: it failed and is
+            made again; ``"failed"``.
+        said: the error in the server's or the client's words; empty if it went well.
+    """
+
+    store: str
+    operation: str
+    key: str
+    nbytes: int
+    started: float
+    ended: float
+    attempt: int = 1
+    status: Status = "ok"
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +156,47 @@ class RetryEvent:
     slow_down: bool
 
 
-Observer = Callable[[StageEvent], None]
-"""Called on the event loop, once for each item and stage; must be quick and must not raise."""
+Event = PhaseEvent | BudgetEvent | StageStart | StageEvent | RequestEvent | RetryEvent
+"""Everything that an observer may get."""
+
+Observer = Callable[[Event], None]
+"""Called once for each event of one save or load on this rank, as soon as it has happened.
+
+It is called on the event loop, or on the thread of a storage client, so it must be quick. An error that it raises is
+logged, and it is not called again.
+"""
 
 
 def ignore(event: object) -> None:
     """Be the observer that nobody asked for."""
 
 
+_observer: ContextVar[Observer] = ContextVar("bcp observer", default=ignore)
+
+
+def emit(event: Event) -> None:
+    """Tell the observer of the save or load that this code runs for; nobody, if it runs for none."""
+    _observer.get()(event)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Let everything in the block, in its tasks and in its threads, tell that observer."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def told(error: BaseException) -> str:
+    """Return type and message of an error, as events have them."""
+    return f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What one rank did in one save.
+    """The figures of one save on one rank.
 
     Attributes:
         path: where the checkpoint is, as given by the caller.
@@ -107,7 +247,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one rank did in one load.
+    """The figures of one load on one rank.
 
     Attributes:
         path: where the checkpoint is, as given by the caller.

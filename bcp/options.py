@@ -101,7 +101,8 @@ class SaveOptions:
             may be secret, so they are shown nowhere.
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
-        observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
+        step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
+        observe: called with every :data:`~bcp.events.Event` on this rank.
     """
 
     overwrite: bool = False
@@ -122,6 +123,7 @@ class SaveOptions:
     trust: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
+    step: int | None = None
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
@@ -183,7 +185,8 @@ class LoadOptions:
             may be secret, so they are shown nowhere.
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
-        observe: called with a :class:`~bcp.events.StageEvent` for every item and stage.
+        step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
+        observe: called with every :data:`~bcp.events.Event` on this rank.
     """
 
     strict: bool = True
@@ -204,6 +207,7 @@ class LoadOptions:
     timeout: float = field(default_factory=_timeout)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
+    step: int | None = None
     observe: Observer = ignore
 
     def __post_init__(self) -> None:

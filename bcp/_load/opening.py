@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from bcp._agree import agree
+from bcp._job import LoadJob
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
 from bcp.pipeline import Budget, Pipeline, Stage, planning
@@ -23,17 +24,19 @@ STEP = re.compile(r"\d$|^(latest|last|best|final)$")
 RECEIPTS_AT_ONCE = 16
 
 
-async def open_checkpoint(agreement: Agreement, rank: int, backend: Backend, path: str) -> Metadata:
+async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
     """Let rank 0 read the metadata, check it, and give it to everyone: one GET for the whole job."""
 
     async def answer(_: Sequence[bytes]) -> bytes:
-        data = await _read_metadata(backend, path)
+        data = await _read_metadata(job.backend, job.path)
         await planning(decode_metadata, data, where)
-        return data
+        return f"{job.watch.trace}\n".encode() + data
 
-    where = f"{path}/{METADATA_KEY}"
-    data = await agree(agreement, "open", rank, b"", answer)
-    return await planning(decode_metadata, data, where)
+    where = f"{job.path}/{METADATA_KEY}"
+    trace, _, data = (await agree(agreement, "open", job.rank, b"", answer)).partition(b"\n")
+    metadata = await planning(decode_metadata, data, where)
+    job.watch.join(metadata.commit.operation, trace.decode())
+    return metadata
 
 
 async def _read_metadata(backend: Backend, path: str) -> bytes:

@@ -36,20 +36,23 @@ class Opening:
         operation: id of the save.
         cached: whether every rank has the plan already.
         found: version of the metadata that was there when the save began; None for none.
+        trace: trace context of rank 0; empty for none.
     """
 
     operation: str
     cached: bool
     found: Version | None
+    trace: str
 
     def encode(self) -> bytes:
-        """Return 9 bytes and the version's."""
-        return bytes.fromhex(self.operation) + bytes([self.cached]) + (self.found or "").encode()
+        """Return 9 bytes, a line with the trace context, and the version's bytes."""
+        return bytes.fromhex(self.operation) + bytes([self.cached]) + f"{self.trace}\n{self.found or ''}".encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Opening:
         """Undo :meth:`encode`."""
-        return cls(data[:8].hex(), bool(data[8]), data[9:].decode() or None)
+        trace, _, found = data[9:].decode().partition("\n")
+        return cls(data[:8].hex(), bool(data[8]), found or None, trace)
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Root:
         backend: the same, for bytes.
         world_size: how many ranks save together.
         options: how to save.
+        trace: trace context of this rank; empty for none.
         framework: name of the planner; known when this rank has taken stock.
         found: version of the metadata that was there when the save began; None for none.
         key: of the plan.
@@ -74,6 +78,7 @@ class Root:
     backend: Backend
     world_size: int
     options: SaveOptions
+    trace: str = ""
     framework: str = ""
     found: Version | None = None
     key: bytes = b""
@@ -93,7 +98,7 @@ class Root:
         self.key = hellos[0][:DIGEST_BYTES]
         self.layout = _layouts.get(self.key) or b""
         cached = bool(self.layout) and all(hello[:DIGEST_BYTES] == self.key for hello in hellos)
-        return Opening(self.operation, cached, self.found).encode()
+        return Opening(self.operation, cached, self.found, self.trace).encode()
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:
         """Find out who holds the same as whom; ask one rank of each kind what that is."""

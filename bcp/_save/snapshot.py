@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -20,6 +21,7 @@ from bcp._save.memory import staging_nbytes
 from bcp._save.sample import Sample
 from bcp._save.steady import Steady
 from bcp.errors import InputError, StateError
+from bcp.events import PhaseEvent, emit
 from bcp.pipeline import Budget, in_thread
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.planners.guard import check_not_loading, check_unchanged, versions
@@ -120,6 +122,7 @@ class Snapshot:
         """Return the staging memory for parts: for all of them, where the caller waits for the copies."""
         nbytes = staging_nbytes(items, self._job.options, goes_on=self._job.goes_on)
         self.budget = Budget(max(nbytes, 1))
+        self._lent = time.monotonic()
         return self.budget
 
     async def taken(self) -> None:
@@ -130,6 +133,7 @@ class Snapshot:
 
         """
         await in_thread(self._check)
+        emit(PhaseEvent("snapshot", self._lent, time.monotonic()))
         if self._hold is None:
             self._go_on()
         else:
@@ -137,7 +141,7 @@ class Snapshot:
 
     def _go_on(self) -> None:
         """Let the caller go on."""
-        self.seconds = self._job.clock.seconds
+        self.seconds = self._job.watch.seconds
         self._job.on_snapshot()
 
     def _hold_back(self, held: Held) -> Held:

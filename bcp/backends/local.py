@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,6 +25,7 @@ from bcp.backends.shared import Tries
 from bcp.backends.tiling import Tiling
 from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
+from bcp.events import RequestEvent, Status, emit, told
 from bcp.pipeline import in_thread
 from bcp.protocols import Buffer, ObjectInfo, Unfinished, Version, flat_view
 
@@ -49,6 +52,9 @@ _HINTS = {
     errno.ECONNABORTED: _NO_ANSWER,
 }
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_VERBS = {"open_write": "begin", "commit": "finish"}
+"""Verbs of requests in events, where they are not those of error messages."""
+
 _SLOW_SECONDS = 60.0
 _WRITES = ("auto", *get_args(WriteWay))
 _READS = get_args(ReadWay)
@@ -252,20 +258,34 @@ class LocalBackend:
         ``span`` is the range of bytes that the operation moves.
         """
         late = asyncio.get_running_loop().call_later(_SLOW_SECONDS, self._say_late, operation, key)
+        tell = partial(self._tell, operation, key, span, time.monotonic())
         try:
             yield
-        except StorageError:
+        except StorageError as error:
+            tell("failed", told(error))
             raise
         except OSError as error:
             if operation in ("get", "read") and isinstance(error, _ABSENT):
+                tell("ok", told(error))
                 raise FileNotFoundError(errno.ENOENT, f"{self!r} has no such object", key) from error
+            tell("failed", told(error))
             hint = _HINTS.get(error.errno or 0, "see the system's log")
             where = "" if span is None else f" (bytes {span[0]} to {span[1]})"
             translated = StorageError(f"{self!r}: {operation} {key!r} failed: {error}{where}; {hint}")
             translated.errno = error.errno
             raise translated from error
+        else:
+            tell("ok", "")
         finally:
             late.cancel()
+
+    def _tell(
+        self, operation: str, key: str, span: tuple[int, int] | None, started: float, status: Status, said: str
+    ) -> None:
+        """Tell the observer of one call."""
+        verb = "part" if operation.startswith("write part") else _VERBS.get(operation, operation)
+        nbytes = 0 if span is None else span[1] - span[0]
+        emit(RequestEvent(str(self._root), verb, key, nbytes, started, time.monotonic(), 1, status, said))
 
     def _say_late(self, operation: str, key: str) -> None:
         log.warning("a file system does not answer", root=str(self._root), operation=operation, key=key)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
@@ -14,7 +15,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from bcp.errors import InputError, StageError
-from bcp.events import Observer, StageEvent, ignore
+from bcp.events import BudgetEvent, Observer, StageEvent, StageStart, ignore, told
 from bcp.pipeline.budget import Budget
 from bcp.pipeline.failure import FirstFailure, is_cancellation
 from bcp.pipeline.stage import Stage
@@ -87,7 +88,8 @@ class Pipeline(Generic[A, O]):
         Items enter in order. Each borrows its bytes from the budget at the entrance, and gives them back when it has
         left the last stage; so nobody waits for bytes while holding bytes. The places between stages hold as many items
         as the budget lets in: a slow stage holds up the stages before it by the budget, and by nothing else.
-        ``observe`` gets one event for each item and stage.
+        ``observe`` gets a :class:`~bcp.events.BudgetEvent` for each item, and a :class:`~bcp.events.StageStart` and a
+        :class:`~bcp.events.StageEvent` for each item and stage.
 
         The first failure cancels everything and is raised as one :class:`~bcp.errors.StageError` with the original
         error as its cause; what fails after it becomes a note. An interrupt (KeyboardInterrupt, SystemExit) comes out
@@ -120,6 +122,7 @@ class _Parcel:
     name: str
     nbytes: int
     value: Any
+    queued: float = 0.0
 
 
 _Sink = MemoryObjectSendStream[_Parcel]
@@ -199,8 +202,15 @@ class _Run:
     async def _feed(self, entrance: _Sink) -> None:
         """Let the parcels in, in order, as the budget allows."""
         for parcel in self._parcels:
+            asked = time.monotonic()
             await self._budget.acquire(parcel.nbytes)
             self._borrowed_bytes += parcel.nbytes
+            parcel.queued = time.monotonic()
+            try:
+                self._observe(BudgetEvent(parcel.name, parcel.nbytes, asked, parcel.queued))
+            except Exception as error:  # noqa: BLE001 -- told as a stage's error is
+                self._failure.add("budget", parcel.name, error)
+                return
             await entrance.send(parcel)
         entrance.close()
 
@@ -222,13 +232,18 @@ class _Run:
     async def _process(self, stage: Stage[Any, Any], parcel: _Parcel) -> bool:
         """Put one parcel through one stage; say whether it went well."""
         started = time.monotonic()
+        event = partial(StageEvent, stage.name, parcel.name, parcel.nbytes, started, waited=started - parcel.queued)
         try:
+            self._observe(StageStart(stage.name, parcel.name, parcel.nbytes, parcel.queued, started))
             parcel.value = await stage.run(parcel.value)
-            self._observe(StageEvent(stage.name, parcel.name, parcel.nbytes, started, time.monotonic()))
+            parcel.queued = time.monotonic()
+            self._observe(event(parcel.queued))
         except BaseException as error:
             if is_cancellation(error):
                 raise
             self._failure.add(stage.name, parcel.name, error)
+            with suppress(Exception):  # an observer that raised before: its error has been added
+                self._observe(event(time.monotonic(), error=told(error)))
             return False
         return True
 

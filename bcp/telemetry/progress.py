@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bcp.errors import MissingExtraError
-from bcp.events import Observer, StageEvent, ignore
+from bcp.events import Event, Observer, StageEvent, ignore
 
 __all__ = ["progress_bar"]
 
@@ -31,8 +31,8 @@ def progress_bar(title: str, *, stage: str, nbytes: int, show: bool) -> Iterator
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title, total=nbytes)
 
-        def observe(event: StageEvent) -> None:
-            if event.stage == stage:
+        def observe(event: Event) -> None:
+            if isinstance(event, StageEvent) and event.stage == stage:
                 progress.advance(task, event.nbytes)
 
         yield observe

@@ -12,7 +12,7 @@ import torch
 import bcp
 from bcp._save.memory import staging_nbytes
 from bcp.backends import MemoryBackend
-from bcp.events import StageEvent
+from bcp.events import Event, StageEvent
 from bcp.protocols import Buffer, LightWriter, PartWriter
 
 MIB = 1 << 20
@@ -58,8 +58,9 @@ class Held:
         self.stages: list[str] = []
         self.when_last: tuple[int, int] = (-1, -1)
 
-    def observe(self, event: StageEvent) -> None:
-        self.stages.append(event.stage)
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StageEvent):
+            self.stages.append(event.stage)
 
     async def run(self, item: Any) -> Any:
         self.seen += 1

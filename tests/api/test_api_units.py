@@ -245,8 +245,8 @@ def test_an_unchanged_set_of_units_is_planned_once(tmp_path: Path) -> None:
 def test_training_does_not_wait_until_units_are_copied(tmp_path: Path) -> None:
     copied: list[str] = []
 
-    def watch(event: bcp.StageEvent) -> None:
-        if event.stage == "d2h":
+    def watch(event: bcp.Event) -> None:
+        if isinstance(event, bcp.StageEvent) and event.stage == "d2h":
             copied.append(event.item)
 
     async def run() -> None:

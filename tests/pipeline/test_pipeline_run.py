@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bcp.errors import InputError
-from bcp.events import StageEvent
+from bcp.events import BudgetEvent, Event, RetryEvent, StageEvent, StageStart
 from bcp.pipeline import Budget, Pipeline, Stage, in_thread
 
 pytestmark = pytest.mark.anyio
@@ -89,7 +89,7 @@ class Watch:
 @settings(max_examples=80, deadline=None)
 @given(plans())
 async def test_a_random_pipeline_equals_a_for_loop_within_its_budget(plan: Plan) -> None:
-    watch, budget, events = Watch(plan), Budget(plan.budget), list[StageEvent]()
+    watch, budget, events = Watch(plan), Budget(plan.budget), list[Event]()
     numbers = range(len(plan.stages))
     pipeline = Pipeline[Crate, Any](tuple(watch.stage(number) for number in numbers))
 
@@ -102,9 +102,13 @@ async def test_a_random_pipeline_equals_a_for_loop_within_its_budget(plan: Plan)
     for number, (workers, ordered, _) in enumerate(plan.stages):
         assert watch.most_busy[number] <= workers
         assert not ordered or watch.seen[number] == list(range(len(plan.sizes)))
-    told = sorted((event.stage, event.item, event.nbytes) for event in events)
-    assert told == sorted((f"s{number}", f"w{i}", size) for number in numbers for i, size in enumerate(plan.sizes))
-    assert all(event.started <= event.ended for event in events)
+    every = sorted((f"s{number}", f"w{i}", size) for number in numbers for i, size in enumerate(plan.sizes))
+    for kind in (StageStart, StageEvent):
+        assert sorted((event.stage, event.item, event.nbytes) for event in events if isinstance(event, kind)) == every
+    entered = [event for event in events if isinstance(event, BudgetEvent)]
+    assert [(event.item, event.nbytes) for event in entered] == [(f"w{i}", size) for i, size in enumerate(plan.sizes)]
+    assert all(event.queued <= event.started for event in events if isinstance(event, StageStart))
+    assert all(event.started <= event.ended for event in events if not isinstance(event, StageStart | RetryEvent))
 
 
 # -- order, back-pressure, edges -------------------------------------------------------------------

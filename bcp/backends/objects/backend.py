@@ -80,7 +80,7 @@ class ObjectBackend:
         """Store a small object by one request."""
         view = flat_view(data)
         self._versions.pop(check_key(key), None)
-        await self._request(f"storing {key!r}", partial(self.store.put, key, view), len(view))
+        await self._request("put", key, f"storing {key!r}", partial(self.store.put, key, view), len(view))
 
     async def version(self, key: str) -> Version | None:
         """Return the store's version of an object."""
@@ -104,7 +104,7 @@ class ObjectBackend:
             except ConditionError:
                 return await self._mine(key, view) if attempts > 1 else None
 
-        return await self._request(f"storing {key!r} on condition", attempt, len(view))
+        return await self._request("put_if", key, f"storing {key!r} on condition", attempt, len(view))
 
     async def _mine(self, key: str, data: memoryview) -> Version | None:
         """Return the version of an object that has these contents, else None."""
@@ -116,7 +116,7 @@ class ObjectBackend:
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
-        data, _ = await self._request(f"reading {check_key(key)!r}", partial(self.store.get, key))
+        data, _ = await self._request("get", key, f"reading {check_key(key)!r}", partial(self.store.get, key))
         return data
 
     # -- large objects ------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class ObjectBackend:
         """Fill a buffer by one ranged read."""
         what = f"reading bytes {start} to {start + len(out)} of {key!r}"
         try:
-            found, version = await self._request(what, partial(self._read_once, key, start, out), len(out))
+            found, version = await self._request("read", key, what, partial(self._read_once, key, start, out), len(out))
         except ConditionError as error:
             self._versions.pop(key, None)
             raise StorageError(
@@ -200,7 +200,7 @@ class ObjectBackend:
         if prefix:
             check_key(prefix.rstrip("/"))
 
-        found = await self._pages(f"listing {prefix!r}", partial(self.store.list, prefix))
+        found = await self._pages("list", prefix, f"listing {prefix!r}", partial(self.store.list, prefix))
         return sorted(found, key=lambda info: info.key)
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -212,11 +212,11 @@ class ObjectBackend:
 
     async def _delete(self, keys: Sequence[str]) -> None:
         more = "" if len(keys) == 1 else f" and {len(keys) - 1} more"
-        await self._request(f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
+        await self._request("delete", keys[0], f"deleting {keys[0]!r}{more}", partial(self.store.delete, keys))
 
     async def unfinished(self) -> Sequence[Unfinished]:
         """List the remains of unfinished uploads."""
-        found = await self._pages("listing unfinished uploads", self.store.unfinished)
+        found = await self._pages("unfinished", "", "listing unfinished uploads", self.store.unfinished)
         return list(dict.fromkeys(found))
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
@@ -225,30 +225,36 @@ class ObjectBackend:
 
     async def _discard(self, unfinished: Unfinished) -> None:
         what = f"removing an unfinished upload of {unfinished.key!r}"
-        await self._request(what, partial(self.store.discard, unfinished))
+        await self._request("discard", unfinished.key, what, partial(self.store.discard, unfinished))
 
     async def aclose(self) -> None:
         """Close connections."""
         await self.store.aclose()
 
     async def _stat(self, key: str) -> Stat | None:
-        return await self._request(f"looking for {key!r}", partial(self.store.stat, key))
+        return await self._request("version", key, f"looking for {key!r}", partial(self.store.stat, key))
 
     async def _pages(
-        self, what: str, page: Callable[[str | None], Awaitable[tuple[Sequence[T], str | None]]]
+        self,
+        operation: str,
+        key: str,
+        what: str,
+        page: Callable[[str | None], Awaitable[tuple[Sequence[T], str | None]]],
     ) -> Sequence[T]:
         """Return the items of all pages of a list; each page is a request of its own."""
         found: list[T] = []
         after: str | None = None
         while True:
-            some, after = await self._request(what, partial(page, after))
+            some, after = await self._request(operation, key, what, partial(page, after))
             found += some
             if after is None:
                 return found
 
-    async def _request(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+    async def _request(
+        self, operation: str, key: str, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
+    ) -> T:
         """Make a request until it succeeds."""
-        return await self.retries(f"{self!r}: {what}", attempt, nbytes)
+        return await self.retries(f"{self!r}: {what}", attempt, nbytes, (self.store.name, operation, key))
 
 
 class _Parts:
@@ -311,14 +317,17 @@ class _Parts:
     async def _store_part(self, index: int, offset: int, data: memoryview) -> None:
         upload = await self._begun()
         await self._request(
-            f"storing part {index}, from byte {offset} on,", partial(upload.part, index, offset, data), len(data)
+            "part",
+            f"storing part {index}, from byte {offset} on,",
+            partial(upload.part, index, offset, data),
+            len(data),
         )
 
     async def _begun(self) -> Upload:
         async with self._begins:
             if self._upload is None:
                 self._upload = await self._request(
-                    "beginning to store", partial(self._store.begin, self._key, self._nbytes)
+                    "begin", "beginning to store", partial(self._store.begin, self._key, self._nbytes)
                 )
             return self._upload
 
@@ -329,24 +338,25 @@ class _Parts:
         if self._small is not None or nbytes == 0:
             parts = self._small or {}
             whole = b"".join(parts[index] for index in sorted(parts))
-            await self._request("storing", partial(self._store.put, self._key, memoryview(whole)), len(whole))
+            await self._request("put", "storing", partial(self._store.put, self._key, memoryview(whole)), len(whole))
             return
         if self._grid is not None and (rest := self._grid.rest()) is not None:
             number, cell = rest
             await self._store_part(number, number * self._grid.nbytes, memoryview(cell))
-        await self._request("finishing", (await self._begun()).finish)
+        await self._request("finish", "finishing", (await self._begun()).finish)
 
     async def abort(self) -> None:
         """Remove the stored parts; an error of this is only logged, because another one is on its way."""
         self._closed = True
         if self._upload is not None:
             try:
-                await self._request("removing the parts of", self._upload.abort)
+                await self._request("abort", "removing the parts of", self._upload.abort)
             except Exception as error:  # noqa: BLE001 -- whatever it is, the next save removes them
                 log.warning("parts of a failed write were not removed", object=self._key, error=repr(error))
 
-    async def _request(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
-        return await self._backend._request(f"{what} {self._key!r}", attempt, nbytes)  # noqa: SLF001 -- one class in two
+    async def _request(self, operation: str, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+        words = f"{what} {self._key!r}"
+        return await self._backend._request(operation, self._key, words, attempt, nbytes)  # noqa: SLF001 -- one class in two
 
 
 def _pieces(start: int, outs: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:

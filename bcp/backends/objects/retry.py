@@ -10,19 +10,21 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import anyio
 
 from bcp._log import log
-from bcp.backends.objects.store import RequestError
+from bcp.backends.objects.store import ConditionError, RequestError
 from bcp.errors import StorageError
-from bcp.events import RetryEvent
+from bcp.events import RequestEvent, RetryEvent, Status, emit, told
 from bcp.protocols import RetryPolicy
 
 __all__ = ["Limiter", "Retries"]
 
 T = TypeVar("T")
+_Tell = Callable[[Status, str], None]
 MIB = 1 << 20
 UNREACHED_SECONDS = 30.0
 """Deadline of a store that cannot be connected to and that no request has reached yet: its name may be wrong."""
@@ -116,7 +118,13 @@ class Retries:
         """Show retries, successes and the limiter."""
         return f"<Retries: {self.retries} after {self._successes} successes, {self.limiter}>"
 
-    async def __call__(self, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
+    async def __call__(
+        self,
+        what: str,
+        attempt: Callable[[], Awaitable[T]],
+        nbytes: int = 0,
+        about: tuple[str, str, str] = ("", "", ""),
+    ) -> T:
         """Make a request until it succeeds.
 
         Args:
@@ -124,6 +132,7 @@ class Retries:
             attempt: makes it once. Errors other than :class:`RequestError`, ``OSError`` and ``TimeoutError`` are final,
                 and so are those that say so.
             nbytes: how many bytes it moves.
+            about: store, operation and key, for events.
 
         Raises:
             StorageError: it did not succeed within the policy's bounds; the last error is the cause.
@@ -135,16 +144,24 @@ class Retries:
             number += 1
             try:
                 async with self.limiter.one():
+                    tell = partial(_tell, about, nbytes, number, time.monotonic())
                     with anyio.fail_after(self.policy.attempt + nbytes / MIB):
                         result = await attempt()
             except (RequestError, TimeoutError, ConnectionError) as error:
-                await self._pause(what, _as_request(error), number, self._clock() - began)
+                await self._pause(what, _as_request(error), number, self._clock() - began, tell)
+            except (FileNotFoundError, ConditionError) as error:  # an answer
+                tell("ok", told(error))
+                raise
+            except Exception as error:
+                tell("failed", told(error))
+                raise
             else:
+                tell("ok", "")
                 self._successes += 1
                 self.limiter.succeeded()
                 return result
 
-    async def _pause(self, what: str, error: RequestError, number: int, lasted: float) -> None:
+    async def _pause(self, what: str, error: RequestError, number: int, lasted: float, tell: _Tell) -> None:
         """Wait before the next attempt, or raise if there is to be none."""
         if error.slow_down:
             self.limiter.slow_down()
@@ -155,11 +172,20 @@ class Retries:
         deadline = min(self.policy.deadline, UNREACHED_SECONDS) if is_new else self.policy.deadline
         if not error.transient or spent or lasted + pause > deadline:
             hint = "; no request has reached this store yet: check its endpoint" if is_new else ""
+            tell("failed", error.said)
             raise _final(what, error, number, lasted, spent=spent, hint=hint) from error
+        tell("again", error.said)
         self.retries += 1
-        self.policy.on_retry(RetryEvent(what, number, pause, error.said, error.slow_down))
+        event = RetryEvent(what, number, pause, error.said, error.slow_down)
+        self.policy.on_retry(event)
+        emit(event)
         log.info("a storage request is made again", request=what, attempt=number, pause=pause, said=error.said)
         await self._sleep(pause)
+
+
+def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, said: str) -> None:
+    """Tell the observer of one attempt."""
+    emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, said))
 
 
 def _as_request(error: Exception) -> RequestError:

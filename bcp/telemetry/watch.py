@@ -1,0 +1,191 @@
+"""The events of one save or load on this rank: kept, summed up, and passed on while they happen."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+from bcp._log import log
+from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
+
+__all__ = ["Kind", "Sink", "Watch", "add_sink", "remove_sink", "step_of"]
+
+Kind = Literal["save", "load", "prepare"]
+
+MOST_EVENTS = 200_000
+"""Events that one operation keeps: about 100 MB. Those behind them are passed on and counted."""
+
+
+class Sink(Protocol):
+    """Something in this process that follows all saves and loads of this rank: traces, metrics, alerts, log lines.
+
+    Its methods are called as observers are: they must be quick. One that raises is logged and left out from then on.
+    """
+
+    def began(self, watch: Watch) -> None:
+        """Take note of a save or load that begins. On rank 0 this may set :attr:`Watch.trace`."""
+
+    def joined(self, watch: Watch) -> None:
+        """Take note that all ranks have met: :attr:`Watch.operation` and :attr:`Watch.trace` are rank 0's."""
+
+    def happened(self, watch: Watch, event: Event) -> None:
+        """Take an event."""
+
+    def ended(self, watch: Watch) -> None:
+        """Take note of its end: either :attr:`Watch.report` or :attr:`Watch.error` is set."""
+
+
+_sinks: list[Sink] = []
+
+
+def add_sink(sink: Sink) -> None:
+    """Let a sink follow all saves and loads that begin from now on; does nothing for one that is there already."""
+    if sink not in _sinks:
+        _sinks.append(sink)
+
+
+def remove_sink(sink: Sink) -> None:
+    """Let a sink follow no save and no load that begins from now on."""
+    if sink in _sinks:
+        _sinks.remove(sink)
+
+
+class Watch:
+    """Follows one save or load on this rank.
+
+    Attributes:
+        kind: ``"save"``, ``"load"`` or ``"prepare"``.
+        path: where the checkpoint is, as errors name it.
+        rank: this rank.
+        world_size: how many ranks take part.
+        step: the training step, if it is known.
+        background: whether the caller goes on before the end, as with ``async_checkpoint=True``.
+        operation: id of the save; of the one that is loaded, for a load. Empty until the ranks have met.
+        trace: trace context of rank 0, in the form of W3C's ``traceparent``; empty for none.
+        started: ``time.monotonic()`` at the call, in seconds.
+        time: ``time.time()`` at the same moment.
+        events: all that happened, in the order in which it ended; at most 200,000.
+        dropped: how many more there were.
+        report: of an operation that ended well.
+        error: the error that ended it.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        path: str,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        step: int | None = None,
+        background: bool = False,
+        observe: Observer = ignore,
+        started: float | None = None,
+    ) -> None:
+        """Take the attributes; ``started`` is now, unless it was some moments ago."""
+        now = time.monotonic()
+        self.started = now if started is None else started
+        self.time = time.time() - (now - self.started)
+        self.kind = kind
+        self.path = path
+        self.rank = rank
+        self.world_size = world_size
+        self.step = step_of(path) if step is None else step
+        self.background = background
+        self.operation = ""
+        self.trace = ""
+        self.events: list[Event] = []
+        self.dropped = 0
+        self.report: SaveReport | LoadReport | None = None
+        self.error: BaseException | None = None
+        self._observers = [] if observe is ignore else [observe]
+        self._sinks = [] if kind == "prepare" else list(_sinks)
+        self._spans: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        if isinstance(event, StageEvent):
+            start, end = self._spans.get(event.stage, (event.started, event.ended))
+            self._spans[event.stage] = (min(start, event.started), max(end, event.ended))
+        if len(self.events) < MOST_EVENTS:
+            self.events.append(event)
+        else:
+            self.dropped += 1
+        for observer in tuple(self._observers):
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
+                self._observers.remove(observer)
+                log.exception("an observer raised and is not called again", observer=repr(observer), path=self.path)
+        for sink in tuple(self._sinks):
+            self._tell(sink, "happened", event)
+
+    def add(self, observer: Observer) -> None:
+        """Pass later events on to one more observer."""
+        self._observers.append(observer)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Follow what happens in the block, in its tasks and in its threads; tell the sinks of beginning and end."""
+        self._tell_all("began")
+        try:
+            with observed_by(self):
+                yield
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self._tell_all("ended")
+            self.error = None  # its traceback leads here, and to the state's tensors
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Make an event of the block."""
+        started = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            self(PhaseEvent(name, started, time.monotonic(), told(error)))
+            raise
+        self(PhaseEvent(name, started, time.monotonic()))
+
+    def join(self, operation: str, trace: str) -> None:
+        """Take id and trace context of the operation, which rank 0 has told."""
+        self.operation, self.trace = operation, trace
+        self._tell_all("joined")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def stage_seconds(self) -> Mapping[str, float]:
+        """Wall seconds from the first start to the last end of each stage."""
+        return {stage: end - start for stage, (start, end) in self._spans.items()}
+
+    def _tell_all(self, what: Literal["began", "joined", "ended"]) -> None:
+        for sink in tuple(self._sinks):
+            self._tell(sink, what)
+
+    def _tell(self, sink: Sink, what: str, *event: Event) -> None:
+        try:
+            getattr(sink, what)(self, *event)
+        except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
+            self._sinks.remove(sink)
+            log.exception("telemetry raised and is left out of this operation", sink=repr(sink), path=self.path)
+
+
+def step_of(path: str) -> int | None:
+    """Return the number at the end of the last name of a path, as in ``run/step-00100`` or ``run/100/actor``.
+
+    None where no name of the last two ends in a number.
+    """
+    for name in reversed(path.rstrip("/").split("/")[-2:]):
+        found = re.fullmatch(r"(?:.*[^0-9])?([0-9]{1,18})", name)
+        if found:
+            return int(found[1])
+    return None
