@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from multiprocessing import get_all_start_methods
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
+from bcp.data.closing import Closing
 from bcp.data.recipe import Recipe, Source
 from bcp.data.stream import Schedule, Streams, Windows, initial_state
 from bcp.data.units import Unit, UnitState, from_plain, needed_units, parse_units, reshard, to_plain
@@ -58,7 +58,7 @@ class Batch:
     windows: tuple[int, ...]
 
 
-class TokenLoader:
+class TokenLoader(Closing):
     """Packs samples of weighted sources into windows, and resumes exactly on any number of readers and workers.
 
     An iterator over the :class:`Batch` of one reader. It reads everything through ``shards`` virtual shards, a number
@@ -197,16 +197,6 @@ class TokenLoader:
         if isinstance(self._engine, Workers):
             self._engine.close()
         self._engine, self._closed = None, True
-
-    def __enter__(self) -> Self:
-        """Return the loader."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the loader."""
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -49,7 +49,7 @@ def run(theirs: socket.socket, job: Job | None) -> None:
     line = Line(theirs)
     if job is None and (message := line.receive()):
         try:
-            job = pickle.loads(message.arrays["job"].data)  # noqa: S301 -- from the process that started this one
+            job = pickle.loads(message.arrays["job"].data)  # noqa: S301 -- the socket pair's other end is the parent's
         except Exception as error:  # noqa: BLE001 -- the reader raises it
             _report(line, "the sources, which could not be unpickled", error)
             return

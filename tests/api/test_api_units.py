@@ -7,7 +7,7 @@ import gc
 import json
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,31 +91,27 @@ class Counting(LocalBackend):
 
 def save(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.SaveReport]:
     """Save on as many ranks as there are states."""
-    ranks = memory_coordinators(len(states))
-
-    async def all_ranks() -> list[Any]:
-        saves = [bcp.asave(path, each, coordinator=rank, **options) for each, rank in zip(states, ranks, strict=True)]
-        return await asyncio.gather(*saves, return_exceptions=True)
-
-    return _results(asyncio.run(all_ranks()))
+    return on_all_ranks(bcp.asave, path, states, **options)
 
 
 def load(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.LoadReport]:
     """Load on as many ranks as there are states."""
+    return on_all_ranks(bcp.aload, path, states, **options)
+
+
+def on_all_ranks(call: Callable[..., Awaitable[Any]], path: Any, states: Sequence[Any], **options: Any) -> list[Any]:
+    """Return the reports of all ranks; raise the first rank's error when all have ended."""
     ranks = memory_coordinators(len(states))
 
-    async def all_ranks() -> list[Any]:
-        loads = [bcp.aload(path, each, coordinator=rank, **options) for each, rank in zip(states, ranks, strict=True)]
-        return await asyncio.gather(*loads, return_exceptions=True)
+    async def run() -> list[Any]:
+        calls = [call(path, each, coordinator=rank, **options) for each, rank in zip(states, ranks, strict=True)]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    return _results(asyncio.run(all_ranks()))
-
-
-def _results(found: list[Any]) -> list[Any]:
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    return found
+    reports = asyncio.run(run())
+    for report in reports:
+        if isinstance(report, BaseException):
+            raise report
+    return reports
 
 
 def shelves(readers: int, **how: Any) -> list[Shelf]:

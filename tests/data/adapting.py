@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import deepcopy
 from random import Random
@@ -30,6 +31,24 @@ def load(states: Sequence[Any], checkpoint: Checkpoint) -> None:
         state.load_units(deepcopy(checkpoint.shared), {name: deepcopy(checkpoint.units[name]) for name in wanted})
         taken += wanted
     assert sorted(taken) == sorted(checkpoint.units)
+
+
+def json_copy(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose state went through JSON: it is plain values."""
+    return Checkpoint(json.loads(json.dumps(checkpoint.shared)), json.loads(json.dumps(checkpoint.units)))
+
+
+def rounds(loaders: Sequence[Any], steps: int) -> list[Any]:
+    """Return the samples that all readers read in some steps, in the order of the whole run."""
+    return [sample for _ in range(steps) for loader in loaders if (sample := next(loader, None)) is not None]
+
+
+def rest(loaders: Sequence[Any]) -> list[Any]:
+    """Return the samples that all readers read until they end."""
+    fed: list[Any] = []
+    while new := rounds(loaders, 1):
+        fed += new
+    return fed
 
 
 def chain(rng: Random, numbers: Sequence[int], length: int) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from adapting import chain, load, save
-from feeding import Checkpoint, seeded
+from adapting import chain, json_copy, load, rest, rounds, save
+from feeding import seeded
 from grain.experimental import ElasticIterator, FirstFitPackIterDataset
 from grain.sharding import ShardOptions
 
@@ -36,25 +35,8 @@ def readers_of(count: int, dataset: Any, shards: int, closer: ExitStack) -> list
     ]
 
 
-def rounds(loaders: Sequence[Any], steps: int) -> list[Any]:
-    """What all readers read in some steps, in the order of the whole run."""
-    return [sample for _ in range(steps) for loader in loaders if (sample := next(loader, None)) is not None]
-
-
-def rest(loaders: Sequence[Any]) -> list[Any]:
-    fed: list[Any] = []
-    while new := rounds(loaders, 1):
-        fed += new
-    return fed
-
-
 def numbers(samples: Sequence[Any]) -> list[int]:
     return [int(number) for sample in samples for number in np.ravel(sample)]
-
-
-def json_copy(checkpoint: Checkpoint) -> Checkpoint:
-    """The state is plain values."""
-    return Checkpoint(json.loads(json.dumps(checkpoint.shared)), json.loads(json.dumps(checkpoint.units)))
 
 
 def source(size: int) -> grain.MapDataset:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import adapting
 import pytest
-from adapting import chain, load, save
+from adapting import chain, json_copy, load, save
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
 from feeding import Checkpoint, seeded
@@ -34,15 +34,11 @@ def readers_of(count: int, dataset: IterableDataset, **options: Any) -> list[Hug
 
 
 def rounds(loaders: Sequence[Any], steps: int) -> list[int]:
-    """What all readers read in some steps, in the order of the whole run."""
-    return [sample["id"] for _ in range(steps) for loader in loaders if (sample := next(loader, None)) is not None]
+    return [sample["id"] for sample in adapting.rounds(loaders, steps)]
 
 
 def rest(loaders: Sequence[Any]) -> list[int]:
-    fed: list[int] = []
-    while new := rounds(loaders, 1):
-        fed += new
-    return fed
+    return [sample["id"] for sample in adapting.rest(loaders)]
 
 
 def more() -> IterableDataset:
@@ -87,11 +83,6 @@ def test_any_chain_of_readers_feeds_each_sample_once(name: str) -> None:
         loaders = readers_of(rng.randint(1, shards), dataset, shards=shards, by=by)
         load(loaders, checkpoint)
         assert sorted(fed + rest(loaders)) == want
-
-
-def json_copy(checkpoint: Checkpoint) -> Checkpoint:
-    """The state is plain values."""
-    return Checkpoint(json.loads(json.dumps(checkpoint.shared)), json.loads(json.dumps(checkpoint.units)))
 
 
 def test_readers_that_divide_the_shards_see_one_order() -> None:

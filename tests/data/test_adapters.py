@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from adapting import chain, load, save
+from adapting import chain, load, rest, rounds, save
 from feeding import seeded
 
 from bcp.data.adapters import PerReader, Replicated, VirtualShards
@@ -50,17 +50,6 @@ def readers_of(count: int, sizes: Sequence[int]) -> list[VirtualShards]:
         return Counting([shard + len(sizes) * number for number in range(sizes[shard])])
 
     return [VirtualShards(open_shard, shards=len(sizes), reader=reader, readers=count) for reader in range(count)]
-
-
-def rounds(loaders: Sequence[Any], steps: int) -> list[int]:
-    return [sample for _ in range(steps) for loader in loaders if (sample := next(loader, None)) is not None]
-
-
-def rest(loaders: Sequence[Any]) -> list[int]:
-    fed: list[int] = []
-    while new := rounds(loaders, 1):
-        fed += new
-    return fed
 
 
 def test_virtual_shards_feed_each_sample_once_over_random_chains() -> None:

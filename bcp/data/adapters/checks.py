@@ -44,16 +44,16 @@ def compare(own: Mapping[str, Any], shared: Any, advice: Mapping[str, str] | Non
     Args:
         own: the shared state of this reader.
         shared: the shared state of the checkpoint.
-        advice: what to do about a value that differs, by its name.
+        advice: the remedy for each value that may differ, by its name.
 
     """
     if not isinstance(shared, Mapping) or shared.keys() != own.keys() or shared["adapter"] != own["adapter"]:
         raise StateError(f"the checkpoint has no state of {own['adapter']}: its shared state is {shared!r:.200}")
     for name, value in own.items():
         if shared[name] != value:
-            todo = (advice or {}).get(name, "a run keeps it")
+            remedy = (advice or {}).get(name, "a run keeps it")
             raise MismatchError(
-                f"{own['adapter']}: {name} is {value!r:.200}, but {shared[name]!r:.200} in the checkpoint; {todo}"
+                f"{own['adapter']}: {name} is {value!r:.200}, but {shared[name]!r:.200} in the checkpoint; {remedy}"
             )
 
 

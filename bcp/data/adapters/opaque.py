@@ -11,19 +11,38 @@ from bcp.data.adapters.checks import check_ids, check_reader, check_units, compa
 __all__ = ["PerReader", "Replicated"]
 
 
-class PerReader:
+class _Opaque:
+    """Keeps the loader of one reader, whose state no adapter looks into."""
+
+    reader: int
+    readers: int
+
+    def __init__(self, loader: Any, *, reader: int = 0, readers: int = 1) -> None:
+        """Take the loader, and read no state yet.
+
+        Args:
+            loader: anything with ``state_dict()`` and ``load_state_dict()``, or with ``get_state()`` and
+                ``set_state()``.
+            reader: number of this reader, its data-parallel rank.
+            readers: how many readers there are.
+
+        Raises:
+            InputError: the loader has no state, or the reader is out of range.
+
+        """
+        check_reader(type(self).__name__, reader, readers)
+        self._read, self._write = methods_of(type(self).__name__, loader)
+        self.reader, self.readers = reader, readers
+
+    def prepare(self, step: int) -> None:
+        """Do nothing: there is no state before it is asked for."""
+
+
+class PerReader(_Opaque):
     """Keeps the whole state of a loader as one unit of its reader, for the same number of readers only.
 
     The state (:class:`bcp.protocols.ShardedState`) is a copy of the loader's, and nothing looks into it. It is as exact
     as the loader's own ``state_dict``.
-
-    Args:
-        loader: anything with ``state_dict()`` and ``load_state_dict()``, or with ``get_state()`` and ``set_state()``.
-        reader: number of this reader, its data-parallel rank.
-        readers: how many readers there are.
-
-    Raises:
-        InputError: the loader has no state, or the reader is out of range.
 
     Example::
 
@@ -31,15 +50,6 @@ class PerReader:
         state = PerReader(loader, reader=rank, readers=world_size)
 
     """
-
-    reader: int
-    readers: int
-
-    def __init__(self, loader: Any, *, reader: int = 0, readers: int = 1) -> None:
-        """Read no state yet."""
-        check_reader("PerReader", reader, readers)
-        self._read, self._write = methods_of("PerReader", loader)
-        self.reader, self.readers = reader, readers
 
     def shared_state(self) -> dict[str, Any]:
         """Return the number of readers, which a run must not change."""
@@ -73,9 +83,6 @@ class PerReader:
         check_units(units, [_name(self.reader)], self.reader, self.readers)
         self._write(units[_name(self.reader)])
 
-    def prepare(self, step: int) -> None:
-        """Do nothing: there is no state before it is asked for."""
-
     def _compare(self, shared: Any) -> None:
         advice = (
             "the state of this loader belongs to one reader and cannot be divided: resume with as many readers as saved"
@@ -84,7 +91,7 @@ class PerReader:
         compare(self.shared_state(), shared, {"readers": advice})
 
 
-class Replicated:
+class Replicated(_Opaque):
     """Keeps a state that is equal on all readers, for any number of them.
 
     It suits loaders whose order is a function of one global position: Mosaic streaming
@@ -92,29 +99,12 @@ class Replicated:
     state of one reader is loaded by all. **All readers have to save at the same step**; a reader at another position
     goes on from the position of the one that was written.
 
-    Args:
-        loader: anything with ``state_dict()`` and ``load_state_dict()``, or with ``get_state()`` and ``set_state()``.
-        reader: number of this reader, its data-parallel rank.
-        readers: how many readers there are.
-
-    Raises:
-        InputError: the loader has no state, or the reader is out of range.
-
     Example::
 
         iterator = iter(ElasticIterator(dataset, global_batch_size=64, shard_options=ShardOptions(rank, world_size)))
         state = Replicated(iterator, reader=rank, readers=world_size)
 
     """
-
-    reader: int
-    readers: int
-
-    def __init__(self, loader: Any, *, reader: int = 0, readers: int = 1) -> None:
-        """Read no state yet."""
-        check_reader(type(self).__name__, reader, readers)
-        self._read, self._write = methods_of(type(self).__name__, loader)
-        self.reader, self.readers = reader, readers
 
     def shared_state(self) -> dict[str, Any]:
         """Return the loader's state."""
@@ -145,9 +135,6 @@ class Replicated:
         state = self._state(shared)
         check_units(units, (), self.reader, self.readers)
         self._write(state)
-
-    def prepare(self, step: int) -> None:
-        """Do nothing: there is no state before it is asked for."""
 
     def _state(self, shared: Any) -> Any:
         state = shared.get("state") if isinstance(shared, Mapping) else None

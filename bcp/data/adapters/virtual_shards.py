@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from bcp.data.adapters.checks import check_ids, check_reader, check_units, compare, fields_of, methods_of
+from bcp.data.closing import Closing
 from bcp.errors import InputError, StageError, StateError
 
 __all__ = ["VirtualShards"]
@@ -30,7 +30,7 @@ class _Shard:
     ended: bool = False
 
 
-class VirtualShards:
+class VirtualShards(Closing):
     """Reads a fixed number of iterators in turn, and deals them to the readers.
 
     Reader ``r`` has the virtual shards ``r`` modulo ``readers``. The shard that has given the fewest samples is next,
@@ -119,16 +119,6 @@ class VirtualShards:
         self._failure = InputError("the dataloader is closed; make another one, or load a state into it")
         for shard in own.values():
             close(shard.iterator)
-
-    def __enter__(self) -> Self:
-        """Return the loader."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the loader."""
-        self.close()
 
     # -- state --------------------------------------------------------------------------------
 
