@@ -13,6 +13,7 @@ from bcp.errors import CorruptError
 from bcp.metadata import Metadata, data_key
 from bcp.pipeline import Budget, Pipeline, Stage, in_thread
 from bcp.plan.columns import Ints
+from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS
 from bcp.protocols import Backend
 from bcp.receipt import FileReceipt, Receipt
@@ -20,7 +21,7 @@ from bcp.stages.check import check, decoded
 from bcp.stages.flat import bytes_of
 from bcp.stages.load_items import ReadItem, Stored
 
-__all__ = ["check_stored", "checked", "fetch", "file_of"]
+__all__ = ["check_stored", "checked", "fetch", "file_of", "own_item"]
 
 
 def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
@@ -83,9 +84,16 @@ def _joined(lengths: Ints, most: int, data_start: int) -> Ints:
     return np.asarray(np.diff(ends[kept], prepend=0), dtype=np.int64)
 
 
+def own_item(job: LoadJob, name: str, key: str, file: FileReceipt, start: int, stop: int) -> ReadItem:
+    """Return bytes of a file's data section as an item that no other rank needs."""
+    chunk = Chunk(file=0, start=start, stop=stop, reader=job.rank, round=-1)
+    return ReadItem(name, chunk.nbytes, chunk, -1, key, file)
+
+
 async def fetch(job: LoadJob, item: ReadItem) -> Stored:
     """Read the blocks of a chunk that no other rank needs into memory of its own."""
-    assert item.file is not None  # noqa: S101 -- there is something to read
+    if item.file is None:
+        raise TypeError(f"{item.name} has no file to read")
     start = int(item.file.blocks.stored_start[item.rows.start])
     memory = await in_thread(partial(torch.empty, item.stored_nbytes, dtype=torch.uint8))
     try:

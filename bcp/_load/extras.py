@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bcp._job import LoadJob
-from bcp._load.claims import check_stored, checked, fetch, file_of
+from bcp._load.claims import check_stored, checked, fetch, file_of, own_item
 from bcp._load.targets import extra_ranks
 from bcp._load.units import unit_places
 from bcp.errors import FqnMismatchError
 from bcp.metadata import Metadata
 from bcp.pipeline import in_thread
 from bcp.plan.layout import Layout
-from bcp.plan.load.assign import Chunk
 from bcp.plan.shards import KINDS
 from bcp.planners.packed import unpack
-from bcp.planners.sharded import opaque_states
-from bcp.protocols import Stateful, States
+from bcp.protocols import Stateful
 from bcp.receipt import Receipt
 from bcp.stages.flat import bytes_of
-from bcp.stages.load_items import ReadItem, Stored
+from bcp.stages.load_items import Stored
 
 __all__ = ["extra_sources", "missing_keys", "read_extras"]
 
 
-def extra_sources(layout: Layout, states: States, rank: int) -> dict[str, int]:
+def extra_sources(layout: Layout, opaque: Iterable[str], rank: int) -> dict[str, int]:
     """Return the saved rank whose object this rank takes, by kind: its own number, modulo how many ranks saved one."""
     sources = {}
-    for kind in opaque_states(states):
+    for kind in opaque:
         saved = extra_ranks(layout, kind)
         if saved:
             sources[kind] = rank if rank in saved else saved[rank % len(saved)]
@@ -48,10 +46,8 @@ async def read_extras(
     nbytes = 0
     for kind, source in sources.items():
         key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        size, first = file.nbytes - file.data_start, _behind_units(receipts[source], kind)
-        item = ReadItem(
-            f"{key} ({kind} of rank {source})", size - first, Chunk(0, first, size, job.rank, -1), -1, key, file
-        )
+        start, stop = _behind_units(receipts[source], kind), file.nbytes - file.data_start
+        item = own_item(job, f"{key} ({kind} of rank {source})", key, file, start, stop)
         await check_stored(job.backend, [item], job.options.read_bytes, 1)
         stored = await fetch(job, item)
         loaded[kind] = await in_thread(_unpacked, job, stored)
@@ -69,10 +65,15 @@ def _unpacked(job: LoadJob, stored: Stored) -> Any:
     return unpack(image, trust=job.options.trust, where=stored.item.key)
 
 
-def missing_keys(job: LoadJob, loaded: Mapping[str, Any]) -> tuple[str, ...]:
+def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the top-level keys of the target's mappings that the checkpoint lacks.
 
     Keys that only the checkpoint has are loaded into the mapping: an empty one asks for all of them.
+
+    Args:
+        job: the load.
+        opaque: the target's opaque states, by kind.
+        loaded: the checkpoint's, by kind.
 
     Raises:
         FqnMismatchError: there are such keys, and the load is strict.
@@ -81,7 +82,7 @@ def missing_keys(job: LoadJob, loaded: Mapping[str, Any]) -> tuple[str, ...]:
     missing = tuple(
         f"{kind}: {key}"
         for kind, found in loaded.items()
-        for key in _keys(opaque_states(job.states)[kind])
+        for key in _keys(opaque[kind])
         if isinstance(found, Mapping) and key not in found
     )
     if missing and job.options.strict:

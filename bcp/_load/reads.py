@@ -30,8 +30,8 @@ from bcp.plan.load.renamed import MASTER, Renamed
 from bcp.plan.load.share import Shared, share
 from bcp.plan.load.straight import Straight
 from bcp.plan.lookup import find, resolve, resolve_all, rows_of
-from bcp.plan.save.units import decode_claims, encode_claims
 from bcp.plan.shards import KINDS
+from bcp.plan.units import decode_claims, encode_claims
 from bcp.protocols import Agreement
 from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.check import SEAL_BYTES
@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
     Attributes:
         number: kinds that a rank loads, as bits; or how many ranks there are.
         names: rows of names.
-        claims: units that a rank wants, by :func:`~bcp.plan.save.units.encode_claims`.
+        claims: units that a rank wants, by :func:`~bcp.plan.units.encode_claims`.
         rest: whatever else.
     """
 
@@ -91,7 +91,7 @@ async def plan_reads(
 
     async def answer(messages: Sequence[bytes]) -> bytes:
         asked_of.extend(_opened(message, mine.renamed, rank) for rank, message in enumerate(messages))
-        return await planning(_answer, mine.renamed, line, asked_of, options)
+        return await planning(_answer, mine, line, asked_of, options)
 
     async def answer_again(rates: Sequence[bytes]) -> bytes:
         speed = speeds(rates)
@@ -135,8 +135,9 @@ def _opened(data: bytes, names: Renamed, rank: int) -> _Asked:
     return _Asked(number, rows, data[middle:end], data[end:])
 
 
-def _answer(names: Renamed, line: BlockLine, asked: Sequence[_Asked], options: LoadOptions) -> bytes:
-    """Say what nobody wants and who reads what; on rank 0."""
+def _answer(mine: Wanted, line: BlockLine, asked: Sequence[_Asked], options: LoadOptions) -> bytes:
+    """Find the names that no rank wants, and divide the reading; on rank 0."""
+    names = mine.renamed
     kinds = reduce(or_, (each.number for each in asked))
     unexpected = _unexpected(names, kinds, concat([each.names for each in asked]))
     if len(unexpected) and options.strict:
@@ -145,7 +146,7 @@ def _answer(names: Renamed, line: BlockLine, asked: Sequence[_Asked], options: L
             "pass strict=False to leave them out"
         )
     claims = [(rank, decode_claims(each.claims.decode(errors="replace"))) for rank, each in enumerate(asked)]
-    check_wanted(names.layout, claims, strict=options.strict)
+    check_wanted(mine.saved_units, claims, strict=options.strict)
     table = _share(line, asked, options) if options.overlap_loading else Shared.nothing().encode(line)
     return _message(len(asked), unexpected, table)
 

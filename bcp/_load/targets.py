@@ -25,7 +25,6 @@ from bcp.plan.load.renamed import MASTER, Renamed, renamed
 from bcp.plan.load.saved import Saved
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.planners.extras import check_changeable
-from bcp.planners.sharded import opaque_states
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
@@ -56,7 +55,8 @@ class Wanted:
         sources: the ranks that saved them.
         extras_nbytes: bytes that were read for them.
         shared: targets that share memory; their values are put there when all are loaded.
-        units: what sharded dataloader states will take.
+        units: the units that sharded dataloader states will take.
+        saved_units: the units of the checkpoint (see :func:`~bcp._load.units.saved_units`).
     """
 
     targets: LoadTargets
@@ -74,10 +74,18 @@ class Wanted:
     extras_nbytes: int = 0
     shared: Sequence[Shared] = ()
     units: Sequence[ReadState] = ()
+    saved_units: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
-    """Ask the planner where this rank wants what, and compare it with what there is; nothing is touched yet."""
+def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> Wanted:
+    """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet.
+
+    Args:
+        job: the load.
+        metadata: of the checkpoint.
+        opaque: the target's opaque states, by kind.
+
+    """
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
     _check_elements(layout.tensors)
@@ -90,7 +98,6 @@ def find_targets(job: LoadJob, metadata: Metadata) -> Wanted:
     missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
     # hyper-parameters of an optimizer come and go with torch's versions
     missing += [": ".join(key) for key in objects if key[0] == "model" and key not in names.objects]
-    opaque = opaque_states(states)
     missing += [f"{kind} of any rank" for kind in opaque if not extra_ranks(layout, kind)]
     if missing and options.strict:
         raise FqnMismatchError(

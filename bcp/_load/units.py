@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bcp._job import LoadJob
-from bcp._load.claims import check_stored, checked, fetch, file_of
+from bcp._load.claims import check_stored, checked, fetch, file_of, own_item
 from bcp._load.opening import fetch_receipts
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, StateError
 from bcp.metadata import Metadata
 from bcp.pipeline import Budget, Pipeline, Stage, in_thread
 from bcp.plan.layout import Layout
-from bcp.plan.load.assign import Chunk
-from bcp.plan.save.units import Claim, check_readers, unit_path
 from bcp.plan.shards import KINDS
+from bcp.plan.units import Claim, check_readers, unit_path
 from bcp.planners.sharded import remember, sharded_states
 from bcp.planners.unit_image import unit_in
 from bcp.protocols import ShardedState
@@ -80,8 +79,15 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
     return places
 
 
-async def read_units(job: LoadJob, metadata: Metadata) -> tuple[list[ReadState], list[str]]:
+async def read_units(
+    job: LoadJob, metadata: Metadata, saved: Mapping[str, Mapping[str, int]]
+) -> tuple[list[ReadState], list[str]]:
     """Ask this rank's sharded states which units they want, and read these.
+
+    Args:
+        job: the load.
+        metadata: of the checkpoint.
+        saved: its units, by :func:`saved_units`.
 
     Returns:
         The units for each state, and the names of states that the checkpoint lacks.
@@ -91,7 +97,7 @@ async def read_units(job: LoadJob, metadata: Metadata) -> tuple[list[ReadState],
         StateError: a state wants a unit that the checkpoint lacks, or one twice.
 
     """
-    saved, states = saved_units(metadata.layout), sharded_states(job.states)
+    states = sharded_states(job.states)
     remember(states)
     missing = [f"dataloader: {name or 'its units'}" for name in states if name not in saved]
     if job.options.strict and "dataloader" in job.states:
@@ -187,8 +193,7 @@ class _Reader:
                 f"the receipt of rank {rank} says that {path} lies in bytes {start} to {stop} of {key}, which has "
                 f"{file.nbytes - file.data_start} bytes of data; restore the receipt"
             )
-        name = f"{key} (dataloader {path})"
-        return ReadItem(name, stop - start, Chunk(0, start, stop, self.job.rank, -1), -1, key, file)
+        return own_item(self.job, f"{key} (dataloader {path})", key, file, start, stop)
 
     async def _fetch(self, item: ReadItem) -> Stored:
         """Read the blocks of a unit. Blocks end where units do, unless they are encoded."""
@@ -203,11 +208,13 @@ class _Reader:
         return unit_in(checked(self.job, stored), trust=self.job.options.trust, where=stored.item.name)
 
 
-def check_wanted(layout: Layout, claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool) -> None:
+def check_wanted(
+    saved: Mapping[str, Mapping[str, int]], claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool
+) -> None:
     """Check on rank 0 that the readers of each state are complete, and that every unit is wanted by one of them.
 
     Args:
-        layout: of the checkpoint.
+        saved: the checkpoint's units, by :func:`saved_units`.
         claims: rank, and the units that it wants.
         strict: units that nobody wants are an error.
 
@@ -219,7 +226,6 @@ def check_wanted(layout: Layout, claims: Iterable[tuple[int, Sequence[Claim]]], 
     for rank, wanted in claims:
         for claim in wanted:
             held.setdefault(claim.name, {})[rank] = claim
-    saved = saved_units(layout) if held else {}
     for name, by_rank in held.items():
         check_readers(by_rank)
         left = sorted(saved.get(name, {}).keys() - {""} - {unit for claim in by_rank.values() for unit in claim.ids})

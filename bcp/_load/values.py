@@ -13,7 +13,7 @@ from bcp._load.extras import extra_sources, missing_keys, read_extras
 from bcp._load.opening import fetch_receipts
 from bcp._load.reads import Reading
 from bcp._load.targets import Wanted, find_targets
-from bcp._load.units import put_units, read_units
+from bcp._load.units import put_units, read_units, saved_units
 from bcp.errors import CorruptError
 from bcp.metadata import Metadata
 from bcp.options import LoadOptions
@@ -21,6 +21,7 @@ from bcp.pipeline import in_thread, planning
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.planners.extras import restore
+from bcp.planners.sharded import opaque_states
 from bcp.planners.values import decode_values
 from bcp.protocols import ObjectKey
 from bcp.receipt import Receipt
@@ -36,36 +37,37 @@ def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout) -> set[int
 
 async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     """Find the tensors that this rank wants, and read all that is no tensor; raises what keeps it from being loaded."""
-    layout = metadata.layout
-    wanted = await planning(_find, job, metadata)
+    layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
+    wanted = await planning(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()
     rows = {key: row for key, row in names if key[0] not in OPAQUE_KINDS and KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
-    sources = extra_sources(layout, job.states, job.rank)
+    sources = extra_sources(layout, opaque, job.rank)
     receipts = await fetch_receipts(job.backend, metadata, {*owners, *sources.values()})
     objects = await planning(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
-    units, lacking = await read_units(job, metadata)
+    units, lacking = await read_units(job, metadata, saved)
     extras, nbytes = await read_extras(job, metadata, receipts, sources)
     return replace(
         wanted,
         receipts=receipts,
         objects=objects,
-        missing=(*wanted.missing, *lacking, *missing_keys(job, extras)),
+        missing=(*wanted.missing, *lacking, *missing_keys(job, opaque, extras)),
         extras=extras,
         sources=sources,
         extras_nbytes=nbytes + sum(read.nbytes for read in units),
         units=units,
+        saved_units=saved,
     )
 
 
-def _find(job: LoadJob, metadata: Metadata) -> Wanted:
+def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> Wanted:
     """Find the targets. States that the planner makes for them are made as the caller would make them.
 
     What the caller has queued is over then: it may copy from or to targets in host memory.
     """
     with job.caller.streams_in_use():
-        wanted = find_targets(job, metadata)
+        wanted = find_targets(job, metadata, opaque)
     job.caller.wait()
     return wanted
 

@@ -10,8 +10,8 @@ import torch
 
 from bcp._job import SaveJob
 from bcp.plan.columns import Ints
-from bcp.plan.save.units import encode_claims
 from bcp.plan.shards import ShardTable
+from bcp.plan.units import encode_claims
 from bcp.planners.extras import check_changeable, collect
 from bcp.planners.packed import pack
 from bcp.planners.random_states import undisturbed

@@ -18,10 +18,10 @@ from bcp.plan.cache import PlanCache
 from bcp.plan.save.parts import DataFile, data_files
 from bcp.plan.save.survey import Stated, Survey
 from bcp.plan.save.template import Factored, factor
-from bcp.plan.save.units import decode_claims, encode_shared
 from bcp.plan.save.wire import DIGEST_BYTES, decode_share, digest
 from bcp.plan.save.writes import expand
 from bcp.plan.shards import ShardTable
+from bcp.plan.units import decode_claims, encode_shared
 from bcp.protocols import Agreement
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]

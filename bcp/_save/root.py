@@ -18,8 +18,8 @@ from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
 from bcp.plan.save.divide import divide
 from bcp.plan.save.survey import Survey, gather, survey
-from bcp.plan.save.units import check_shared
 from bcp.plan.save.wire import DIGEST_BYTES, encode_shares
+from bcp.plan.units import check_shared
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]

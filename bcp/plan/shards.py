@@ -185,7 +185,7 @@ class ShardTable:
         stop: int64[n], one past the last.
         objects: (kind, path) of the leaves that are not tensors, sorted.
         extras: kinds of which this rank writes one opaque object of its own (``dataloader``, ``extra_states``).
-        units: units of sharded states that it has, by :func:`bcp.plan.save.units.encode_claims`.
+        units: units of sharded states that it has, by :func:`bcp.plan.units.encode_claims`.
     """
 
     tensors: TensorTable

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bcp.errors import BcpError, InputError, StateError
-from bcp.plan.save.units import Claim, unit_path
 from bcp.plan.shards import OPAQUE_KINDS
+from bcp.plan.units import Claim, unit_path
 from bcp.planners.unit_image import Image, image_of
 from bcp.protocols import ShardedState, Stateful, States
 
@@ -25,7 +25,7 @@ class Units:
 
     Attributes:
         claims: one of each state.
-        images: of every path in the claims (see :meth:`~bcp.plan.save.units.Claim.paths`).
+        images: of every path in the claims (see :meth:`~bcp.plan.units.Claim.paths`).
     """
 
     claims: Sequence[Claim]

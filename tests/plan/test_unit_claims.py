@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from bcp.errors import CorruptError, StateError
-from bcp.plan.save.units import Claim, decode_claims, divide_units, encode_claims, unit_path
+from bcp.plan.units import Claim, decode_claims, divide_units, encode_claims, unit_path
 
 
 def claim(reader: int, readers: int, ids: str, name: str = "train") -> Claim:

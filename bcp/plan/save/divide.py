@@ -15,11 +15,11 @@ from bcp.plan.save.cover import check_cover
 from bcp.plan.save.merge import Shards, merge_shards
 from bcp.plan.save.names import Merged, merge_tensors
 from bcp.plan.save.template import MOST_MEMBERS, signature
-from bcp.plan.save.units import divide_units
 from bcp.plan.save.world import World
 from bcp.plan.save.writes import SHARE
 from bcp.plan.segments import Segments
 from bcp.plan.shards import KINDS
+from bcp.plan.units import divide_units
 
 __all__ = ["Division", "divide"]
 
@@ -55,7 +55,7 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
 
     Raises:
         StateError: ranks disagree about a tensor, see :func:`~bcp.plan.save.names.merge_tensors`, or about units, see
-            :func:`~bcp.plan.save.units.divide_units`.
+            :func:`~bcp.plan.units.divide_units`.
         CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.save.cover.check_cover`.
 
     """

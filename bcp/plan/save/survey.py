@@ -19,7 +19,6 @@ from bcp.errors import CorruptError
 from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.save.template import Factored
-from bcp.plan.save.units import decode_claims
 from bcp.plan.save.wire import (
     DIGEST_BYTES,
     FLAT,
@@ -31,6 +30,7 @@ from bcp.plan.save.wire import (
     encode_slots,
 )
 from bcp.plan.save.world import World
+from bcp.plan.units import decode_claims
 
 __all__ = ["Stated", "Survey", "gather", "survey"]
 

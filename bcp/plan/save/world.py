@@ -9,7 +9,7 @@ import numpy as np
 
 from bcp.plan.columns import Ints
 from bcp.plan.save.template import Catalogue, Slots
-from bcp.plan.save.units import Claim
+from bcp.plan.units import Claim
 
 __all__ = ["World"]
 
