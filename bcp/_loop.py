@@ -27,7 +27,7 @@ NAP_SECONDS = 0.2
 
 
 class Running(Protocol):
-    """An operation on the loop, and what the end of the process has to do with it."""
+    """An operation on the loop, as the end of the process sees it."""
 
     what: str
 
@@ -79,7 +79,7 @@ class Loop:
                 background.wait_ended()
 
     def close(self) -> None:
-        """Log what nobody asked for, stop the loop and wait for its thread."""
+        """Log failures that no caller has asked for, stop the loop and wait for its thread."""
         for background in list(self.failed):
             background.tell_unseen()
         if self.thread.is_alive():
@@ -119,7 +119,7 @@ def _forget_in_child() -> None:
 
 
 def _finish_at_exit(*, late: bool) -> None:
-    """Wait for what is running before the process ends; the first Ctrl-C cancels it, the second gives it up.
+    """Wait for running operations before the process ends; the first Ctrl-C cancels them, the second gives them up.
 
     ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
     """

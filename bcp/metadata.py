@@ -90,7 +90,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What ``metadata.arrow`` says."""
+    """The contents of ``metadata.arrow``: layout and commit record."""
 
     layout: Layout
     commit: Commit
@@ -109,7 +109,7 @@ def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
         encoded: whether it went through codecs; then it ends in ``.bcp``.
 
     Raises:
-        InputError: one of them is not what it has to be.
+        InputError: an argument is out of range, or of another form.
 
     """
     if not 0 <= kind < len(KINDS):
@@ -164,7 +164,7 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
 
     Args:
         data: the whole file.
-        where: what it is called, for messages.
+        where: its name, for messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.

@@ -1,4 +1,4 @@
-"""The seams: what a planner, a storage backend, a coordinator and a codec promise.
+"""The protocols of a planner, a storage backend, a coordinator and a codec: the seams of bcp.
 
 Third parties implement these; nothing here has to be inherited from. ``bcp.testing`` ships the
 conformance suites that every implementation, ours included, has to pass.
@@ -124,7 +124,7 @@ class ShardedState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """What one rank holds: a table without tensors, and the tensors beside it.
+    """The shards of one rank: a table without tensors, and the tensors beside it.
 
     Attributes:
         table: one row a shard (box of the global tensor, flat interval inside the box).
@@ -134,7 +134,7 @@ class LocalShards:
         objects: leaves of model and optimizer that are not tensors; by contract equal on all ranks that have them.
         address: int64[n], for a planner that knows: where the first byte of each row is, which is one tensor of the
             CPU, row-major and neither lazily conjugated nor negated. Otherwise the tensors are asked.
-        kept: what keeps the memory at these addresses alive, should a tensor be given other memory meanwhile.
+        kept: objects that keep the memory at these addresses alive, should a tensor be given other memory meanwhile.
     """
 
     table: ShardTable
@@ -146,7 +146,7 @@ class LocalShards:
 
 @dataclass(frozen=True, slots=True)
 class LoadTargets:
-    """Where a load puts what it reads.
+    """The memory and the values that a load fills.
 
     Attributes:
         shards: live, writable memory, as in :class:`LocalShards`; ``objects`` holds the current values of
@@ -154,8 +154,8 @@ class LoadTargets:
         check: called with the values of the objects that the checkpoint has, before any tensor is loaded. Raises
             :class:`~bcp.errors.MismatchError` where they cannot be put into the target, as hyper-parameters of one
             target group that differ between its parameters. Touches nothing.
-        finish: called once, after all tensors are in place, with the same values; sets them in the target. What can
-            only be compared then (hyper-parameters that are themselves tensors) it compares before it sets anything.
+        finish: called once, after all tensors are in place, with the same values; sets them in the target. It first
+            compares hyper-parameters that are themselves tensors, which cannot be compared earlier.
             Keys may be more or fewer than ``shards.objects``.
     """
 
@@ -174,14 +174,14 @@ class Planner(Protocol):
     name: str
 
     def local_shards(self, states: States) -> LocalShards:
-        """Say what this rank holds. Raises :class:`~bcp.errors.StateError` where a leaf cannot be saved."""
+        """Return the shards of this rank. Raises :class:`~bcp.errors.StateError` if a leaf cannot be saved."""
 
     def load_targets(self, states: States, saved: Saved) -> LoadTargets:
-        """Say where this rank wants what to be put; optimizer states that do not exist yet may be made for that.
+        """Return the memory that this rank wants filled; optimizer states that do not exist yet may be made for that.
 
         ``saved`` has the names of the checkpoint, as ``LoadOptions(rename=...)`` makes them the target's.
 
-        Nothing of the states changes here: what was made becomes the optimizer's own in ``LoadTargets.finish``.
+        Nothing of the states changes here: new states become the optimizer's own in ``LoadTargets.finish``.
         """
 
 
@@ -208,7 +208,7 @@ class PartWriter(Protocol):
 
 @runtime_checkable
 class LightWriter(Protocol):
-    """What a :class:`PartWriter` says besides, if it may take next to nothing of a core to store a part."""
+    """The property of a :class:`PartWriter` that may take next to nothing of a core to store a part."""
 
     @property
     def light(self) -> bool:
@@ -304,7 +304,7 @@ class Sweeper(Protocol):
     """
 
     async def unfinished(self) -> Sequence[Unfinished]:
-        """List what unfinished writes have left or still use, of live writers too. Finished objects are not listed."""
+        """List the remains of unfinished writes, also those of live writers. Finished objects are not listed."""
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove some of those that :meth:`unfinished` listed. An absent one is no error. A writer that lives fails."""
@@ -340,7 +340,7 @@ def at_once_of(backend: object) -> int:
 
 @runtime_checkable
 class ScatterReader(Protocol):
-    """What a backend offers besides, if one read can fill many buffers: tensors, without a copy in between."""
+    """A backend of which one read can fill many buffers: tensors, without a copy in between."""
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with the object's bytes from ``start``.
@@ -378,7 +378,7 @@ class RetryPolicy:
     on_retry: Callable[[RetryEvent], None] = ignore
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse values that cannot work."""
         for name in ("deadline", "attempt", "first_pause", "longest_pause", "requests"):
             if not getattr(self, name) > 0:
                 raise InputError(f"RetryPolicy({name}={getattr(self, name)}) must be positive")
@@ -465,7 +465,7 @@ class Codec:
     Both functions run in worker threads, several at once, one part at a time.
 
     Attributes:
-        name: what is recorded, as in ``"zstd"``; lower-case letters, digits, ``-``, ``_`` and ``.``.
+        name: as recorded, for instance ``"zstd"``; lower-case letters, digits, ``-``, ``_`` and ``.``.
         encode: the bytes of one part to the bytes that are stored.
         decode: the exact inverse.
         workers: how many parts may be encoded or decoded at once.

@@ -1,4 +1,4 @@
-"""What a benchmark prints: figures against goals, as a table, as JSON, and as an exit status."""
+"""Figures of a benchmark against goals: as a table, as JSON, and as an exit status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Figure", "Figures", "arguments", "cpu_ms", "parser"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number: what it is, how much, of what unit; and the most (or the least) it may be, where that is a goal."""
+    """One number: its name, value and unit; and the most (or the least) it may be, if that is a goal."""
 
     name: str
     value: float
@@ -58,15 +58,15 @@ class Figures:
     def measure(
         self, name: str, work: Callable[[], float], unit: str, goal: float | None, *, least: bool = False
     ) -> None:
-        """Take note of what ``work`` measures; measure again later if the goal is missed.
+        """Record the figure that ``work`` measures; measure again later if the goal is missed.
 
-        Whatever else the machine does makes a time longer, never shorter, and may do so for many seconds.
+        Other work of the machine makes a time longer, never shorter, and may do so for many seconds.
         """
         self.again[name] = work
         self.add(name, work(), unit, goal, least=least)
 
     def look_again(self, times: int = 3) -> None:
-        """Measure again what missed its goal, and keep the better value."""
+        """Measure figures again that missed their goals, and keep the better values."""
         for _ in range(times):
             late = [row for row, figure in enumerate(self.found) if figure.missed and figure.name in self.again]
             if late:
@@ -115,8 +115,8 @@ def arguments(description: str | None) -> argparse.Namespace:
 def cpu_ms(work: Callable[[], object], repeat: int = 7) -> float:
     """Return the least CPU time of some runs, in ms over all threads.
 
-    The least, because whatever else the machine does only adds to it; and without the garbage collector, as timeit
-    does it, because what that costs depends on everything else in the process.
+    It is the least, because other work of the machine only adds to it. The garbage collector is off, as in timeit:
+    its cost depends on everything else in the process.
     """
     best = float("inf")
     gc.disable()

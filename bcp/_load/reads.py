@@ -1,4 +1,4 @@
-"""Who reads what: agreed on by all ranks, once per load (paper sec. 3.3 steps 3 and 4, 4.1)."""
+"""The division of the reading among all ranks, once per load (paper sec. 3.3 steps 3 and 4, 4.1)."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ HEAD = struct.Struct("<3q")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What all ranks agreed to read.
+    """The reading that all ranks agreed on.
 
     Attributes:
-        assignment: what this rank reads, sends and receives.
+        assignment: the chunks that this rank reads, sends and receives.
         unexpected: names of the checkpoint that no rank wants, within the kinds that are loaded.
     """
 
@@ -78,8 +78,8 @@ async def plan_reads(
 ) -> tuple[Wanted, Reading]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
 
-    Rank 0 divides what several ranks want, and tells everyone; what is left each rank reads by itself. If that is
-    much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
+    Rank 0 divides the bytes that several ranks want, and tells all ranks. Each rank reads its other bytes by itself.
+    If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     """
     layout = metadata.layout
     line = BlockLine.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
@@ -182,7 +182,7 @@ def _unexpected(names: Renamed, kinds: int, rows: Ints) -> Ints:
 
 
 def _partly(names: Renamed, wanted: npt.NDArray[np.bool_], loaded: npt.NDArray[np.bool_]) -> Ints:
-    """Return the tensors that are put together, that nobody wants, and of whose sources other blocks are wanted.
+    """Return assembled tensors that no rank wants although other blocks of their source tensors are wanted.
 
     A rename may offer one block under several names: it is enough that one of them is wanted.
     """
@@ -280,7 +280,7 @@ def key_of(metadata: Metadata, file: int) -> str:
 
 
 def budget_of(options: LoadOptions, reading: Reading) -> Budget:
-    """Return what the graph may borrow: the budget without what a round may bring in, which is there besides."""
+    """Return the graph's byte budget: ``budget_bytes`` less the most bytes that a round brings in, held besides."""
     return Budget(max(options.budget_bytes - reading.assignment.most_received, 1))
 
 

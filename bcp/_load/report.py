@@ -1,4 +1,4 @@
-"""What the stages of a load share, and what is said of it in the end."""
+"""The context that the stages of a load share, and the report of a load."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
 def load_context(
     job: LoadJob, all_to_all: AllToAll, metadata: Metadata, reading: Reading, targets: Targets, lease: Lease
 ) -> LoadContext:
-    """Gather what the stages of the load share."""
+    """Build the context that the stages of the load share."""
     return LoadContext(
         rank=job.rank,
         world_size=job.world_size,

@@ -1,4 +1,4 @@
-"""What this rank asks of the checkpoint, compared with what there is, before anything is touched."""
+"""The names that this rank wants, compared with the checkpoint before any target is touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = 10  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What this rank asks of the checkpoint.
+    """The tensors, values and units that this rank wants of the checkpoint.
 
     Attributes:
         targets: live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of
@@ -149,7 +149,7 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
 
     Args:
-        saved: what the checkpoint has.
+        saved: the checkpoint's names and tensors.
         wanted: the target's tensors.
         found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
 
@@ -176,7 +176,7 @@ def _whole_optimizer(names: Renamed, wanted: Collection[ObjectKey]) -> list[str]
 
 
 def _wanted_rows(names: Renamed, found: Ints, objects: Collection[ObjectKey]) -> Ints:
-    """Return ``Wanted.rows``: what was found, and what nobody is expected to want."""
+    """Return ``Wanted.rows``: the found names, and those that no rank is expected to want."""
     count, behind = len(names.layout.tensors), len(names.layout.objects)
     values = np.array([count + names.objects[key] for key in objects if key in names.objects], np.int64)
     wanted = np.zeros(len(names.saved.tensors) + behind, np.bool_)
@@ -234,7 +234,7 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
 
 
 def _check_known(target: TensorTable, saved: TensorTable, found: Ints, rank: int) -> None:
-    """Check that torch can convert what has another dtype; ``found`` as in :func:`_check_dtypes`."""
+    """Check that torch knows the dtypes to convert from; ``found`` as in :func:`_check_dtypes`."""
     for at in _differ(target, saved, found):
         if not isinstance(getattr(torch, saved.dtype[found[at]], None), torch.dtype):
             raise DtypeMismatchError(

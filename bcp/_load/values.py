@@ -1,4 +1,4 @@
-"""What is not a tensor: values of leaves, and the opaque objects of one rank."""
+"""Values of leaves that are no tensors, and the opaque objects of one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout) -> set[int
 
 
 async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
-    """Find the tensors that this rank wants, and read all that is no tensor; raises what keeps it from being loaded."""
+    """Find the tensors that this rank wants, and read all values that are no tensors.
+
+    Raises:
+        BcpError: the checkpoint cannot be loaded into the target.
+
+    """
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
     wanted = await planning(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()
@@ -64,7 +69,7 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
 def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> Wanted:
     """Find the targets. States that the planner makes for them are made as the caller would make them.
 
-    What the caller has queued is over then: it may copy from or to targets in host memory.
+    The caller's queued device work is over when this returns: it may copy from or to targets in host memory.
     """
     with job.caller.streams_in_use():
         wanted = find_targets(job, metadata, opaque)
@@ -82,7 +87,7 @@ def _read_objects(
 def _texts(
     rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt]
 ) -> Iterator[tuple[ObjectKey, str, str]]:
-    """Find the texts of these values, by what they are called in the checkpoint."""
+    """Find the texts of these values, by their names in the checkpoint."""
     owners = layout.object_rank.tolist()
     for name, row in rows.items():
         kind, path = layout.objects[row]
@@ -97,8 +102,8 @@ def _texts(
 def put_values(job: LoadJob, wanted: Wanted) -> None:
     """Set values, dataloader, extra states, random states, in this order; called when every rank has all its tensors.
 
-    The owners of each kind take their states in the order of their keys, so that they may communicate. What they queue
-    on devices is done when this returns.
+    The owners of each kind take their states in the order of their keys, so that they may communicate. Work
+    that they queue on devices is done when this returns.
     """
     with job.caller.streams_in_use():
         wanted.targets.finish(wanted.objects)

@@ -1,4 +1,4 @@
-"""What this rank holds."""
+"""The local state of a rank: shards, values, opaque objects and units."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["Held", "take_stock"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank holds: shards of tensors, values, and opaque objects as bytes.
+    """The local state of this rank: shards of tensors, values, and opaque objects as bytes.
 
     Attributes:
         framework: name of the planner.
-        shards: what the planner found; its table names the extras too.
+        shards: the planner's shards; the table names the extras too.
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         extras: kind -> packed object.
-        units: images of what the sharded states of the rank consist of, by path.
+        units: images of the shared parts and units of the rank's sharded states, by path.
         shared: digests of the parts of these states that are equal on all ranks, by the states' names.
     """
 
@@ -51,7 +51,7 @@ class Held:
 
 
 def take_stock(job: SaveJob) -> Held:
-    """Ask the planner what this rank holds, and pack what no planner looks into.
+    """Ask the planner for this rank's shards, and pack the opaque objects and units.
 
     Copies that the caller has queued from a device to host memory are over when this returns.
     """

@@ -53,8 +53,8 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def pinned_nbytes(options: SaveOptions) -> int:
     """Return how many bytes of page-locked memory this process may have for saves.
 
-    By default 16 GiB, and no more than a quarter of the host's memory for all ranks of the host together: what is
-    locked can be neither swapped nor given to the page cache, and eight ranks of 60 GB would lock 480 GB.
+    The default is 16 GiB, and at most a quarter of the host's memory for all ranks of the host together. Locked memory
+    can be neither swapped nor given to the page cache, and eight ranks of 60 GB would lock 480 GB.
     """
     if options.pinned_bytes is not None:
         return options.pinned_bytes

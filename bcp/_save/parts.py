@@ -1,4 +1,4 @@
-"""Parts go out to files, receipts come in; and what is said of it all."""
+"""Parts go out to files, receipts come in, and the report sums them up."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def make_receipt(
     rank: int,
     options: SaveOptions,
 ) -> Receipt:
-    """Sum up what this rank wrote; ``objects`` are the values it owns, as text."""
+    """Make the receipt of the files that this rank wrote; ``objects`` are the values it owns, as text."""
     by_file: dict[str, list[PartReceipt]] = {}
     for item, receipt in zip(items, stored, strict=True):
         by_file.setdefault(item.key, []).append(receipt)

@@ -1,4 +1,4 @@
-"""Who writes what: agreed on once for a layout, remembered after (paper sec. 4.1)."""
+"""The division of the writing among all ranks: planned once for a layout, remembered after (paper sec. 4.1)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _in_flight_lock = Lock()
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What this rank writes, the same for every save of one layout.
+    """The writes of this rank, the same for every save of one layout.
 
     Attributes:
         key: digest of the whole job's layout: equal keys on all ranks mean that everyone has the plan.
@@ -51,7 +51,7 @@ class SavePlan:
 async def plan_writes(
     agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
 ) -> tuple[Held, Opening, SavePlan]:
-    """Agree on who writes what; on an unchanged layout that costs 16 bytes a rank (paper sec. 4.1).
+    """Agree with all ranks on the writes; an unchanged layout costs 16 bytes a rank (paper sec. 4.1).
 
     Ranks with sharded dataloader states also say a digest of each state's shared part.
     """

@@ -101,7 +101,7 @@ class Root:
         return Opening(self.operation, cached, self.found, self.trace).encode()
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:
-        """Find out who holds the same as whom; ask one rank of each kind what that is."""
+        """Group ranks with equal tables, and ask one rank of each group for its table."""
         self.plan = await planning(self._survey, hellos)
         self.key = self.plan.key
         return self.plan.encode()

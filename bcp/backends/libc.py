@@ -44,7 +44,7 @@ def file_system_type(path: Path | int) -> int:
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:
-    """Return what direct I/O needs addresses, and offsets and lengths, to be multiples of.
+    """Return the alignment that direct I/O needs: of addresses, and of offsets and lengths.
 
     Zeros where it is not known: Linux before 6.1, and file systems that do not say.
     """

@@ -93,7 +93,7 @@ class LocalBackend:
                 quicker, which is measured before a process writes its first file of 256 MiB or more to a file system;
                 objects below 1 MiB are buffered. On a shared file system ``"auto"`` is ``"early"``.
             reads: ``"direct"``: past the page cache where the file system allows it; ``"buffered"``: through it;
-                ``"auto"``: what is in the page cache comes from there, the rest past it. On a shared file system
+                ``"auto"``: cached pages come from the page cache, other pages past it. On a shared file system
                 ``"auto"`` is ``"buffered"``.
 
         """
@@ -328,7 +328,7 @@ class _Parts:
 
 
 async def _discard(file: TempFile, error: BaseException) -> None:
-    """Remove the temporary file; where that fails too, say so in a note, for ``error`` is what matters."""
+    """Remove the temporary file. If that fails too, a note on ``error`` tells it: the first error matters."""
     try:
         await in_thread(file.discard)
     except OSError as second:

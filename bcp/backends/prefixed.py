@@ -40,7 +40,7 @@ class PrefixedBackend:
 
     Attributes:
         whole: the backend behind it.
-        prefix: what comes before each key, without a slash at the end.
+        prefix: put before each key, without a slash at the end.
     """
 
     def __init__(self, whole: Backend, prefix: str) -> None:
@@ -49,7 +49,7 @@ class PrefixedBackend:
         self.prefix = prefix
 
     def __repr__(self) -> str:
-        """Show what is behind the view."""
+        """Show the backend behind the view."""
         return f"{self.whole!r}/{self.prefix}"
 
     @property

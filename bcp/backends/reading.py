@@ -1,4 +1,4 @@
-"""Bytes of one file into many buffers: from the page cache what is there, the rest past it. Everything here blocks."""
+"""Bytes of one file into many buffers: cached pages from the page cache, others past it. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Targets:
         self.nbytes = self._ends[-1] if outs else 0
 
     def between(self, start: int, stop: int, most: int = sys.maxsize) -> list[memoryview]:
-        """Return what of the buffers lies between two positions, ``start < stop``, or the first ``most`` of them."""
+        """Return the parts of the buffers between two positions, ``start < stop``, or the first ``most`` of them."""
         first = bisect_right(self._ends, start)
         last = min(bisect_left(self._ends, stop), first + most - 1)
         found = list(self._outs[first : last + 1])
@@ -121,7 +121,7 @@ def _spans(
 ) -> Iterator[tuple[int, memoryview | None]]:
     """Cut a range where a buffer's own memory can be read into: (position of the end, that memory).
 
-    Whole pages only. Of a page in which another thread writes meanwhile, a fork may lose what is read: open(2), notes.
+    Whole pages only: if another thread writes to a page meanwhile, a fork may lose the bytes read into it (open(2)).
     """
     done = at
     for view in targets.between(at, stop):
@@ -140,7 +140,7 @@ def _spans(
 
 
 def _read_copied(file: DirectFile, start: int, targets: _Targets, at: int, stop: int) -> int:
-    """Read whole blocks into other memory and copy what is wanted; return the position that was reached."""
+    """Read whole blocks into other memory and copy the wanted bytes; return the position that was reached."""
     with bounce() as buffer:
         while at < stop:
             before = (start + at) % file.block

@@ -1,4 +1,4 @@
-"""Shared file systems: which ones they are, and what their clients remember. Everything here blocks.
+"""Shared file systems: their names, and the caches of their clients. Everything here blocks.
 
 A client of a file server keeps names, absent names and attributes for up to some minutes. It asks the server when it
 opens a file or a directory (close-to-open). It repeats a call if the answer was lost, and the second answer then tells

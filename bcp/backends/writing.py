@@ -87,7 +87,7 @@ class TempFile:
             written += count
 
     def sync(self) -> None:
-        """Make the bytes durable. What is left of them in the page cache is dropped, unless the way is to use it."""
+        """Make the bytes durable. Their pages leave the page cache, unless the way is to use it."""
         assert self._fd is not None  # noqa: S101 -- sync follows create
         os.fsync(self._fd)
         if self._way != "buffered":
@@ -105,7 +105,7 @@ class TempFile:
         sync_directory(self._final.parent)
 
     def discard(self) -> None:
-        """Remove what is left of the temporary file; does nothing after ``commit``."""
+        """Remove the temporary file, if it still exists; does nothing after ``commit``."""
         try:
             self._close()
         finally:
@@ -136,6 +136,6 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _write_out(fd: int, offset: int, nbytes: int) -> None:
-    """Let the kernel begin to write these bytes out, and drop from memory what is on disk."""
+    """Let the kernel begin to write these bytes out, and drop pages from memory that are on disk."""
     with suppress(OSError):  # advice; a file system without it is only slower
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -60,7 +60,7 @@ class Frontier:
 
     Example::
 
-        frontier = Frontier(["What is 2 + 2?", "Name a prime."])
+        frontier = Frontier(["Add 2 and 2.", "Name a prime."])
         ordinal = frontier.pull()
         rollout = generate(frontier[ordinal])
         train_on(rollout)

@@ -1,4 +1,4 @@
-"""Columnar tables of what ranks hold: one row a tensor, one row a shard.
+"""Columnar tables of the ranks' tensors and shards: one row a tensor, one row a shard.
 
 Shapes are held as int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with
 length 1 (offset 0, stride 0), which changes neither its volume nor its row-major order.
@@ -33,7 +33,7 @@ OPAQUE_KINDS = ("dataloader", "extra_states")
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is true of a logical tensor on every rank (the paper's BasicMeta, and its identity).
+    """The facts of a logical tensor that all ranks share (the paper's BasicMeta, and its identity).
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -63,7 +63,7 @@ class ShardRow:
     """One shard as a planner states it: a flat interval of a box of a tensor.
 
     Attributes:
-        tensor: what it is a shard of.
+        tensor: the logical tensor that it is a shard of.
         box: the block of the global tensor (the paper's ShardMeta).
         start: first flat position inside the box that this rank holds; 0 for a regular shard.
         stop: one past the last; None means the box's end.
@@ -174,7 +174,7 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ShardTable:
-    """What one rank holds: n shards of the tensors in ``tensors``. Nobody changes its columns.
+    """The shards of one rank: n shards of the tensors in ``tensors``. Nobody changes its columns.
 
     Attributes:
         tensors: the logical tensors, each once.

@@ -35,12 +35,12 @@ _LEAVES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor})
 def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = _NONE) -> Any:
     """Return a value with the states of all owners in it; nothing else is copied.
 
-    What has ``state_dict`` and ``load_state_dict``, at any level of mappings, lists and tuples, gives its state.
+    Objects with ``state_dict`` and ``load_state_dict``, at any level of mappings, lists and tuples, give their states.
     Mappings that :mod:`~bcp.planners.packed` does not store with their type become dicts.
 
     Args:
-        value: what the user passed.
-        where: what it is, for messages.
+        value: the user's value.
+        where: its name, for messages.
         known: states that were read before, by the id of their owner.
 
     Raises:
@@ -96,19 +96,19 @@ def restore(
     """Put a loaded value back into ``target``, in place.
 
     Mappings are updated key by key (keys that the checkpoint lacks stay, new ones are added), lists take the loaded
-    items, what is :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor
+    items, a :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor
     takes the values of one with its shape and dtype. Other values are replaced in their container.
 
     Args:
-        target: what the user passed.
-        loaded: what :func:`collect` had returned.
-        where: what it is, for messages.
+        target: the user's value.
+        loaded: a value that :func:`collect` had returned.
+        where: its name, for messages.
         last: takes the functions that set random states, which the caller calls when all else is restored; None: they
             are called here.
         derive_for: this rank, if the value is another rank's: random states are derived from that one's.
 
     Raises:
-        StateError: ``target`` itself cannot be changed, or not into what was loaded.
+        StateError: ``target`` itself cannot be changed, or not into the loaded value.
 
     """
     check_changeable(target, where)
@@ -120,7 +120,7 @@ def restore(
 
 
 def check_changeable(target: object, where: str) -> None:
-    """Look whether :func:`restore` may put anything back into ``target``, before it is known what.
+    """Check that :func:`restore` may put a value back into ``target``, before the value is known.
 
     Raises:
         StateError: nothing can be.

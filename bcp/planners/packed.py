@@ -54,7 +54,7 @@ def pack(
 
     Args:
         obj: the value.
-        where: what it is, for messages.
+        where: its name, for messages.
         trust: pickle objects of any class as well, which only :func:`unpack` with ``trust`` reads.
         outside: takes the large tensors, contiguous ones of the CPU and not copied, which are then not in the bytes.
 
@@ -79,12 +79,12 @@ def pack(
 def unpack(
     data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Read what :func:`pack` wrote; tensors are on the CPU.
+    """Read an image that :func:`pack` wrote; tensors are on the CPU.
 
     Args:
         data: the bytes.
         trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
-        where: what is read, for messages.
+        where: name of the image, for messages.
         outside: the tensors that :func:`pack` left outside.
 
     Raises:
@@ -159,7 +159,7 @@ class _Packer:
         return self._opaque(value, where) if parts is None else (_MARK, parts[0], self.plain(parts[1], where))
 
     def check(self) -> None:
-        """Refuse what was serialized and cannot be read again: try those that leave a doubt, unless they are trusted.
+        """Refuse serialized values that cannot be read again: try all doubtful ones, unless they are trusted.
 
         Raises:
             StateError: the message names the value and its class.
@@ -288,7 +288,7 @@ def _check_memory(tensor: torch.Tensor, where: str) -> None:
     """Refuse a tensor whose values are not here.
 
     Raises:
-        StateError: the message says why, and what to do.
+        StateError: the message tells the reason and the remedy.
 
     """
     if is_sharded_tensor(tensor) or isinstance(tensor, DTensor):

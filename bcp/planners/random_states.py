@@ -79,7 +79,7 @@ class RngState:
         """Seed all generators from the state of another rank and the number of this one; leave trackers alone.
 
         Args:
-            state: what :meth:`state_dict` returned on the other rank.
+            state: the result of :meth:`state_dict` on the other rank.
             rank: of this process.
 
         """

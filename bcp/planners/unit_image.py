@@ -59,7 +59,7 @@ def image_of(state: Any, where: str, *, trust: bool) -> Image:
 
     Args:
         state: nested Python values and tensors.
-        where: what it is, for messages.
+        where: its name, for messages.
         trust: as for :func:`~bcp.planners.packed.pack`.
 
     Raises:
@@ -83,7 +83,7 @@ def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
     Args:
         image: uint8, aligned to 64 bytes, of :func:`image_of`.
         trust: as for :func:`~bcp.planners.packed.unpack`.
-        where: what it is, for messages.
+        where: its name, for messages.
 
     Raises:
         CheckpointError: the image is damaged, or holds objects that only ``trust=True`` reads.

@@ -1,4 +1,4 @@
-"""The nouns of a save: what flows between its stages."""
+"""The nouns of a save: the items that flow between its stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WriteItem:
         part: the byte range of the file, and which elements make it up.
         key: the data file.
         header: the safetensors header where this is the file's first part, else empty.
-        table: what the rows of the part's spans are.
+        table: the table whose rows the part's spans name.
         tensors: the live memory of those rows.
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         edges: bytes of the part at which a block of checksums ends, besides those at equal distances; ascending.
@@ -49,7 +49,7 @@ class WriteItem:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part, header included: what it takes from the byte budget."""
+        """Bytes of the part, header included: its share of the byte budget."""
         return self.part.nbytes
 
 
@@ -57,7 +57,7 @@ class WriteItem:
 class HostPart:
     """A part whose elements are in host memory: training may change the tensors again.
 
-    What a custom stage after ``d2h`` gets. Writing to the tensors changes what is saved.
+    A custom stage after ``d2h`` gets these. Writing to the tensors changes the saved values.
 
     Attributes:
         item: the part as it was planned.
@@ -132,7 +132,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class PartReceipt:
-    """What was stored of one part.
+    """The stored bytes of one part.
 
     Attributes:
         part: the part.

@@ -2,7 +2,7 @@
 
 ``d2h`` -> ``serialize`` -> [one stage a codec, and ``place``] -> ``upload`` -> ``checksum``
 
-Checksums come last, because only the end of the save needs them, and storage is what it waits for.
+Checksums come last: only the end of the save needs them, and the save waits for storage.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Writers:
 
 @dataclass(slots=True)
 class SaveContext:
-    """What the stages of one save share.
+    """The context that the stages of one save share.
 
     Attributes:
         lease: staging memory.
         writers: where the parts of each data file go.
         block_bytes: unit of checksumming.
-        fence: what the copies from devices have to wait for.
+        fence: an event of each device, which copies from it have to wait for.
         count: how many parts there are whose tensors training changes.
         on_snapshot: awaited once, when the last of them is in host memory; may raise to refuse the snapshot.
         copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them
@@ -177,7 +177,7 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
 
 
 def checksum(context: SaveContext) -> Stage[Blob, PartReceipt]:
-    """Digest every block of what was stored, and give the staging memory back.
+    """Digest every stored block, and give the staging memory back.
 
     One part at a time: that is 7 GB/s. With two, the worst step of a training loop meanwhile was 3.9 times a usual one
     on a machine of two cores, with one 2.6 times, and the save took as long.

@@ -1,4 +1,4 @@
-"""What every storage backend has to pass.
+"""The conformance suite that every storage backend has to pass.
 
 ::
 
@@ -60,7 +60,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("data", [b"bytes", bytearray(b"bytearray"), memoryview(b"a memoryview")[2:], b""])
     async def test_put_and_get(self, backend: Backend, data: Buffer) -> None:
-        """What was put comes back, in another process too."""
+        """Stored bytes come back, in another process too."""
         await backend.put("folder/of/a key", data)
         assert bytes(await self.reopen(backend).get("folder/of/a key")) == bytes(data)
 
@@ -77,7 +77,7 @@ class BackendSuite:
         assert bytes(await backend.get("key")) == b"second"
 
     async def test_missing_key(self, backend: Backend) -> None:
-        """Reading what is not there is FileNotFoundError, nothing else."""
+        """Reading a missing key raises FileNotFoundError, nothing else."""
         await backend.put("there/is", b"one")
         for key in ("absent", "there", "there/is/below", "there/not"):
             with pytest.raises(FileNotFoundError):
@@ -435,7 +435,7 @@ class BackendSuite:
             runner.run(backend.aclose())
 
     async def test_aclose_twice(self, backend: Backend) -> None:
-        """Closing is idempotent, and what was stored stays."""
+        """Closing is idempotent, and stored objects stay."""
         await backend.put("key", b"x")
         other = self.reopen(backend)
         if other is not backend:

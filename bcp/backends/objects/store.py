@@ -1,6 +1,6 @@
 """The protocol of a kind of object store: single requests, each of which may fail.
 
-A store makes one attempt and tells its outcome. Retries, limits, splitting and checks of what was stored are the
+A store makes one attempt and tells its outcome. Retries, limits, splitting and checks of stored bytes are the
 business of :class:`~bcp.backends.objects.backend.ObjectBackend`, so that all stores have the same.
 """
 

@@ -36,8 +36,8 @@ class HuggingFaceShards(VirtualShards):
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are, at most ``shards``.
         epochs: how often each sample is read; None for without end.
-        by: what is dealt to the virtual shards: ``"files"``, of which there are at least ``shards``; or ``"samples"``,
-            for which every virtual shard reads all of the dataset and leaves out the samples of the others.
+        by: how the dataset is dealt to the virtual shards. ``"files"``: by files, at least ``shards`` of them.
+            ``"samples"``: every virtual shard reads all of the dataset and leaves out the samples of the others.
 
     Raises:
         InputError: the dataset is no ``IterableDataset``, is split by node already or has a shuffle buffer, or has
@@ -83,7 +83,7 @@ class HuggingFaceShards(VirtualShards):
         super().__init__(open_shard, shards=count, reader=reader, readers=readers)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what a run must not change, equal on all readers."""
+        """Return the values that a run must not change, equal on all readers."""
         return super().shared_state() | self._run
 
 

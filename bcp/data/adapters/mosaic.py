@@ -16,9 +16,9 @@ _FIELDS = ("epoch", "sample_in_epoch", "num_canonical_nodes", "shuffle_seed", "i
 class MosaicLoader(Replicated):
     """Keeps the state of a ``StreamingDataLoader``: how many samples all readers together have seen in this epoch.
 
-    The order of a ``StreamingDataset`` is a function of its canonical nodes, and the readers that are there share what
-    is left. Any number of readers can load the state. ``streaming`` deals each reader as many samples, and repeats some
-    at the end of an epoch for that; their number follows the number of readers.
+    The order of a ``StreamingDataset`` is a function of its canonical nodes, and the present readers share the samples
+    that are left. Any number of readers can load the state. ``streaming`` deals each reader as many samples, and
+    repeats some at the end of an epoch for that; their number follows the number of readers.
 
     All readers save at the same step, with batches of one size. A batch counts as soon as the loader has returned it.
 

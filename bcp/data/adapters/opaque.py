@@ -72,7 +72,7 @@ class PerReader(_Opaque):
         return [_name(self.reader)]
 
     def load_units(self, shared: Any, units: Mapping[str, Any]) -> None:
-        """Let the loader load its state. What it raises itself, it raises after these.
+        """Let the loader load its state. Errors of the loader itself come after these.
 
         Raises:
             MismatchError: another number of readers saved it.
@@ -126,7 +126,7 @@ class Replicated(_Opaque):
         return []
 
     def load_units(self, shared: Any, units: Mapping[str, Any]) -> None:
-        """Let the loader load the shared state. What it raises itself, it raises after this.
+        """Let the loader load the shared state. Errors of the loader itself come after this one.
 
         Raises:
             StateError: the shared state is of another adapter, or there are units.

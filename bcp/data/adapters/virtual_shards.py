@@ -123,7 +123,7 @@ class VirtualShards(Closing):
     # -- state --------------------------------------------------------------------------------
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what a run must not change, equal on all readers."""
+        """Return the values that a run must not change, equal on all readers."""
         return {"format": 1, "adapter": self._adapter(), "shards": self._count}
 
     def unit_states(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class VirtualShards(Closing):
 
 
 def close(iterator: Any) -> None:
-    """Close what can be closed; an error of it changes nothing any more."""
+    """Close an iterator that has ``close()``; an error of it changes nothing any more."""
     if callable(method := getattr(iterator, "close", None)):
         with suppress(Exception):
             method()

@@ -1,4 +1,4 @@
-"""Who writes what, and where to: the coordinator's half of planning a save (paper sec. 3.3, 4.1). Pure."""
+"""Rank 0's half of planning a save: the writer and the place of every byte (paper sec. 3.3, 4.1). Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
 
     Args:
-        world: what all ranks hold.
+        world: the tables of all ranks.
         balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.save.balance`.
         block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
 
@@ -116,7 +116,7 @@ def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Int
 
 
 def _planes(merged: Merged) -> _Planes:
-    """Number classes and planes within each kind, by what every rank can find out by itself."""
+    """Number classes and planes within each kind, by facts that every rank can find out by itself."""
     tensors, leader = merged.tensors, merged.leader
     n = len(tensors)
     signatures = signature(tensors.itemsize, leader, merged.number, n)

@@ -1,4 +1,4 @@
-"""How rank 0 learns what all ranks hold, in few bytes: digests first, then one copy of everything that is distinct.
+"""How rank 0 learns all ranks' tables in few bytes: digests first, then one copy of each distinct table.
 
 64 bytes from each rank tell which ranks hold the same; one rank for each distinct catalogue and slots sends
 them; and each rank sends its own flat intervals, 20 bytes each, and its units of sharded states. For 405B parameters
@@ -43,7 +43,7 @@ _NO_UNITS = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What one rank holds, as bytes.
+    """The table of one rank, as bytes.
 
     Attributes:
         table: digest of the whole table.
@@ -77,7 +77,7 @@ class Stated:
         return self.table + xxhash.xxh3_128_digest(self.catalogue) + xxhash.xxh3_128_digest(self.slots) + units
 
     def message(self, rank: int, plan: Survey) -> bytes:
-        """Return what :func:`gather` needs of this rank."""
+        """Return the message that :func:`gather` needs of this rank."""
         catalogue = self.catalogue if rank in plan.catalogue_leaders else b""
         slots = self.slots if rank in plan.slots_leaders else b""
         head = _HEAD.pack(len(catalogue), len(slots), len(self.units)) if catalogue or slots or self.units else b""
@@ -107,7 +107,7 @@ class Survey:
     claiming: Ints
 
     def encode(self) -> bytes:
-        """Return what a rank has to know: the key and the leaders."""
+        """Return the answer to the ranks: the key and the leaders."""
         leaders = np.concatenate([[len(self.catalogue_leaders)], self.catalogue_leaders, self.slots_leaders])
         return self.key + leaders.astype("<i4").tobytes()
 
@@ -149,14 +149,14 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
 
 
 def gather(plan: Survey, messages: Sequence[bytes]) -> World:
-    """Put together what all ranks hold.
+    """Put together the tables of all ranks.
 
     Args:
         plan: the survey that the messages answer.
         messages: :meth:`Stated.message` of every rank, by rank.
 
     Raises:
-        CorruptError: a message is not what the survey asked for.
+        CorruptError: a message does not answer the survey.
 
     """
     flats, catalogues, slots, units = list(messages), {}, {}, {}

@@ -1,4 +1,4 @@
-"""What ranks hold alike, apart from what each holds alone: so that thousands of ranks can be planned for at once.
+"""Tables that many ranks share, apart from each rank's own intervals: so thousands of ranks are planned for at once.
 
 The ranks of one data-parallel group hold the same boxes of the same tensors, and differ in flat intervals at most
 (ZeRO, FSDP1: the paper's irregular tensors, sec. 4.4). So a rank's table is written as a :class:`Catalogue` (tensors by
@@ -49,7 +49,7 @@ class Slots:
         family: int64[m], number in the catalogue; not decreasing.
         offset: int64[m, D], first corner of each box.
         length: int64[m, D], its extent.
-        regular: int64[m], 1: the whole box is held; 0: what every rank says by itself, which may be nothing.
+        regular: int64[m], 1: the whole box is held; 0: every rank lists its intervals by itself, which may be none.
     """
 
     family: Ints
@@ -63,9 +63,9 @@ class Factored:
     """A rank's table, taken apart.
 
     Attributes:
-        catalogue: what there is.
-        slots: boxes of it.
-        flat: int64[k, 3], (slot, start, stop) of what this rank holds of slots that are not regular; never empty.
+        catalogue: the tensors.
+        slots: boxes of the tensors.
+        flat: int64[k, 3], (slot, start, stop): this rank's intervals of slots that are not regular; none is empty.
         row_begin: int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``.
         rows: rows of the table, in the order of the family's members.
         units: of the table.
@@ -158,7 +158,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:
-    """Return int64[families]: what tells apart families whose members differ in number or item sizes.
+    """Return int64[families]: numbers that differ for families whose members differ in number or item sizes.
 
     Args:
         itemsize: int64[n], of each member, a power of two.

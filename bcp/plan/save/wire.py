@@ -1,6 +1,6 @@
-"""What ranks hold and what they have to write, as bytes to send between them; and digests that tell layouts apart.
+"""Ranks' tables and their shares of the writing, as bytes to send; and digests that tell layouts apart.
 
-Arrow IPC for what has names, plain little-endian integers for the rest; no pickle. Nothing that is read is trusted to
+Tables with names are Arrow IPC, all else is plain little-endian integers; there is no pickle. No message is trusted to
 be well-formed: it comes from another process.
 """
 
@@ -57,7 +57,7 @@ def encode_catalogue(catalogue: Catalogue) -> bytes:
 
 
 def decode_catalogue(data: bytes) -> Catalogue:
-    """Decode what :func:`encode_catalogue` made. Columns are read-only views of ``data`` where that is possible.
+    """Decode a catalogue of :func:`encode_catalogue`. Columns are read-only views of ``data`` where that is possible.
 
     Raises:
         CorruptError: these are not the bytes of a catalogue, or another version of bcp made them.
@@ -90,7 +90,7 @@ def encode_slots(slots: Slots) -> bytes:
 
 
 def decode_slots(data: bytes) -> Slots:
-    """Decode what :func:`encode_slots` made.
+    """Decode the slots of :func:`encode_slots`.
 
     Raises:
         CorruptError: these are not the bytes of slots.
@@ -116,7 +116,7 @@ def encode_flat(flat: Ints) -> bytes:
 
 
 def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
-    """Decode what :func:`encode_flat` made, of one rank or of several joined: slots, starts, stops.
+    """Decode intervals of :func:`encode_flat`, of one rank or of several joined: slots, starts, stops.
 
     Raises:
         CorruptError: these are not whole intervals.
@@ -128,7 +128,7 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 
 
 def encode_shares(division: Division) -> list[bytes]:
-    """Encode what each rank writes, by rank; :func:`decode_share` reads one of them."""
+    """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
     heads = [bytes(_SHARE_HEAD.size)] * (len(ends) - 1)
     none = np.empty(0, np.int64)
@@ -246,7 +246,7 @@ def _list(column: Column) -> pa.Array:
 
 
 def _decode(what: bytes, data: bytes) -> dict[str, Any]:
-    """Read what :func:`_encode` wrote: numbers as int64 arrays, texts as lists."""
+    """Read the columns of :func:`_encode`: numbers as int64 arrays, texts as lists."""
     try:
         size = int.from_bytes(data[:8], "little")
         if size > LARGEST:

@@ -1,4 +1,4 @@
-"""What all ranks hold, each thing once: what rank 0 plans with."""
+"""The tables of all ranks, each distinct part once: rank 0 plans with them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class World:
     """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals.
 
     Attributes:
-        catalogues: what tensors there are; in the order of the lowest rank that has each.
+        catalogues: the tensors by name; in the order of the lowest rank that has each.
         template_catalogue: int64[K], the catalogue of each template.
         template_slots: K times the slots; templates are in the order of the lowest rank that has each.
-        template: int64[N], what each rank holds.
+        template: int64[N], the template of each rank.
         flat_rank: int64[k], whose interval it is; not decreasing.
         flat_slot: int64[k], slot of that rank's template.
         flat_start: int64[k], first flat element, counted in the slot's box.

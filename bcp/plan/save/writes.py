@@ -1,4 +1,4 @@
-"""What one rank writes: rank 0's answer, in terms of the rank's own table again."""
+"""The writes of one rank: rank 0's answer, in terms of the rank's own table again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Share:
     Attributes:
         owned: int64[o], rows in its table's ``objects`` whose values it writes down.
         units: int64[u], which of the paths that its claims name it writes, counted through all claims.
-        rows: what it writes, :data:`SHARE`, in the order of its files.
+        rows: its intervals, :data:`SHARE`, in the order of its files.
     """
 
     owned: Ints
@@ -34,11 +34,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What one rank writes: w flat intervals of its own shards, file after file (one a kind), in file order.
+    """The writes of one rank: w flat intervals of its own shards, file after file (one a kind), in file order.
 
     Attributes:
         row: int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`.
-        start: int64[w], first flat element, counted in the row's box (not in what the rank holds of it).
+        start: int64[w], first flat element, counted in the row's box (not in the rank's interval of it).
         stop: int64[w], one past the last.
         offset: int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are
             packed: each begins where the one before it ends.
@@ -57,12 +57,12 @@ class Writes:
 def expand(table: ShardTable, factored: Factored, share: npt.NDArray[np.void]) -> Writes:
     """Say which rows of its table a rank writes, and where to.
 
-    The order inside a file follows from what is written alone: planes of wide elements first, then by the family's
-    signature and the member's number, and in a plane as the share says: :mod:`bcp.plan.save.divide` lays out files by
-    the same rule.
+    The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
+    signature and the member's number. In a plane the order is that of the share. :mod:`bcp.plan.save.divide` lays out
+    files by the same rule.
 
     Args:
-        table: what the rank holds.
+        table: of the rank.
         factored: the same, taken apart.
         share: :attr:`Share.rows`, from rank 0.
 
