@@ -29,7 +29,7 @@ class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
-        self.error: Exception | None = error
+        self.carried: Exception | None = error
 
 
 @asynccontextmanager
@@ -40,8 +40,8 @@ async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIt
         try:
             yield agreement
         except _Agreed as error:
-            agreed = error.error
-            error.error = None
+            agreed = error.carried
+            error.carried = None
             _let_go(error)
     if agreed is not None:
         try:

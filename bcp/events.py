@@ -190,8 +190,9 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def told(error: BaseException) -> str:
-    """Return type and message of an error, as events have them."""
-    return f"{type(error).__name__}: {error}"
+    """Return type and message of an error, as events have them; of the one that it carries, if it is a mere carrier."""
+    carried = getattr(error, "carried", None) or error
+    return f"{type(carried).__name__}: {carried}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
