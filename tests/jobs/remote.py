@@ -1,15 +1,15 @@
-"""A program of torchrun's: four ranks that save to a URL and are killed; two ranks that go on with other placements.
+"""Jobs of torchrun's agent: four ranks save to a URL and are killed; two ranks go on with other placements.
 
-``remote.py die URL FOLDER OPTIONS`` is killed and started again, and each time killed at the next one of
-:data:`MOMENTS`. ``remote.py go-on ...`` loads what must be there, and saves over all that was being written.
+The four are started again, and each time killed at the next one of :data:`MOMENTS`. The two load what must be there,
+and save over all that was being written.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,11 +17,15 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from own_store import own_store
+from ranks import PRELOADED, forkserver
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bcp
@@ -241,25 +245,48 @@ def go_on(url: str, _: Path, storage_options: Mapping[str, Any]) -> None:
         assert_is(found, 7)
 
 
-# -- by torchrun ------------------------------------------------------------------------------
+# -- by torchrun's agent -----------------------------------------------------------------------
 
 
-def torchrun(ranks: int, restarts: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run this program by torchrun."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, [here, *here.parents[:2]]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", __file__, *words]
-    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 -- our own
+def elastic(log: Path, environ: Mapping[str, str], ranks: int, restarts: int, *words: str) -> None:
+    """Be torchrun's agent, and exit with 1 if its job fails.
+
+    Its ranks are forked from a process that has imported torch and bcp once. ``torchrun`` would start each of them
+    anew, which takes longer than all the rest.
+    """
+    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo")
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="forkserver",
+        local_addr="localhost",
+        monitor_interval=0.05,
+    )
     try:
-        out, errors = process.communicate(timeout=END_SECONDS)
-    except BaseException:
+        elastic_launch(config, main)(*words)
+    except ChildFailedError as error:
+        sys.exit(str(error))
+
+
+def launched(log: Path, ranks: int, restarts: int, *words: str) -> tuple[int | None, str]:
+    """Run ranks under torchrun's agent; return the exit code, and the end of what they have printed."""
+    process = forkserver().Process(target=elastic, args=(log, dict(os.environ), ranks, restarts, *words))
+    process.start()
+    try:
+        process.join(END_SECONDS)
+    finally:
         process.terminate()  # which ends its ranks too
-        process.communicate(timeout=60)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+        process.join(60)
+    return process.exitcode, log.read_text(errors="replace")[-25000:]
 
 
 def assert_survives_kills(url: str, folder: Path, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -267,18 +294,18 @@ def assert_survives_kills(url: str, folder: Path, storage_options: Mapping[str, 
 
     Args:
         url: where to; it is empty.
-        folder: for marks of the moments, and for stores; it is empty.
+        folder: for marks of the moments, stores and output; it is empty.
         storage_options: of saves and of loads.
 
     """
     marks = folder / "marks"
     marks.mkdir()
     words = [url, str(marks), json.dumps(storage_options or {})]
-    died = torchrun(4, len(MOMENTS) - 1, "die", *words)
-    assert {file.name for file in marks.iterdir()} == set(MOMENTS), died.stdout[-3000:] + died.stderr[-25000:]
-    assert died.returncode != 0
-    went_on = torchrun(2, 0, "go-on", *words)
-    assert went_on.returncode == 0, went_on.stdout[-3000:] + went_on.stderr[-25000:]
+    code, output = launched(folder / "died.log", 4, len(MOMENTS) - 1, "die", *words)
+    assert {file.name for file in marks.iterdir()} == set(MOMENTS), output
+    assert code == 1, output
+    code, output = launched(folder / "went-on.log", 2, 0, "go-on", *words)
+    assert code == 0, output
 
 
 def join(meeting: Path) -> None:
@@ -293,12 +320,9 @@ def join(meeting: Path) -> None:
     )
 
 
-def main() -> None:
-    job, url, marks, storage_options = sys.argv[1:]
+def main(job: str, url: str, marks: str, storage_options: str) -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
     join(Path(marks).with_name(f"{job}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"))
     {"die": die, "go-on": go_on}[job](url, Path(marks), json.loads(storage_options))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
