@@ -177,5 +177,11 @@ def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
         raise _Agreed(PeerError(guilty, f"{name}: {text}"))
     kind = getattr(errors, name, None) if name in errors.__all__ else None
     if kind is None or issubclass(kind, StageError | PeerError):
-        raise _Agreed(BcpError(f"{name}: {text}"))
-    raise _Agreed(kind(text))
+        raise _Agreed(_of_all_ranks(BcpError(f"{name}: {text}")))
+    raise _Agreed(_of_all_ranks(kind(text)))
+
+
+def _of_all_ranks(error: BcpError) -> BcpError:
+    """Mark an error that every rank raises."""
+    error.of_all_ranks = True
+    return error

@@ -57,7 +57,13 @@ __all__ = [
 
 
 class BcpError(Exception):
-    """The root: ``except bcp.BcpError`` catches everything that bcp raises on purpose."""
+    """The root: ``except bcp.BcpError`` catches everything that bcp raises on purpose.
+
+    Attributes:
+        of_all_ranks: whether all ranks have agreed on it, so that none of them is to blame.
+    """
+
+    of_all_ranks = False
 
 
 class InputError(BcpError, ValueError):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from bcp._log import log
 from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
 
-__all__ = ["Kind", "Sink", "Watch", "add_sink", "remove_sink", "step_of"]
+__all__ = ["Contents", "Kind", "Sink", "Watch", "add_sink", "remove_sink", "step_of"]
 
 Kind = Literal["save", "load", "prepare"]
+
+Contents = Callable[[str], tuple[str, Sequence[str]]]
+"""Takes the name of an item; returns the key of its file and names of tensors in it, both empty if unknown."""
 
 MOST_EVENTS = 200_000
 """Events that one operation keeps: about 100 MB. Those behind them are passed on and counted."""
@@ -71,6 +74,7 @@ class Watch:
         dropped: how many more there were.
         report: of an operation that ended well.
         error: the error that ended it.
+        contents: finds file and tensors of an item by its name, for failures; knows none once the operation has ended.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Watch:
         self.dropped = 0
         self.report: SaveReport | LoadReport | None = None
         self.error: BaseException | None = None
+        self.contents: Contents = _unknown
         self._observers = [] if observe is ignore else [observe]
         self._sinks = [] if kind == "prepare" else list(_sinks)
         self._spans: dict[str, tuple[float, float]] = {}
@@ -140,6 +145,7 @@ class Watch:
         finally:
             self._tell_all("ended")
             self.error = None  # its traceback leads here, and to the state's tensors
+            self.contents = _unknown  # items lead there too
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -177,6 +183,10 @@ class Watch:
         except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
             self._sinks.remove(sink)
             log.exception("telemetry raised and is left out of this operation", sink=repr(sink), path=self.path)
+
+
+def _unknown(_item: str) -> tuple[str, Sequence[str]]:
+    return "", ()
 
 
 def step_of(path: str) -> int | None:
