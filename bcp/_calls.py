@@ -121,7 +121,7 @@ def load_call(
         device = exchange_device(chosen.exchange, ranks) if chosen.overlap_loading else None
         does = (
             f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading} "
-            f"exchange={chosen.exchange}"
+            f"exchange={chosen.exchange} record={chosen.record}"
         )
         job = partial(LoadJob, **common, options=chosen, exchange_device=device)
         return _Checked(f"load of {common['path']}", does, job, chosen.timeout)
@@ -190,7 +190,8 @@ def _check_save(
     codecs = [codec.name for codec in options.codecs]
     does = (
         f"save {common['path']} with world_size={ranks.world_size} overwrite={options.overwrite} "
-        f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs}"
+        f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs} "
+        f"record={options.record}"
     )
     job = partial(SaveJob, **common, options=options)
     return _Checked(f"save to {common['path']}", does, job, options.timeout)

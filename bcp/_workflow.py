@@ -10,6 +10,7 @@ from bcp import _load as loading
 from bcp import _save as saving
 from bcp._agree import agree, attempt, own_errors, together
 from bcp._job import LoadJob, SaveJob
+from bcp._record import recorded
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.metadata import Metadata
@@ -35,7 +36,12 @@ async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options, job.watch.trace)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
-        async with job.opened, saving.undone_on_error(job, root) as undo, together(job.operation) as agreement:
+        async with (
+            job.opened,
+            recorded(job) as record,
+            saving.undone_on_error(job, root) as undo,
+            record.forgiving(job.operation) as agreement,
+        ):
             with job.watch.phase("plan"):
                 stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
                 held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
@@ -52,12 +58,15 @@ async def asave(job: SaveJob) -> SaveReport:
             undo.leave_to_rank_0()
             with job.watch.phase("commit"):
                 await agree(agreement, "commit", job.rank, written, root.commit)
-    return saving.report(job, held, opening, receipt, items, snapshot)
+            report = saving.report(job, held, opening, receipt, items, snapshot)
+            await record.share(agreement, report)
+    return report
 
 
 async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
+    job.watch.contents = partial(saving.contents, {item.name: item for item in items})
     changing = [item for item in items if not item.is_steady]
     nbytes = sum(item.nbytes for item in changing)
     budget = snapshot.lend(items)
@@ -112,18 +121,20 @@ async def aprepare(job: SaveJob) -> None:
 @failures_collected()
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
-    async with job.opened, together(job.operation) as agreement:
-        with job.watch.phase("open"):
-            metadata = await loading.open_checkpoint(agreement, job)
-        async with loading.say_if_replaced(job.backend, metadata, job.path):
-            with job.watch.phase("plan"):
-                asking = attempt(loading.ask(job, metadata))  # kept here, an error's traceback would lead back to it
-                wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-            with job.watch.phase("read"), own_errors():
-                context = await _read(job, agreement, metadata, wanted, reading)
-    with loading.say_if_half_loaded(context), job.watch.phase("finish"):
-        await in_thread(loading.put_values, job, wanted)
-    return loading.report(job, metadata, wanted, reading, context)
+    async with job.opened, recorded(job) as record:
+        async with record.forgiving(job.operation) as agreement:
+            with job.watch.phase("open"):
+                metadata = await loading.open_checkpoint(agreement, job)
+            async with loading.say_if_replaced(job.backend, metadata, job.path):
+                with job.watch.phase("plan"):
+                    asking = attempt(loading.ask(job, metadata))  # here, an error's traceback would lead back to it
+                    wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
+                with job.watch.phase("read"), own_errors():
+                    context = await _read(job, agreement, metadata, wanted, reading)
+            await record.share(agreement, loading.report(job, metadata, wanted, reading, context))
+        with loading.say_if_half_loaded(context), job.watch.phase("finish"):
+            await in_thread(loading.put_values, job, wanted)
+        return loading.report(job, metadata, wanted, reading, context)
 
 
 async def _read(
@@ -141,6 +152,7 @@ async def _read(
         targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
         items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
+        job.watch.contents = partial(loading.contents, {item.name: item for item in items}, wanted)
         await loading.check_stored(job.backend, items, options.read_bytes, job.io_workers)
         all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
         context = loading.load_context(job, all_to_all, metadata, reading, targets, lease)

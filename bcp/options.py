@@ -39,6 +39,14 @@ def _timeout() -> float:
     return _number("BCP_TIMEOUT", DEFAULT_TIMEOUT)
 
 
+def _record() -> bool:
+    """Return whether ``$BCP_RECORD`` is anything but 0."""
+    text = os.environ.get("BCP_RECORD", "")
+    if text not in ("", "0", "1"):
+        raise InputError(f"$BCP_RECORD is {text!r}; unset it, or set 0 for no recordings")
+    return text != "0"
+
+
 def _number(variable: str, fallback: float) -> float:
     """Return the number in an environment variable."""
     text = os.environ.get(variable, "")
@@ -101,6 +109,9 @@ class SaveOptions:
             may be secret, so they are shown nowhere.
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
+        record: leave a file with the events of all ranks in ``telemetry/`` of the checkpoint, for :func:`bcp.report`.
+            It is written after the commit, and no save fails by it; one that fails leaves one with its reasons. The
+            same on every rank. True, unless ``$BCP_RECORD`` is 0.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
         observe: called with every :data:`~bcp.events.Event` on this rank.
     """
@@ -123,6 +134,7 @@ class SaveOptions:
     trust: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
+    record: bool = field(default_factory=_record)
     step: int | None = None
     observe: Observer = ignore
 
@@ -185,6 +197,9 @@ class LoadOptions:
             may be secret, so they are shown nowhere.
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
+        record: leave a file with the events of all ranks in ``telemetry/`` of the checkpoint, for :func:`bcp.report`.
+            No load fails by it: storage that cannot be written to gets none. The same on every rank. True, unless
+            ``$BCP_RECORD`` is 0.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
         observe: called with every :data:`~bcp.events.Event` on this rank.
     """
@@ -207,6 +222,7 @@ class LoadOptions:
     timeout: float = field(default_factory=_timeout)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
+    record: bool = field(default_factory=_record)
     step: int | None = None
     observe: Observer = ignore
 

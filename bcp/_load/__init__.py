@@ -3,7 +3,7 @@
 from bcp._load.claims import check_stored
 from bcp._load.opening import fetch_receipts, open_checkpoint, say_if_replaced
 from bcp._load.overlaps import put_shared
-from bcp._load.reads import Reading, budget_of, plan_reads, read_items
+from bcp._load.reads import Reading, budget_of, contents, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
 from bcp._load.transport import exchange, exchange_devices
@@ -15,6 +15,7 @@ __all__ = [
     "ask",
     "budget_of",
     "check_stored",
+    "contents",
     "everyone_is_done",
     "exchange",
     "exchange_devices",

@@ -37,7 +37,7 @@ from bcp.receipt import FileReceipt, Receipt
 from bcp.stages.check import SEAL_BYTES
 from bcp.stages.load_items import ReadItem
 
-__all__ = ["Reading", "budget_of", "key_of", "plan_reads", "read_items"]
+__all__ = ["Reading", "budget_of", "contents", "key_of", "plan_reads", "read_items"]
 
 
 class _Asked(NamedTuple):
@@ -284,13 +284,28 @@ def budget_of(options: LoadOptions, reading: Reading) -> Budget:
     return Budget(max(options.budget_bytes - reading.assignment.most_received, 1))
 
 
+def contents(items: Mapping[str, ReadItem], wanted: Wanted, name: str) -> tuple[str, Sequence[str]]:
+    """Return the file and the first tensors of a chunk, by the name of its item; both empty if there is none."""
+    item = items.get(name)
+    if item is None or item.chunk is None:
+        return "", ()
+    tensors = wanted.targets.shards.table.tensors
+    return item.key, [tensors.fqn[row] for row in _tensors_in(wanted, item.chunk)]
+
+
 def _first_name(wanted: Wanted, layout: Layout, chunk: Chunk) -> str:
     """Name the first tensor that this rank wants of a chunk."""
+    tensors = _tensors_in(wanted, chunk)
+    if not tensors:
+        return "for other ranks"
+    table = wanted.targets.shards.table
+    name = both_names(table.tensors, tensors[0], layout.tensors, int(wanted.saved[tensors[0]]))
+    return name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more"
+
+
+def _tensors_in(wanted: Wanted, chunk: Chunk) -> list[int]:
+    """Return the tensors that this rank wants of a chunk, as rows of its table."""
     table, mine = wanted.targets.shards.table, wanted.wants
     first, last = rows_of(mine.file, chunk.file)
     hits = first + np.flatnonzero((mine.start[first:last] < chunk.stop) & (mine.stop[first:last] > chunk.start))
-    if not len(hits):
-        return "for other ranks"
-    tensors = list(dict.fromkeys(table.tensor[mine.row[hits]].tolist()))
-    name = both_names(table.tensors, tensors[0], layout.tensors, int(wanted.saved[tensors[0]]))
-    return name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more"
+    return list(dict.fromkeys(table.tensor[mine.row[hits]].tolist()))

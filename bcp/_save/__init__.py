@@ -2,7 +2,7 @@
 
 from bcp._save.held import Held
 from bcp._save.memory import first_sizes, pinned_nbytes
-from bcp._save.parts import make_receipt, open_files, owned_values, put_receipt, report, write_items
+from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.rivals import not_replaced
 from bcp._save.root import BLOCK_BYTES, Opening, Root
@@ -17,6 +17,7 @@ __all__ = [
     "SavePlan",
     "Snapshot",
     "Undo",
+    "contents",
     "first_sizes",
     "make_receipt",
     "not_replaced",

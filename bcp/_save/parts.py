@@ -32,7 +32,7 @@ from bcp.stages.device import stream_count
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.memory import addresses
 
-__all__ = ["make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+__all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
 def owned_values(job: SaveJob, held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
@@ -105,6 +105,15 @@ def _edges(item: WriteItem, ends: Sequence[int], file: DataFile) -> tuple[int, .
     """Return at which bytes of a part a unit ends that is not the last one: a block of checksums ends there, too."""
     shift = len(file.header) - item.part.start
     return tuple(end + shift for end in ends if 0 < end + shift < item.part.nbytes)
+
+
+def contents(items: Mapping[str, WriteItem], name: str) -> tuple[str, Sequence[str]]:
+    """Return the file and the tensors of a part, by the name of its item; both empty if there is none."""
+    item = items.get(name)
+    if item is None:
+        return "", ()
+    tensors = dict.fromkeys(int(item.table.tensor[span.row]) for span in item.part.spans)
+    return item.key, [item.table.tensors.fqn[row] for row in tensors]
 
 
 @asynccontextmanager

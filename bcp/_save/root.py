@@ -21,6 +21,7 @@ from bcp.plan.save.survey import Survey, gather, survey
 from bcp.plan.save.wire import DIGEST_BYTES, encode_shares
 from bcp.plan.units import check_shared
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
+from bcp.telemetry.store import FOLDER as TELEMETRY
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
 
@@ -192,6 +193,7 @@ class Root:
 
         try:
             left = [one for one in unfinished if _is_of_a_save(one.key) or one.key == METADATA_KEY]
+            left += [one for one in unfinished if one.key.startswith(TELEMETRY)]
             if left and isinstance(self.backend, Sweeper):
                 await self.backend.discard(left)
             keys = [info.key for info in listed if stale(info.key)]

@@ -1,0 +1,162 @@
+"""Recordings: the events of all ranks, stored beside a checkpoint once nothing can go wrong with it any more.
+
+A save is committed, or all ranks have their tensors, when the ranks share their records. From then on no error of the
+operation counts: a rank that dies, a storage that fails and a defect of telemetry are log lines.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from datetime import UTC, datetime
+
+import anyio
+
+from bcp._agree import together
+from bcp._job import Job
+from bcp._log import log
+from bcp.errors import BcpError, PeerError
+from bcp.events import LoadReport, SaveReport, ignore, observed_by
+from bcp.pipeline import in_thread
+from bcp.planners.topology import coordinates
+from bcp.protocols import Agreement
+from bcp.telemetry.encode import figures_of, merged, packed, recording_of_failure
+from bcp.telemetry.failures import failure_of
+from bcp.telemetry.recording import FailureRecord
+from bcp.telemetry.store import FOLDER, encode
+
+__all__ = ["Record", "recorded"]
+
+KEPT = 20
+"""Files of one checkpoint. A save or load that leaves one more deletes the oldest."""
+
+SHARE_SECONDS = 5.0
+STORE_SECONDS = 5.0
+FAILURE_SECONDS = 2.0
+
+
+class Record:
+    """This rank's part in the recording of one save or load."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_settled = False
+        self._messages: Sequence[bytes] = ()
+
+    @asynccontextmanager
+    async def forgiving(self, operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
+        """Take part in an operation. Once :meth:`share` was called, errors of other ranks are logged and forgotten."""
+        try:
+            async with together(operation) as agreement:
+                yield agreement
+        except Exception as error:
+            if not self._is_settled:
+                raise
+            log.info("a rank was lost after the end", path=self._job.path, error=repr(error))
+
+    async def share(self, agreement: Agreement, report: SaveReport | LoadReport) -> None:
+        """Give rank 0 this rank's record. Call it as the last of all steps, when the operation has succeeded."""
+        self._is_settled = True
+        if not self._job.options.record:
+            return
+        with anyio.move_on_after(SHARE_SECONDS):
+            await agreement.decide("telemetry", await self._packed(report), self._take)
+
+    async def _packed(self, report: SaveReport | LoadReport) -> bytes:
+        """Return this rank's record; empty if it cannot be made."""
+        job = self._job
+        try:
+            place = await in_thread(_place, job)
+            return await in_thread(packed, job.watch, place, _local_rank(), figures_of(report))
+        except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
+            log.info("a rank was not recorded", path=job.path, rank=job.rank, error=repr(error))
+            return b""
+
+    async def _take(self, messages: Sequence[bytes]) -> bytes:
+        """Keep all ranks' records on rank 0, and let the ranks go."""
+        self._messages = messages
+        return b""
+
+    async def store(self) -> None:
+        """Write the file, on rank 0."""
+        job, messages = self._job, self._messages
+        if not messages:
+            return
+        self._messages = ()
+        name = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
+        try:
+            with anyio.move_on_after(STORE_SECONDS) as scope, observed_by(ignore):
+                data = await in_thread(lambda: encode(merged(job.watch, messages)))
+                await job.backend.put(_key(job, job.watch.kind, name), data)
+                await self._tidy()
+            if scope.cancelled_caught:
+                log.info("a recording took too long and is given up", path=job.path, seconds=STORE_SECONDS)
+        except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
+            log.info("no recording was stored", path=job.path, error=repr(error))
+
+    async def _tidy(self) -> None:
+        """Delete the oldest files beyond those that are kept."""
+        keys = sorted((info.key for info in await self._job.backend.list(FOLDER)), key=_age)
+        if len(keys) > KEPT:
+            await self._job.backend.delete(keys[:-KEPT])
+
+    async def store_failure(self, error: Exception) -> None:
+        """Write down why this rank's save or load failed, if this is the rank to tell it."""
+        job = self._job
+        if not (job.options.record and job.watch.operation and _tells(job.rank, error)):
+            return
+        with suppress(Exception), anyio.move_on_after(FAILURE_SECONDS, shield=True), observed_by(ignore):
+            failure = failure_of(job.watch, error)
+            data = await in_thread(_encoded_failure, job, failure)
+            stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
+            await job.backend.put(_key(job, "failure", f"{stem}-{job.rank:05d}"), data)
+
+
+@asynccontextmanager
+async def recorded(job: Job) -> AsyncIterator[Record]:
+    """Leave a recording of a save or load that succeeds in the block, or a record of its failure."""
+    record = Record(job)
+    try:
+        yield record
+    except Exception as error:
+        await record.store_failure(error)
+        raise
+    await record.store()
+
+
+def _key(job: Job, kind: str, name: str) -> str:
+    """Return the key of a file, as in ``telemetry/save-20260131T235959123Z-0123456789abcdef.arrow``."""
+    moment = datetime.fromtimestamp(job.watch.time, UTC)
+    return f"{FOLDER}{kind}-{moment:%Y%m%dT%H%M%S}{moment.microsecond // 1000:03d}Z-{name}.arrow"
+
+
+def _age(key: str) -> str:
+    """Return the part of a key that sorts by age."""
+    return key.partition("-")[2]
+
+
+def _place(job: Job) -> dict[str, int]:
+    """Return this rank's coordinates; none if a framework does not tell them as expected."""
+    try:
+        return coordinates(job.states)
+    except Exception as error:  # noqa: BLE001 -- a framework's private state
+        log.debug("a rank's place in the topology is unknown", rank=job.rank, error=repr(error))
+        return {}
+
+
+def _local_rank() -> int:
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else -1
+
+
+def _tells(rank: int, error: Exception) -> bool:
+    """Return whether this rank writes down a failure: the guilty one, and rank 0, or rank 1 if that is rank 0."""
+    if isinstance(error, PeerError):
+        return rank == (1 if error.rank == 0 else 0)
+    return rank == 0 or not (isinstance(error, BcpError) and error.of_all_ranks)
+
+
+def _encoded_failure(job: Job, failure: FailureRecord) -> bytes:
+    return encode(recording_of_failure(job.watch, failure, _place(job), _local_rank()))
