@@ -41,7 +41,7 @@ def failure_of(watch: Watch, error: BaseException) -> FailureRecord:
         host=host_name(),
         guilty=_guilty(watch, error),
         time=time.time(),
-        phase=next((event.phase for event in reversed(watch.events) if _is_failed_phase(event)), ""),
+        phase=next((each.phase for each in reversed(watch.events) if isinstance(each, PhaseEvent) and each.error), ""),
         stage=stage,
         item=item,
         tensors=tuple(tensors[:MOST_TENSORS]),
@@ -89,10 +89,6 @@ def _request(watch: Watch, chain: list[BaseException]) -> RequestEvent | None:
         return None
     requests = (event for event in reversed(watch.events) if isinstance(event, RequestEvent))
     return next((event for event in requests if event.status == "failed"), None)
-
-
-def _is_failed_phase(event: object) -> bool:
-    return isinstance(event, PhaseEvent) and bool(event.error)
 
 
 def _cut(text: str) -> str:
