@@ -7,6 +7,7 @@ operation counts: a rank that dies, a storage that fails and a defect of telemet
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -14,10 +15,11 @@ from datetime import UTC, datetime
 
 import anyio
 
+from bcp import errors
 from bcp._agree import together
 from bcp._job import Job
 from bcp._log import log
-from bcp.errors import BcpError, PeerError
+from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
 from bcp.events import LoadReport, SaveReport, ignore, observed_by
 from bcp.pipeline import in_thread
 from bcp.planners.topology import coordinates
@@ -31,6 +33,10 @@ __all__ = ["Record", "recorded"]
 
 KEPT = 20
 """Files of one checkpoint. A save or load that leaves one more deletes the oldest."""
+
+REFUSALS = (InputError, ExistsError, MismatchError, CoverageError, MissingCodecError)
+ERROR = re.compile(r"\b([A-Z]\w*Error): ")
+"""Names the error in what a peer tells of it."""
 
 SHARE_SECONDS = 5.0
 STORE_SECONDS = 5.0
@@ -152,10 +158,24 @@ def _local_rank() -> int:
 
 
 def _tells(rank: int, error: Exception) -> bool:
-    """Return whether this rank writes down a failure: the guilty one, and rank 0, or rank 1 if that is rank 0."""
+    """Return whether this rank writes down a failure: the guilty one, and rank 0, or rank 1 if that is rank 0.
+
+    Nobody does so if the call was refused: refused calls write nothing.
+    """
+    if _refuses(error):
+        return False
     if isinstance(error, PeerError):
         return rank == (1 if error.rank == 0 else 0)
     return rank == 0 or not (isinstance(error, BcpError) and error.of_all_ranks)
+
+
+def _refuses(error: Exception) -> bool:
+    """Return whether an error, or the one that a peer tells of, says that the caller has to change something."""
+    if not isinstance(error, PeerError):
+        return isinstance(error, REFUSALS)
+    name = ERROR.search(error.cause)
+    kind = getattr(errors, name[1], None) if name else None
+    return isinstance(kind, type) and issubclass(kind, REFUSALS)
 
 
 def _encoded_failure(job: Job, failure: FailureRecord) -> bytes:
