@@ -21,18 +21,17 @@ from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
 from bcp.events import LoadReport, SaveReport, ignore, observed_by
+from bcp.metadata import METADATA_KEY
 from bcp.pipeline import in_thread
 from bcp.planners.topology import coordinates
-from bcp.protocols import Agreement
+from bcp.protocols import Agreement, Backend
 from bcp.telemetry.encode import figures_of, merged, packed, recording_of_failure
-from bcp.telemetry.failures import failure_of
+from bcp.telemetry.failures import failed_phase, failure_of
 from bcp.telemetry.recording import FailureRecord
-from bcp.telemetry.store import FOLDER, encode
+from bcp.telemetry.store import FOLDER, encode, outdated
+from bcp.telemetry.watch import Watch
 
 __all__ = ["Record", "recorded"]
-
-KEPT = 20
-"""Files of one checkpoint. A save or load that leaves one more deletes the oldest."""
 
 REFUSALS = (InputError, ExistsError, MismatchError, CoverageError, MissingCodecError)
 ERROR = re.compile(r"\b([A-Z]\w*Error): ")
@@ -49,6 +48,7 @@ class Record:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._is_settled = False
+        self._is_gone = False
         self._messages: Sequence[bytes] = ()
 
     @asynccontextmanager
@@ -59,8 +59,20 @@ class Record:
                 yield agreement
         except Exception as error:
             if not self._is_settled:
+                await self._look(error)
                 raise
             log.info("a rank was lost after the end", path=self._job.path, error=repr(error))
+
+    async def _look(self, error: Exception) -> None:
+        """Find out if the checkpoint is still there: a record must not make the directory anew."""
+        job = self._job
+        if not self._is_told(error):
+            return
+        with suppress(Exception), anyio.move_on_after(FAILURE_SECONDS, shield=True), observed_by(ignore):
+            if job.watch.kind == "load":
+                self._is_gone = await job.backend.version(METADATA_KEY) is None
+            elif failed_phase(job.watch) == "commit":  # all ranks have written their files
+                self._is_gone = not await job.backend.list()
 
     async def share(self, agreement: Agreement, report: SaveReport | LoadReport) -> None:
         """Give rank 0 this rank's record. Call it as the last of all steps, when the operation has succeeded."""
@@ -87,37 +99,24 @@ class Record:
 
     async def store(self) -> None:
         """Write the file, on rank 0."""
-        job, messages = self._job, self._messages
-        if not messages:
-            return
-        self._messages = ()
-        name = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
-        try:
-            with anyio.move_on_after(STORE_SECONDS) as scope, observed_by(ignore):
-                data = await in_thread(lambda: encode(merged(job.watch, messages)))
-                await job.backend.put(_key(job, job.watch.kind, name), data)
-                await self._tidy()
-            if scope.cancelled_caught:
-                log.info("a recording took too long and is given up", path=job.path, seconds=STORE_SECONDS)
-        except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
-            log.info("no recording was stored", path=job.path, error=repr(error))
-
-    async def _tidy(self) -> None:
-        """Delete the oldest files beyond those that are kept."""
-        keys = sorted((info.key for info in await self._job.backend.list(FOLDER)), key=_age)
-        if len(keys) > KEPT:
-            await self._job.backend.delete(keys[:-KEPT])
+        if self._messages:
+            await _store(self._job.backend, self._job.watch, self._messages)
 
     async def store_failure(self, error: Exception) -> None:
         """Write down why this rank's save or load failed, if this is the rank to tell it."""
         job = self._job
-        if not (job.options.record and job.watch.operation and _tells(job.rank, error)):
+        if self._is_gone or not self._is_told(error):
             return
         with suppress(Exception), anyio.move_on_after(FAILURE_SECONDS, shield=True), observed_by(ignore):
             failure = failure_of(job.watch, error)
             data = await in_thread(_encoded_failure, job, failure)
             stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
-            await job.backend.put(_key(job, "failure", f"{stem}-{job.rank:05d}"), data)
+            await job.backend.put(_key(job.watch, "failure", f"{stem}-{job.rank:05d}"), data)
+
+    def _is_told(self, error: Exception) -> bool:
+        """Return whether this rank writes down why it failed: not before all ranks have met."""
+        job = self._job
+        return job.options.record and bool(job.watch.operation) and _tells(job.rank, error)
 
 
 @asynccontextmanager
@@ -132,15 +131,28 @@ async def recorded(job: Job) -> AsyncIterator[Record]:
     await record.store()
 
 
-def _key(job: Job, kind: str, name: str) -> str:
+async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> None:
+    """Write the file of a save or load that has succeeded, and delete the oldest files if there are too many.
+
+    An error is forgotten. It may be part of a cycle, so nothing here leads to the state's tensors.
+    """
+    name = watch.operation if watch.kind == "save" else secrets.token_hex(8)
+    try:
+        with anyio.move_on_after(STORE_SECONDS) as scope, observed_by(ignore):
+            data = await in_thread(lambda: encode(merged(watch, messages)))
+            await backend.put(_key(watch, watch.kind, name), data)
+            if watch.kind == "load" and (old := outdated(await backend.list(FOLDER))):  # a save's commit does so
+                await backend.delete(old)
+        if scope.cancelled_caught:
+            log.info("a recording took too long and is given up", path=watch.path, seconds=STORE_SECONDS)
+    except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
+        log.info("no recording was stored", path=watch.path, error=repr(error))
+
+
+def _key(watch: Watch, kind: str, name: str) -> str:
     """Return the key of a file, as in ``telemetry/save-20260131T235959123Z-0123456789abcdef.arrow``."""
-    moment = datetime.fromtimestamp(job.watch.time, UTC)
+    moment = datetime.fromtimestamp(watch.time, UTC)
     return f"{FOLDER}{kind}-{moment:%Y%m%dT%H%M%S}{moment.microsecond // 1000:03d}Z-{name}.arrow"
-
-
-def _age(key: str) -> str:
-    """Return the part of a key that sorts by age."""
-    return key.partition("-")[2]
 
 
 def _place(job: Job) -> dict[str, int]:

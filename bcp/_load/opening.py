@@ -14,6 +14,7 @@ from bcp.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, 
 from bcp.pipeline import Budget, Pipeline, Stage, planning
 from bcp.protocols import Agreement, Backend
 from bcp.receipt import Receipt, decode_receipt, receipt_digest
+from bcp.telemetry.store import FOLDER as TELEMETRY
 
 __all__ = ["fetch_receipts", "open_checkpoint", "say_if_replaced"]
 
@@ -47,9 +48,10 @@ async def _read_metadata(backend: Backend, path: str) -> bytes:
     below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
     if below:
         raise NotACheckpointError(f"{path} holds {_below(path, below)}")
-    if any(operation_of(key) for key in keys):
+    saved = [key for key in keys if not key.startswith(TELEMETRY)]
+    if any(operation_of(key) for key in saved):
         raise UncommittedError(
-            f"{path} holds data of a save that never committed ({len(keys)} files, no {METADATA_KEY}): the job died or "
+            f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died or "
             "is still saving; load an older checkpoint"
         )
     raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")

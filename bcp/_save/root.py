@@ -22,6 +22,7 @@ from bcp.plan.save.wire import DIGEST_BYTES, encode_shares
 from bcp.plan.units import check_shared
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
 from bcp.telemetry.store import FOLDER as TELEMETRY
+from bcp.telemetry.store import outdated
 
 __all__ = ["BLOCK_BYTES", "Opening", "Root"]
 
@@ -196,7 +197,7 @@ class Root:
             left += [one for one in unfinished if one.key.startswith(TELEMETRY)]
             if left and isinstance(self.backend, Sweeper):
                 await self.backend.discard(left)
-            keys = [info.key for info in listed if stale(info.key)]
+            keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
             if keys:
                 await self.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed

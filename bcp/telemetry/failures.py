@@ -12,7 +12,7 @@ from bcp.events import PhaseEvent, RequestEvent, StageEvent
 from bcp.telemetry.recording import FailureRecord
 from bcp.telemetry.watch import Watch
 
-__all__ = ["failure_of", "host_name"]
+__all__ = ["failed_phase", "failure_of", "host_name"]
 
 MOST_TENSORS = 8
 MOST_ERRORS = 16
@@ -41,7 +41,7 @@ def failure_of(watch: Watch, error: BaseException) -> FailureRecord:
         host=host_name(),
         guilty=_guilty(watch, error),
         time=time.time(),
-        phase=next((each.phase for each in reversed(watch.events) if isinstance(each, PhaseEvent) and each.error), ""),
+        phase=failed_phase(watch),
         stage=stage,
         item=item,
         tensors=tuple(tensors[:MOST_TENSORS]),
@@ -50,6 +50,11 @@ def failure_of(watch: Watch, error: BaseException) -> FailureRecord:
         errors=tuple((type(each).__name__, _cut(str(each))) for each in chain),
         notes=tuple(_cut(str(note)) for each in chain for note in getattr(each, "__notes__", ()))[:MOST_NOTES],
     )
+
+
+def failed_phase(watch: Watch) -> str:
+    """Return the phase that failed; empty if none did."""
+    return next((each.phase for each in reversed(watch.events) if isinstance(each, PhaseEvent) and each.error), "")
 
 
 @lru_cache(1)

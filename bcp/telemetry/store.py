@@ -15,13 +15,16 @@ import pyarrow as pa
 
 from bcp.arrow_size import decoded_nbytes
 from bcp.errors import CorruptError, FormatVersionError
-from bcp.protocols import Buffer
+from bcp.protocols import Buffer, ObjectInfo
 from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 
-__all__ = ["FOLDER", "MOST_BYTES", "decode", "encode"]
+__all__ = ["FOLDER", "MOST_BYTES", "decode", "encode", "outdated"]
 
 FOLDER = "telemetry/"
 """Begins the keys of all recordings of a checkpoint."""
+
+KEPT = 20
+"""Recordings of one checkpoint; each save and load that leaves one deletes the oldest ones beyond."""
 
 VERSION = "1"
 VERSION_KEY, ABOUT_KEY = b"bcp.telemetry", b"bcp.recording"
@@ -36,6 +39,15 @@ MOST_RANKS = 1 << 24
 
 KINDS = frozenset({"phase", "budget", "stage", "request"})
 STATUSES = frozenset({"ok", "again", "failed"})
+
+
+def outdated(objects: Sequence[ObjectInfo]) -> list[str]:
+    """Return the keys of the oldest recordings among these objects: all but the newest 19, which leaves room for one.
+
+    The time is part of each key, because storage does not tell when an object was written.
+    """
+    keys = (info.key for info in objects if info.key.startswith(FOLDER))
+    return sorted(keys, key=lambda key: key.partition("-")[2])[: 1 - KEPT]
 
 
 def encode(recording: Recording) -> bytes:

@@ -25,13 +25,14 @@ SECONDS = 30.0
 
 
 def entries(root: Path) -> list[str]:
-    """Return everything below a directory, directories too."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+    """Return everything below a directory, directories too, but no recordings."""
+    names = (path.relative_to(root) for path in root.rglob("*"))
+    return sorted(str(name) for name in names if "telemetry" not in name.parts)
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Return every file below a directory with its bytes."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    """Return every file below a directory with its bytes, but no recordings."""
+    return {name: (root / name).read_bytes() for name in entries(root) if (root / name).is_file()}
 
 
 def metadata(root: Path) -> Metadata:
