@@ -51,8 +51,8 @@ async def _read_metadata(backend: Backend, path: str) -> bytes:
     saved = [key for key in keys if not key.startswith(TELEMETRY)]
     if any(operation_of(key) for key in saved):
         raise UncommittedError(
-            f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died or "
-            "is still saving; load an older checkpoint"
+            f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died "
+            "or is still saving; load an older checkpoint"
         )
     raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
 

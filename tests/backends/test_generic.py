@@ -180,7 +180,7 @@ def test_saves_and_loads_by_url(tmp_path: Path) -> None:
         bcp.save(path, {"model": model})
     bcp.save(path, {"model": {"w": torch.zeros(2)}}, overwrite=True, async_checkpoint=True).wait()
     left = {one.relative_to(tmp_path).as_posix() for one in tmp_path.rglob("*") if one.is_file()}
-    assert {name.split("/")[2] for name in left} == {"metadata.arrow", "model", "receipts"}
+    assert {name.split("/")[2] for name in left} == {"metadata.arrow", "model", "receipts", "telemetry"}
     assert len(list((tmp_path / "run/step-1/model").iterdir())) == 1
 
 
