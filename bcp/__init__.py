@@ -8,6 +8,7 @@ backends and coordinators.
 from bcp import errors
 from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
+from bcp._report import Report, report
 from bcp._version import __version__
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.errors import NothingLoadedWarning
@@ -54,6 +55,7 @@ __all__ = [
     "PhaseEvent",
     "Pipeline",
     "Planner",
+    "Report",
     "RequestEvent",
     "RetryEvent",
     "RetryPolicy",
@@ -70,6 +72,7 @@ __all__ = [
     "load",
     "prefetch_data_state",
     "prepare",
+    "report",
     "save",
     "tee",
 ]

@@ -7,7 +7,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 from bcp.telemetry.settings import settings
 from bcp.telemetry.watch import Watch
 
-__all__ = ["MOST_ROWS", "figures_of", "merged", "packed", "recording_of_failure"]
+__all__ = ["MOST_ROWS", "figures_of", "joined", "merged", "packed", "recording_of_failure"]
 
 MOST_ROWS = 1_000_000
 """Events in one recording."""
@@ -34,6 +34,9 @@ MOST_TEXT = 500
 
 SKEW_SECONDS = 2.0
 """Clocks that differ by more are set right: ranks hear the answer that ends a save or load at nearly the same time."""
+
+SAME_SECONDS = 60.0
+"""Most seconds between the calls of the ranks of one failed load. Failed saves have ids."""
 
 LENGTHS = struct.Struct("<II")
 """Head of a packed record: bytes of the JSON, and of everything before compression."""
@@ -225,3 +228,41 @@ def _ranks(about: Mapping[int, Mapping[str, Any]], started: Mapping[int, float])
         places[host] += 1
         records.append(record)
     return tuple(records)
+
+
+# -- failures that several ranks tell of ----------------------------------------------------------
+
+
+def joined(recordings: Sequence[Recording]) -> list[Recording]:
+    """Put the recordings of one failed save or load together, which several ranks have left; oldest first."""
+    found: list[Recording] = []
+    for recording in sorted(recordings, key=lambda each: each.time):
+        partner = next((at for at, each in enumerate(found) if _are_one(each, recording)), None)
+        if partner is None:
+            found.append(recording)
+        else:
+            found[partner] = _together(found[partner], recording)
+    return found
+
+
+def _are_one(first: Recording, later: Recording) -> bool:
+    """Return whether two recordings are of one failed operation."""
+    return (
+        bool(first.failures and later.failures)
+        and (first.kind, first.path, first.operation) == (later.kind, later.path, later.operation)
+        and later.time - first.time < SAME_SECONDS
+        and {each.rank for each in first.ranks}.isdisjoint(each.rank for each in later.ranks)
+    )
+
+
+def _together(first: Recording, later: Recording) -> Recording:
+    """Return one recording of two; times are counted from the first one's."""
+    columns = {name: later.events.column(name) for name in EVENTS.names}
+    columns["start"] = pc.add(columns["start"], later.time - first.time)
+    return replace(
+        first,
+        ranks=(*first.ranks, *later.ranks),
+        events=pa.concat_tables([first.events, pa.table(list(columns.values()), schema=EVENTS)]).combine_chunks(),
+        dropped=first.dropped + later.dropped,
+        failures=(*first.failures, *later.failures),
+    )

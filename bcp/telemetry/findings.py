@@ -232,7 +232,7 @@ class Trend:
         times: of the recordings.
         values: of the figure, oldest first.
         ratio: the newest value over the median of those before it; 1.0 if there are none.
-        told: whether the newest value is out of line.
+        told: whether the newest value is much worse.
     """
 
     kind: str

@@ -35,7 +35,7 @@ SLOWEST = 10
 """Requests to storage, the slowest first."""
 
 CHANGED = 1.5
-"""A trend is told if the newest value is so many times the median of those before it, or one of so many."""
+"""A trend is told if the newest value is so many times worse than the median of those before it."""
 
 TREND_VALUES = 3
 """Fewer values make no trend that is told."""
@@ -117,7 +117,7 @@ def _trend(kind: str, figure: str, summaries: Sequence[Summary]) -> Trend:
         times=[each.time for each in summaries],
         values=values,
         ratio=ratio,
-        told=len(values) >= TREND_VALUES and not 1 / CHANGED <= ratio <= CHANGED,
+        told=len(values) >= TREND_VALUES and (ratio < 1 / CHANGED if figure == "throughput" else ratio > CHANGED),
     )
 
 
@@ -209,7 +209,7 @@ def _bottleneck(stages: Columns, work: _Work) -> Bottleneck | None:
         waiting=float(waiting[number]),
         reason=(
             f"{stage} had work for {utilisation[number]:.0%} of the {span:.3g} s in which parts of rank {rank} were "
-            f"under way; {waiting[number]:.1f} parts waited for it on average"
+            f"under way, and {waiting[number]:.1f} parts waited for it on average"
         ),
     )
 

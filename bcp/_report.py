@@ -1,0 +1,234 @@
+"""Reports of saves and loads, made of the recordings that lie beside checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from bcp import _bridge
+from bcp._plain import plain as without_traceback
+from bcp.backends import resolve, shown
+from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError
+from bcp.pipeline import Budget, Pipeline, Stage, planning
+from bcp.protocols import Backend, ObjectInfo, RetryPolicy
+from bcp.telemetry.encode import joined
+from bcp.telemetry.findings import Summary, Trend
+from bcp.telemetry.recording import Recording
+from bcp.telemetry.store import FOLDER, MOST_BYTES, decode
+from bcp.telemetry.summary import summary_of, trends_of
+from bcp.telemetry.words import Block, clean, plain, sections, sentences
+
+__all__ = ["Report", "report", "show"]
+
+KEY = re.compile(rf"(?:.*/)?{FOLDER}(?:save|load|failure)-(\d{{8}}T\d{{9}}Z)-[0-9a-f]{{16}}(?:-\d{{5,}})?\.arrow")
+READ_AT_ONCE = 16
+MEMORY_BYTES = 4 * MOST_BYTES
+
+
+@dataclass(frozen=True)
+class Report:
+    """Recordings of saves and loads, and the findings in them.
+
+    Attributes:
+        path: where they were looked for.
+        recordings: the newest last. Ranks that tell of the same failure have one together.
+        unreadable: keys of recordings that could not be read, with the reason.
+    """
+
+    path: str
+    recordings: Sequence[Recording]
+    unreadable: Mapping[str, str]
+
+    @cached_property
+    def summaries(self) -> Sequence[Summary]:
+        """The findings in each recording."""
+        return [summary_of(each) for each in self.recordings]
+
+    @cached_property
+    def trends(self) -> Sequence[Trend]:
+        """How figures change from save to save, and from load to load."""
+        return trends_of(self.summaries)
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The text of the report, in parts."""
+        sound = [each.kind for each in self.recordings if not each.failures]
+        saves, loads, failed = sound.count("save"), sound.count("load"), len(self.recordings) - len(sound)
+        head = Block(f"{clean(self.path)}: {saves} saves, {loads} loads and {failed} failures are recorded")
+        lost = [clean(f"{key}: {reason}") for key, reason in self.unreadable.items()]
+        tail = [Block("Recordings that cannot be read", is_bad=True, lines=lost)] if lost else []
+        return [head, *sections(self.summaries, self.trends), *tail]
+
+    def text(self) -> str:
+        """Return the findings as text: failures first, then the newest save and load, trends, and all others."""
+        return plain(self.blocks)
+
+    def data(self) -> dict[str, Any]:
+        """Return the findings for :func:`json.dumps`."""
+        return {
+            "path": self.path,
+            "summaries": [asdict(each) for each in self.summaries],
+            "trends": [asdict(each) for each in self.trends],
+            "unreadable": dict(self.unreadable),
+        }
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that needs no network. It needs ``bcp-checkpoint[report]``."""
+        from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
+
+        text = page(self._some(), findings=[sentences(each) for each in self.summaries])
+        Path(path).write_text(text, encoding="utf-8")
+
+    def perfetto(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of the newest recording, for https://ui.perfetto.dev and chrome://tracing."""
+        from bcp.telemetry.page import trace_json  # noqa: PLC0415 -- slow to import
+
+        Path(path).write_text(json.dumps(trace_json(self._some()[-1])), encoding="utf-8")
+
+    def _some(self) -> Sequence[Recording]:
+        if not self.recordings:
+            raise InputError(
+                f"there are no recordings below {self.path}: saves leave them unless record=False or $BCP_RECORD=0"
+            )
+        return self.recordings
+
+
+def report(
+    path: str | os.PathLike[str] | Backend,
+    *,
+    last: int = 100,
+    storage_options: Mapping[str, Any] | None = None,
+    retries: RetryPolicy | None = None,
+) -> Report:
+    """Read the recordings of a checkpoint, or of all checkpoints of a run.
+
+    Args:
+        path: of a checkpoint, or of a folder with checkpoints below it. A folder is listed as a whole.
+        last: most files to be read, the newest ones.
+        storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
+        retries: how failed requests to an object store are made again.
+
+    Raises:
+        StorageError: storage failed.
+
+    Example:
+        >>> import bcp
+        >>> print(bcp.report("/ckpt/run/step-300").text())
+
+    """
+    if last < 1:
+        raise InputError(f"last={last} is no number of recordings; pass 1 or more")
+    backend = resolve(path, storage_options, retries)
+    where = type(path).__name__ if isinstance(path, Backend) else shown(os.fspath(path))
+
+    async def read() -> Report:
+        async with _closing(backend, mine=not isinstance(path, Backend)):
+            return await _read(backend, where, last)
+
+    try:
+        return _bridge.run(read, what=f"a report of {where}")
+    except BcpError as error:
+        raise without_traceback(error) from error.__cause__
+
+
+@asynccontextmanager
+async def _closing(backend: Backend, *, mine: bool) -> AsyncIterator[None]:
+    """Close storage that was opened here."""
+    try:
+        yield
+    finally:
+        if mine:
+            await backend.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file to read, as an item of a graph."""
+
+    name: str
+    nbytes: int
+
+
+async def _read(backend: Backend, where: str, last: int) -> Report:
+    """Find the files and read them."""
+    objects = await backend.list(FOLDER) or await backend.list()
+    files = sorted((each for each in objects if KEY.fullmatch(each.key)), key=_moment)[-last:]
+    unreadable: dict[str, str] = {}
+    start: Pipeline[_Found, _Found] = Pipeline()
+    graph = start.then(Stage("recordings", partial(_fetched, backend, unreadable), workers=READ_AT_ONCE))
+    items = [_Found(each.key, min(each.nbytes, MOST_BYTES)) for each in files]
+    found = await graph.run(items, budget=Budget(MEMORY_BYTES))
+    recordings = await planning(joined, [each for each in found if each is not None])
+    return Report(where, recordings, unreadable)
+
+
+async def _fetched(backend: Backend, unreadable: dict[str, str], file: _Found) -> Recording | None:
+    """Read a recording; None for one that is gone by now, or that cannot be read."""
+    try:
+        if file.nbytes >= MOST_BYTES:
+            raise CorruptError(f"{file.name} is too large for a recording; delete it")  # noqa: TRY301 -- noted below
+        return await planning(decode, await backend.get(file.name), file.name)
+    except FileNotFoundError:
+        return None
+    except (CorruptError, FormatVersionError) as error:
+        unreadable[file.name] = str(error)
+        return None
+
+
+def _moment(info: ObjectInfo) -> str:
+    found = KEY.fullmatch(info.key)
+    return found[1] if found else ""
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def show(path: str, html: str | None, perfetto: str | None, last: int, *, as_json: bool) -> int:
+    """Print a report, and write its files; return the exit status."""
+    try:
+        found = report(path, last=last)
+        if html is not None:
+            found.html(html)
+        if perfetto is not None:
+            found.perfetto(perfetto)
+    except (BcpError, OSError) as error:
+        print(f"bcp report: {error}", file=sys.stderr)  # noqa: T201 -- for the user
+        return 2 if isinstance(error, InputError) else 1
+    if as_json:
+        print(json.dumps(found.data()))  # noqa: T201 -- same
+    elif sys.stdout.isatty():
+        _draw(found)
+    else:
+        print(found.text(), end="")  # noqa: T201 -- same
+    return 0 if found.recordings else 1
+
+
+def _draw(found: Report) -> None:
+    """Print with colours, if rich is installed."""
+    try:
+        from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
+        from rich.table import Table  # noqa: PLC0415 -- same
+        from rich.text import Text  # noqa: PLC0415 -- same
+    except ImportError:
+        print(found.text(), end="")  # noqa: T201 -- for the user
+        return
+    console = Console()
+    for block in found.blocks:
+        console.print(Text(f"\n{block.head}", style="bold red" if block.is_bad else "bold"))
+        for line in block.lines:
+            console.print(Text(f"  {line}"))
+        if block.rows:
+            table = Table(box=None, pad_edge=True)
+            for number, name in enumerate(block.columns):
+                table.add_column(name, justify="right" if number else "left", style="" if number else "cyan")
+            for row in block.rows:
+                table.add_row(*map(Text, row))
+            console.print(table)

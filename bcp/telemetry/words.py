@@ -1,0 +1,213 @@
+"""Findings in words: sentences beside figures, and the text of a report for terminals.
+
+A recording may be forged, so no character of its texts reaches a terminal unless it is printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from bcp.telemetry.findings import Straggler, Summary, Trend
+from bcp.telemetry.recording import FailureRecord
+
+__all__ = ["Block", "clean", "failure_lines", "plain", "sections", "sentences", "title"]
+
+SHOWN = 5
+"""Stragglers, requests and tensors in a text."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STEP = 1024.0
+_WHAT = {"call": "called late", "end": "finished late"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a text: a headline, and lines or a table below it.
+
+    Attributes:
+        head: the headline.
+        is_bad: whether it tells of a failure.
+        lines: plain text.
+        columns: headlines of the table's columns.
+        rows: the table.
+    """
+
+    head: str
+    is_bad: bool = False
+    lines: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def clean(text: str) -> str:
+    """Return a text in one line, without characters that command a terminal."""
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def title(summary: Summary) -> str:
+    """Name a save or load, as in ``save of step 300, 2026-01-31 23:59:59 UTC, 8 ranks``."""
+    step = "" if summary.step is None else f" of step {summary.step}"
+    ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
+    return clean(f"{summary.kind}{step}, {_moment(summary.time)}, {ranks}")
+
+
+def sentences(summary: Summary) -> list[str]:
+    """Return the findings of one save or load as sentences, the most important first."""
+    found = [line for failure in summary.failures for line in failure_lines(failure)[:1]]
+    if not summary.failures:
+        found += [f"Bottleneck: {summary.bottleneck.reason}."] if summary.bottleneck else []
+        found += [f"Straggler: {_straggler(each)}." for each in summary.stragglers[:SHOWN]]
+    more = len(summary.stragglers) - SHOWN
+    if more > 0 and not summary.failures:
+        found.append(f"{more} more comparisons name stragglers.")
+    if summary.retries:
+        ranks = ", ".join(f"rank {rank}: {count}" for rank, count in _most(summary.retries_by_rank)[:SHOWN])
+        found.append(f"Storage: {summary.retries} requests failed and were made again ({ranks}).")
+    if summary.dropped:
+        found.append(f"{summary.dropped} events are not in this recording.")
+    return [clean(each) for each in found]
+
+
+def failure_lines(failure: FailureRecord) -> list[str]:
+    """Return what one rank tells of a failure: the headline, then the details."""
+    who = "an unknown rank" if failure.guilty is None else f"rank {failure.guilty}"
+    where = f" in phase {failure.phase}" if failure.phase else ""
+    where += f", stage {failure.stage}, on {failure.item}" if failure.stage else ""
+    errors = list(failure.errors)
+    if len(errors) > 1 and errors[0][0] == "StageError":  # says no more than its cause and the stage
+        errors.pop(0)
+    first = ": ".join(errors[0]) if errors else "no error is known"
+    lines = [f"Failure of {who}{where}: {first}", f"told by rank {failure.rank} (host {failure.host})"]
+    if failure.tensors:
+        lines.append(f"tensors: {', '.join(failure.tensors)}")
+    if failure.file:
+        lines.append(f"file: {failure.file}" + (f", attempt {failure.attempt}" if failure.attempt else ""))
+    lines += [f"caused by {': '.join(each)}" for each in errors[1:]]
+    lines += [f"note: {note}" for note in failure.notes]
+    return [clean(line) for line in lines]
+
+
+def sections(summaries: Sequence[Summary], trends: Sequence[Trend]) -> Iterator[Block]:
+    """Yield the text of a report: failures, the newest save and load, trends, and a line for each recording."""
+    for summary in reversed(summaries):
+        for failure in summary.failures:
+            head, *lines = failure_lines(failure)
+            yield Block(f"FAILED {title(summary)}: {head}", is_bad=True, lines=lines)
+    sound = [summary for summary in summaries if not summary.failures]
+    for kind in ("save", "load"):
+        newest = next((summary for summary in reversed(sound) if summary.kind == kind), None)
+        if newest is not None:
+            yield from _details(newest)
+    told = [_trend(trend) for trend in trends if trend.told]
+    if told:
+        yield Block("Trends", lines=told)
+    if len(sound) > 1:
+        yield Block("All", columns=("", "seconds", "blocking", "bytes/s", "retries"), rows=[_row(s) for s in sound])
+
+
+def plain(blocks: Sequence[Block]) -> str:
+    """Return blocks as text."""
+    lines: list[str] = []
+    for block in blocks:
+        lines += ["", block.head] if lines else [block.head]
+        lines += [f"  {line}" for line in block.lines]
+        lines += _table([block.columns, *block.rows]) if block.rows else []
+    return "\n".join(lines) + "\n"
+
+
+# -- parts of it ----------------------------------------------------------------------------------
+
+
+def _details(summary: Summary) -> Iterator[Block]:
+    """Yield the blocks of one save or load."""
+    seconds = f"{_seconds(summary.seconds)} ({_seconds(summary.blocking)} blocking)"
+    figures = [f"{seconds}, {_bytes(summary.nbytes)}, {_bytes(summary.throughput)}/s", *sentences(summary)]
+    if summary.balance is not None and summary.world_size > 1:
+        figures.append(f"Balance: the most bytes of a rank are {summary.balance.ratio:.2f} times the mean.")
+    if summary.stages:
+        figures.append(f"Overlap: {summary.overlap:.1f} stages had work at a time.")
+    yield Block(title(summary), lines=figures)
+    columns = ("phase", "seconds", "median", "slowest")
+    rows = [(clean(p.name), _seconds(p.seconds), _seconds(p.median), f"rank {p.rank}") for p in summary.phases]
+    yield Block("Phases", columns=columns, rows=rows)
+    if summary.stages:
+        yield Block(
+            "Stages",
+            columns=("stage", "items", "busy", "wall", "waited", "in use", "bytes/s"),
+            rows=[
+                (
+                    clean(each.name),
+                    str(each.items),
+                    _seconds(each.busy),
+                    _seconds(each.wall),
+                    _seconds(each.waited),
+                    f"{each.utilisation:.0%}",
+                    _bytes(each.throughput),
+                )
+                for each in summary.stages
+            ],
+        )
+    if summary.verbs:
+        yield Block(
+            "Storage",
+            columns=("request", "count", "p50", "p90", "p99", "longest", "retries", "failures"),
+            rows=[
+                (
+                    clean(each.name),
+                    str(each.count),
+                    *map(_seconds, (each.p50, each.p90, each.p99, each.longest)),
+                    str(each.retries),
+                    str(each.failures),
+                )
+                for each in summary.verbs
+            ],
+        )
+
+
+def _straggler(straggler: Straggler) -> str:
+    what = _WHAT.get(straggler.what, f"slow in {straggler.what}")
+    times = f"{_seconds(straggler.seconds)}, the median is {_seconds(straggler.median)}"
+    return f"rank {straggler.rank} (host {straggler.host}) {what}: {times}"
+
+
+def _trend(trend: Trend) -> str:
+    return f"{trend.kind}: {trend.figure} of the newest one is {trend.ratio:.2g} times the median of those before"
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    rate = f"{_bytes(summary.throughput)}/s"
+    return title(summary), _seconds(summary.seconds), _seconds(summary.blocking), rate, str(summary.retries)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (each.rjust(width) for each, width in zip(others, widths[1:], strict=True))
+        yield "  ".join(("", first.ljust(widths[0]), *cells)).rstrip()
+
+
+def _most(counts: Mapping[int, int]) -> list[tuple[int, int]]:
+    return sorted(counts.items(), key=lambda each: -each[1])
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds} s"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"  # noqa: PLR2004 -- no exponents
+
+
+def _bytes(number: float) -> str:
+    unit = 0
+    while abs(number) >= _STEP and unit < len(_UNITS) - 1:
+        number, unit = number / _STEP, unit + 1
+    return f"{number:.3g} {_UNITS[unit]}" if number < 1000 else f"{number:.0f} {_UNITS[unit]}"  # noqa: PLR2004 -- same
