@@ -5,7 +5,7 @@ errors; renames that cut and join tensors; and the seams for those who bring the
 backends and coordinators.
 """
 
-from bcp import errors
+from bcp import errors, telemetry
 from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
 from bcp._report import Report, report
@@ -75,5 +75,6 @@ __all__ = [
     "report",
     "save",
     "tee",
+    "telemetry",
 ]
 __all__ += errors.__all__

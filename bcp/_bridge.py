@@ -19,7 +19,7 @@ import anyio
 from structlog.stdlib import BoundLogger
 
 from bcp import _loop
-from bcp._log import log
+from bcp._log import log, was_logged
 from bcp._loop import Loop, refuse_on_own_thread, wait_for
 
 __all__ = ["Background", "run", "start"]
@@ -162,7 +162,8 @@ class Background(Generic[T]):
             return
         self._seen = True
         if not (self._cancelled and isinstance(self._error, cancelled)):
-            log.error("%s failed, and nobody waited for it", self.what, exc_info=self._error)
+            tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure
+            tell("%s failed, and nobody waited for it", self.what, exc_info=self._error)
 
     def __repr__(self) -> str:
         """Show what it is and how it stands."""

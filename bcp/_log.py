@@ -2,23 +2,67 @@
 
 An application that configures logging receives every line through its own handlers, with the values in the text and in
 the record's ``bcp`` attribute. Any other application sees errors only, on stderr: an error line tells of a save that
-is lost, when no caller is left to raise it to. bcp never writes to stdout. The configuration of structlog itself is the
-application's and has no effect here.
+is lost, when no caller is left to raise it to. :func:`bcp.telemetry.configure` adds an output of its own, beside the
+application's handlers. bcp never writes to stdout. The configuration of structlog itself is the application's and has
+no effect here.
+
+A line inside a save or load has the values that :func:`bound` and :func:`bind` attach to it, in its threads too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import structlog
 
-__all__ = ["log"]
+__all__ = ["Output", "bind", "bound", "log", "mark_logged", "set_output", "was_logged"]
 
+Values = Callable[[], Mapping[str, object]]
+Output = Callable[[str, dict[str, Any]], None]
+"""Takes the level of a line, by its name in lower case, and the line's values; its text is ``event``."""
 
 _CALLER = 4
 """Frames from the standard library's call to the line that logs; three of them are structlog's."""
+_MARK = "_bcp_logged"
+
+_values: ContextVar[Values] = ContextVar("bcp log values", default=dict)
+_output: Output | None = None
+
+
+@contextmanager
+def bound(values: Values) -> Iterator[None]:
+    """Attach values to all lines in the block, its tasks and its threads. ``values`` is called for each line."""
+    token = _values.set(values)
+    try:
+        yield
+    finally:
+        _values.reset(token)
+
+
+def bind(**more: object) -> None:
+    """Attach more values to all later lines of the running task and its threads."""
+    outer = _values.get()
+    _values.set(lambda: {**outer(), **more})
+
+
+def set_output(output: Output | None) -> None:
+    """Send every line to that output too, instead of the one before; None ends it."""
+    global _output  # noqa: PLW0603 -- one a process, as the logger
+    _output = output
+
+
+def mark_logged(error: BaseException) -> None:
+    """Remember that an error line has told of this error."""
+    vars(error)[_MARK] = True
+
+
+def was_logged(error: BaseException) -> bool:
+    """Say whether an error line has told of this error."""
+    return _MARK in vars(error)
 
 
 class _Unconfigured(logging.Handler):
@@ -27,8 +71,20 @@ class _Unconfigured(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Hand an error to the handler that Python uses if there is no other."""
         others = len(_logger.handlers) > 1 or (_logger.propagate and logging.getLogger().handlers)
-        if logging.lastResort is not None and not others:
+        if logging.lastResort is not None and not others and _output is None:
             logging.lastResort.handle(record)
+
+
+def _to_output(_logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Hand a copy of the line to the configured output, whatever the level of the standard library's logger."""
+    if _output is not None:
+        _output(method, {**_values.get()(), **event})
+    return event
+
+
+def _with_values(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Add the attached values behind the line's own."""
+    return {**event, **{name: value for name, value in _values.get()().items() if name not in event}}
 
 
 def _as_record(_logger: object, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
@@ -43,8 +99,10 @@ _logger.addHandler(_Unconfigured(logging.ERROR))
 log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     _logger,
     processors=[
+        _to_output,
         structlog.stdlib.filter_by_level,
         structlog.stdlib.PositionalArgumentsFormatter(),
+        _with_values,
         _as_record,
     ],
     wrapper_class=structlog.stdlib.BoundLogger,

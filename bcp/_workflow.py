@@ -58,6 +58,7 @@ async def asave(job: SaveJob) -> SaveReport:
             undo.leave_to_rank_0()
             with job.watch.phase("commit"):
                 await agree(agreement, "commit", job.rank, written, root.commit)
+            job.watch.all_nbytes = root.all_nbytes
             report = saving.report(job, held, opening, receipt, items, snapshot)
             await record.share(agreement, report)
     return report
@@ -77,7 +78,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
         lease = await stack.enter_async_context(borrowing)
         show = options.progress and job.rank == 0
         total = sum(item.nbytes for item in items)
-        job.watch.add(stack.enter_context(progress_bar("save", stage="upload", nbytes=total, show=show)))
+        job.watch.add(stack.enter_context(progress_bar("save", job.path, stage="upload", nbytes=total, show=show)))
         writers = Writers()
         context = SaveContext(
             lease,
@@ -159,7 +160,7 @@ async def _read(
         stack.enter_context(loading.say_if_half_loaded(context))
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
-        job.watch.add(stack.enter_context(progress_bar("load", stage="exchange", nbytes=nbytes, show=show)))
+        job.watch.add(stack.enter_context(progress_bar("load", job.path, stage="exchange", nbytes=nbytes, show=show)))
         graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
         await in_thread(loading.put_shared, job, wanted.shared)

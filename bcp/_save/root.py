@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from bcp._log import log
 from bcp._save.rivals import check_not_replaced, taken
-from bcp._save.written import check_written, receipt_digests
+from bcp._save.written import check_written, data_nbytes, receipt_digests
 from bcp._version import __version__
 from bcp.errors import ExistsError, StorageError
 from bcp.metadata import METADATA_KEY, Commit, encode_layout, encode_metadata, operation_of, receipt_key
@@ -74,6 +74,7 @@ class Root:
         layout: encoded; the unchanging part of the metadata.
         committing: the metadata has been written, or may have been; false again if another job's was there first.
         operation: id of the save.
+        all_nbytes: bytes that all ranks wrote into data files; known once the save is committed.
     """
 
     path: str
@@ -88,6 +89,7 @@ class Root:
     layout: bytes = b""
     committing: bool = False
     operation: str = field(default_factory=lambda: secrets.token_hex(8))
+    all_nbytes: int | None = None
 
     async def open(self, hellos: Sequence[bytes]) -> bytes:
         """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds."""
@@ -149,6 +151,7 @@ class Root:
             self.committing = False
             raise await taken(self.backend, self.path, self.operation, self.found)
         await self._check_place(version)
+        self.all_nbytes = await planning(data_nbytes, messages)
         await self._sweep(listed, unfinished)
         return b""
 

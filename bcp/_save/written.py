@@ -11,7 +11,7 @@ from bcp.pipeline import planning
 from bcp.protocols import Backend, ObjectInfo
 from bcp.receipt import Receipt
 
-__all__ = ["check_written", "encode_written", "receipt_digests"]
+__all__ = ["check_written", "data_nbytes", "encode_written", "receipt_digests"]
 
 _RECEIPT = struct.Struct("<16sI")  # digest, bytes
 _FILE = struct.Struct("<BQ")  # code of the kind, bytes as stored
@@ -30,6 +30,11 @@ def encode_written(receipt: Receipt, digest: bytes, nbytes: int) -> bytes:
 def receipt_digests(messages: Sequence[bytes]) -> bytes:
     """Return the digests of all ranks' receipts, in the order of the ranks."""
     return b"".join(_RECEIPT.unpack_from(message)[0] for message in messages)
+
+
+def data_nbytes(messages: Sequence[bytes]) -> int:
+    """Return the bytes that all ranks wrote into data files."""
+    return sum(stored for message in messages for _, stored in _FILE.iter_unpack(message[_RECEIPT.size :]))
 
 
 async def check_written(

@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from bcp._log import bind
 from bcp.errors import InputError, StageError
 from bcp.events import BudgetEvent, Observer, StageEvent, StageStart, ignore, told
 from bcp.pipeline.budget import Budget
@@ -216,6 +217,7 @@ class _Run:
 
     async def _work(self, stage: Stage[Any, Any], arrivals: AsyncIterator[_Parcel], sink: _Sink | None) -> None:
         """Be one worker of a stage."""
+        bind(stage=stage.name)
         try:
             async for parcel in arrivals:
                 if not await self._process(stage, parcel):

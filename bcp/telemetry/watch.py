@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
-from bcp._log import log
+from bcp._log import bound, log
 from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
+from bcp.telemetry.settings import settings
 
-__all__ = ["Contents", "Kind", "Sink", "Watch", "add_sink", "remove_sink", "step_of"]
+__all__ = ["Contents", "Kind", "Sink", "Watch", "add_sink", "remove_sink", "sinks", "step_of"]
 
 Kind = Literal["save", "load", "prepare"]
 
@@ -41,19 +44,37 @@ class Sink(Protocol):
         """Take note of its end: either :attr:`Watch.report` or :attr:`Watch.error` is set."""
 
 
-_sinks: list[Sink] = []
+_sinks: tuple[Sink, ...] = ()
+_lock = threading.Lock()
 
 
 def add_sink(sink: Sink) -> None:
     """Let a sink follow all saves and loads that begin from now on; does nothing for one that is there already."""
-    if sink not in _sinks:
-        _sinks.append(sink)
+    global _sinks  # noqa: PLW0603 -- of the process
+    with _lock:
+        if sink not in _sinks:
+            _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Sink) -> None:
     """Let a sink follow no save and no load that begins from now on."""
-    if sink in _sinks:
-        _sinks.remove(sink)
+    global _sinks  # noqa: PLW0603 -- of the process
+    with _lock:
+        _sinks = tuple(each for each in _sinks if each is not sink)
+
+
+def sinks() -> Sequence[Sink]:
+    """Return the sinks that follow saves and loads, in the order in which they were added."""
+    return _sinks
+
+
+def _renew_lock() -> None:
+    """Give a forked child a lock that no thread of its parent holds."""
+    global _lock  # noqa: PLW0603 -- of the process
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Watch:
@@ -72,6 +93,7 @@ class Watch:
         time: ``time.time()`` at the same moment.
         events: all that happened, in the order in which it ended; at most 200,000.
         dropped: how many more there were.
+        all_nbytes: bytes that all ranks wrote into data files; known on rank 0, once a save is committed.
         report: of an operation that ended well.
         error: the error that ended it.
         contents: finds file and tensors of an item by its name, for failures; knows none once the operation has ended.
@@ -103,6 +125,7 @@ class Watch:
         self.trace = ""
         self.events: list[Event] = []
         self.dropped = 0
+        self.all_nbytes: int | None = None
         self.report: SaveReport | LoadReport | None = None
         self.error: BaseException | None = None
         self.contents: Contents = _unknown
@@ -135,17 +158,18 @@ class Watch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Follow what happens in the block, in its tasks and in its threads; tell the sinks of beginning and end."""
-        self._tell_all("began")
-        try:
-            with observed_by(self):
-                yield
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            self._tell_all("ended")
-            self.error = None  # its traceback leads here, and to the state's tensors
-            self.contents = _unknown  # items lead there too
+        with bound(self._values):
+            self._tell_all("began")
+            try:
+                with observed_by(self):
+                    yield
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                self._tell_all("ended")
+                self.error = None  # its traceback leads here, and to the state's tensors
+                self.contents = _unknown  # items lead there too
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -172,6 +196,12 @@ class Watch:
     def stage_seconds(self) -> Mapping[str, float]:
         """Wall seconds from the first start to the last end of each stage."""
         return {stage: end - start for stage, (start, end) in self._spans.items()}
+
+    def _values(self) -> Mapping[str, object]:
+        """Return the values of every log line inside of the operation."""
+        values = {"run": settings.run, "step": self.step, "operation": self.operation}
+        known = {name: value for name, value in values.items() if value not in ("", None)}
+        return {**known, "rank": self.rank, "path": self.path}
 
     def _tell_all(self, what: Literal["began", "joined", "ended"]) -> None:
         for sink in tuple(self._sinks):
