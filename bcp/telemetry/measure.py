@@ -22,6 +22,7 @@ from bcp.telemetry.settings import settings
 __all__ = ["measure"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+_OWN = frozenset({"plan", "snapshot", "write", "commit", "open", "read", "finish"})
 
 
 class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
@@ -38,7 +39,8 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
         attributes: of the span.
 
     Raises:
-        InputError: it decorates a generator function, whose calls end before the work begins.
+        InputError: the name is one of bcp's own phases, or a generator function is decorated, whose calls end before
+            the work begins.
 
     Example:
         >>> import bcp
@@ -53,6 +55,8 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
 
     def __init__(self, name: str, **attributes: AttributeValue) -> None:
         """Take name and attributes."""
+        if name in _OWN:
+            raise InputError(f"measure({name!r}) has the name of a phase of bcp's own; choose another one")
         self._name = name
         self._attributes = attributes
         self._started: float | None = None

@@ -270,6 +270,7 @@ def test_lines_of_many_threads_are_whole() -> None:
     assert {(line["number"], line["index"]) for line in lines(stream)} == {(n, i) for n in range(4) for i in range(50)}
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")  # 3.12: with threads
 def test_a_forked_child_logs_although_a_thread_held_the_lock(tmp_path: Path) -> None:
     file = tmp_path / "log"
     inside, leave = threading.Event(), threading.Event()
