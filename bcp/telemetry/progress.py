@@ -1,7 +1,7 @@
 """Progress bars of saves, loads and tools: on a terminal, in a notebook, or as lines in a job's log.
 
 All bars of the process share one display of rich, because two displays would draw over each other. A bar that has
-ended is printed above it, with its final figure, and stays there. If standard error is neither a terminal nor a
+ended becomes a line above it, with its final figures, and stays there. If standard error is neither a terminal nor a
 notebook's, a bar is a line every ten seconds. Nothing is ever written to standard output.
 """
 
@@ -126,12 +126,7 @@ class _Lines:
             self._say(f"{share}, {_bytes(rate)}/s{left}")
 
     def close(self, *, failed: bool) -> None:
-        seconds = self._clock() - self._started
-        rate = f", {_bytes(self._done / seconds)}/s" if seconds > 0 else ""
-        if failed:
-            self._say(f"failed after {_bytes(self._done)} of {_bytes(self._total)} in {_duration(seconds)}")
-        else:
-            self._say(f"{_bytes(self._done)} in {_duration(seconds)}{rate}")
+        self._say(_final(self._done, self._total, self._clock() - self._started, failed=failed))
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError, AttributeError):  # standard error is closed, or there is none
@@ -173,17 +168,19 @@ class _Drawn:
     def __init__(self, display: _Display, progress: Progress, title: str, nbytes: int) -> None:
         self._display = display
         self._progress = progress
-        self._task = progress.add_task(title, total=nbytes, state="")
+        self._title = title
+        self._started = time.monotonic()
+        self._task = progress.add_task(title, total=nbytes)
 
     def advance(self, nbytes: int) -> None:
         self._progress.advance(self._task, nbytes)
 
     def close(self, *, failed: bool) -> None:
         progress, task = self._progress, next(each for each in self._progress.tasks if each.id == self._task)
-        progress.stop_task(self._task)
-        progress.update(self._task, state="[red]failed" if failed else "done")
-        progress.print(progress.make_tasks_table([task]))
+        said = _final(task.completed, task.total or 0, time.monotonic() - self._started, failed=failed)
         progress.remove_task(self._task)
+        progress.refresh()
+        progress.print(f"{self._title}: {said}", style="red" if failed else None, markup=False, highlight=False)
         self._display.leave(progress)
 
 
@@ -206,11 +203,17 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[state]}"),
         console=console,
         transient=True,  # ended bars are printed above
         redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),  # rich would print it on standard error
     )
+
+
+def _final(done: float, total: float, seconds: float, *, failed: bool) -> str:
+    """Return the figures of a bar that has ended."""
+    if failed:
+        return f"failed after {_bytes(done)} of {_bytes(total)} in {_duration(seconds)}"
+    return f"{_bytes(done)} in {_duration(seconds)}" + (f", {_bytes(done / seconds)}/s" if seconds > 0 else "")
 
 
 def _bytes(nbytes: float) -> str:
