@@ -156,7 +156,12 @@ class Background(Generic[T]):
         """Block until it has ended, well or not; never raises what it ended with."""
         wait_for(self._finished)
 
-    def tell_unseen(self, log: BoundLogger = log, cancelled: type[BaseException] = CancelledError) -> None:
+    def tell_unseen(
+        self,
+        log: BoundLogger = log,
+        cancelled: type[BaseException] = CancelledError,
+        was_logged: Callable[[BaseException], bool] = was_logged,
+    ) -> None:
         """Log an error that nobody has asked for. A cancellation that was asked for is none."""
         if self._error is None or self._seen:
             return
