@@ -63,7 +63,8 @@ class Arm:
 
     def options(self, **more: Any) -> bcp.SaveOptions:
         """Return the options of its saves."""
-        return bcp.SaveOptions(overwrite=True, **more, **({"record": self.on} if RECORDINGS else {}))
+        recording: dict[str, Any] = {"record": self.on} if RECORDINGS else {}
+        return bcp.SaveOptions(overwrite=True, **recording, **more)
 
 
 class Arms:
