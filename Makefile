@@ -53,7 +53,7 @@ format: venv  ## Format the code and fix what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: venv  ## Train, crash in the middle of a save, resume on other layouts; writes demo-out/loss.png.
+demo: venv  ## Train, crash in the middle of a save, resume on other layouts; writes demo-out/loss.png and report.html.
 	$(BIN)/python examples/demo.py $(ARGS)
 
 bench: $(BENCH_STAMP)  ## Measure the speed of saves and loads beside other libraries; about 15 minutes, writes bench-out/.

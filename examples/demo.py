@@ -9,7 +9,7 @@
 
 What has to hold is asserted: the torn save is passed over, (a) repeats the reference bit by bit, (b) and (c) differ
 from it by rounding only, and each run fed every sample of the reference once. Losses are drawn to
-``demo-out/loss.png``.
+``demo-out/loss.png``, and ``demo-out/report.html`` shows the saves of run (c), rank by rank and stage by stage.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from demo_plot import difference, draw
+
+import bcp
 
 TOLERANCE = 1e-3
 """Most that a loss may differ from the reference's on another layout: float32 sums in another order."""
@@ -204,6 +206,8 @@ def main() -> None:
     panels = {f"{killed.run.layout} -> {one.run.layout}": one.losses for one in resumed}
     draw(args.out / "loss.png", reference.losses, killed.losses, panels)
     print(f"\nloss curves: {args.out / 'loss.png'}")
+    bcp.report(args.out / runs[-1].name).html(args.out / "report.html")
+    print(f"saves of {runs[-1].title}, by rank, stage and file: {args.out / 'report.html'}")
     wrong = check(reference, killed, resumed, args.save_every)
     if wrong:
         sys.exit("FAILED\n" + "\n".join(wrong))

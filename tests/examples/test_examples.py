@@ -56,4 +56,5 @@ def test_demo(tmp_path: Path) -> None:
     output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)
     assert "(a) is bit-identical" in output
     assert "samples of 8 steps once: 0 lost, 0 fed twice" in output
-    assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 0
+    for name in ("loss.png", "report.html"):
+        assert (tmp_path / "demo-out" / name).stat().st_size > 0
