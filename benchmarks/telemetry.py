@@ -213,13 +213,14 @@ def replay(none: Arm, arm: Arm, place: str, nbytes: int, figures: Figures) -> No
     states = equal_tensors(64, nbytes).states
     events: list[bcp.Event] = []
     none.switch()
+    started = time.monotonic()
     report = bcp.save(place, states, options=none.options(observe=events.append))
     save_ms = min(1000 * _cpu_seconds(states, place, none) for _ in range(3))
     times = 20
 
     def work() -> None:
         for _ in range(times):
-            _repeat(place, events, report)
+            _repeat(place, started, events, report)
         arm.finish()
 
     def percent() -> float:
@@ -232,9 +233,9 @@ def replay(none: Arm, arm: Arm, place: str, nbytes: int, figures: Figures) -> No
     figures.measure(f"{arm.name}: the same, {len(events)} events repeated alone", percent, "%", limit)
 
 
-def _repeat(place: str, events: Sequence[bcp.Event], report: bcp.SaveReport) -> None:
+def _repeat(place: str, started: float, events: Sequence[bcp.Event], report: bcp.SaveReport) -> None:
     """Let telemetry follow a save that has been."""
-    watch = Watch("save", place)
+    watch = Watch("save", place, started=started)
     with watch.running():
         watch.join(report.operation, watch.trace)
         for event in events:
