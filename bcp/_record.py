@@ -99,7 +99,7 @@ class Record:
 
     async def store(self) -> None:
         """Write the file, on rank 0."""
-        if self._messages:
+        if any(self._messages):
             await _store(self._job.backend, self._job.watch, self._messages)
 
     async def store_failure(self, error: Exception) -> None:

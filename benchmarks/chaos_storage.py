@@ -26,6 +26,7 @@ import bcp
 from bcp.backends import resolve
 from bcp.metadata import METADATA_KEY, decode_metadata, operation_of
 from bcp.protocols import RetryPolicy
+from bcp.telemetry.store import FOLDER
 from benchmarks.figures import Figures, parser
 
 __all__ = ["RATES", "Chaos", "Target", "leftovers"]
@@ -183,7 +184,7 @@ class Chaos:
 
 
 def leftovers(url: str, names: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Return the names below a committed checkpoint that do not belong to it."""
+    """Return the names below a committed checkpoint that do not belong to it; recordings do not count."""
 
     async def committed() -> str:
         backend = resolve(url, options, POLICY)
@@ -192,7 +193,8 @@ def leftovers(url: str, names: Sequence[str], options: Mapping[str, Any]) -> lis
         return decode_metadata(data, url).commit.operation
 
     operation = anyio.run(committed)
-    return [f"{url}/{name}" for name in names if name != METADATA_KEY and operation_of(name) != operation]
+    others = [name for name in names if name != METADATA_KEY and not name.startswith(FOLDER)]
+    return [f"{url}/{name}" for name in others if operation_of(name) != operation]
 
 
 def states_of(seed: int, nbytes: int) -> dict[str, Any]:

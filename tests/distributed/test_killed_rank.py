@@ -28,6 +28,24 @@ def run_job(server: TCPStore, job: str, path: Path, victim: int | None = None, m
     return ended(started(killed_rank.SIZE, killed_rank.main, server.port, job, path, victim, moment), 60)
 
 
+@pytest.mark.parametrize("victim", [ROOT, LEAF])  # an inner one may die with the answer that its leaves wait for
+def test_a_rank_that_is_killed_between_commit_and_recording_fails_no_save(
+    server: TCPStore, tmp_path: Path, victim: int
+) -> None:
+    codes = run_job(server, "recorded", tmp_path, victim, "recording")
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_rank.SIZE)]
+    killed = float((tmp_path / "recorded-killed").read_text())
+    for rank in set(range(killed_rank.SIZE)) - {victim}:
+        kind, _, message, when = json.loads((tmp_path / f"recorded-{rank}").read_text())
+        assert kind == "saved", message
+        assert when - killed < PROMPTLY
+    loaded = killed_save.state(0)
+    bcp.load(tmp_path / "ckpt", loaded, options=bcp.LoadOptions(record=False))
+    expected = killed_save.state(killed_rank.SIZE)["model"]
+    assert all(torch.equal(loaded["model"][tensor], expected[tensor]) for tensor in expected)
+    assert not (tmp_path / "ckpt" / "telemetry").exists()
+
+
 @pytest.mark.parametrize("moment", killed_rank.MOMENTS)
 @pytest.mark.parametrize("victim", [ROOT, INNER, LEAF])
 def test_everyone_names_the_killed_rank_and_a_restarted_job_saves(

@@ -26,6 +26,7 @@ SIZE = 5
 FANOUT = 2  # so that rank 1 is an inner node: 0 has 1 and 2, 1 has 3 and 4
 TIMEOUT = 10.0  # seconds of silence
 MOMENTS = ("gather", "upload", "commit")
+STEPS = {"gather": "begin", "commit": "commit", "recording": "telemetry"}
 
 
 class Deadly:
@@ -95,7 +96,7 @@ def main(rank: int, port: int, job: str, directory: Path, victim: int | None, mo
 
     backend = FaultyBackend(resolve(directory / "ckpt"), "write_part", upload, key="model")
     if rank == victim and moment != "upload":
-        ranks = Deadly(ranks, "begin" if moment == "gather" else "commit", die)
+        ranks = Deadly(ranks, STEPS[moment], die)
     options = bcp.SaveOptions(part_bytes=1 << 20, timeout=TIMEOUT, overwrite=True)
     outcome: list[Any] = ["saved", None, ""]
     try:
