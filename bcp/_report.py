@@ -82,16 +82,18 @@ class Report:
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs no network. It needs ``bcp-checkpoint[report]``."""
+        recordings = self._some()
         from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
 
-        text = page(self._some(), findings=[sentences(each) for each in self.summaries])
+        text = page(recordings, findings=[sentences(each) for each in self.summaries])
         Path(path).write_text(text, encoding="utf-8")
 
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the newest recording, for https://ui.perfetto.dev and chrome://tracing."""
+        newest = self._some()[-1]
         from bcp.telemetry.page import trace_json  # noqa: PLC0415 -- slow to import
 
-        Path(path).write_text(json.dumps(trace_json(self._some()[-1])), encoding="utf-8")
+        Path(path).write_text(json.dumps(trace_json(newest)), encoding="utf-8")
 
     def _some(self) -> Sequence[Recording]:
         if not self.recordings:

@@ -234,7 +234,10 @@ def _ranks(about: Mapping[int, Mapping[str, Any]], started: Mapping[int, float])
 
 
 def joined(recordings: Sequence[Recording]) -> list[Recording]:
-    """Put the recordings of one failed save or load together, which several ranks have left; oldest first."""
+    """Put the recordings of one failed save or load together, which several ranks have left; oldest first.
+
+    The guilty rank's words come first.
+    """
     found: list[Recording] = []
     for recording in sorted(recordings, key=lambda each: each.time):
         partner = next((at for at, each in enumerate(found) if _are_one(each, recording)), None)
@@ -261,8 +264,8 @@ def _together(first: Recording, later: Recording) -> Recording:
     columns["start"] = pc.add(columns["start"], later.time - first.time)
     return replace(
         first,
-        ranks=(*first.ranks, *later.ranks),
+        ranks=sorted((*first.ranks, *later.ranks), key=lambda each: each.rank),
         events=pa.concat_tables([first.events, pa.table(list(columns.values()), schema=EVENTS)]).combine_chunks(),
         dropped=first.dropped + later.dropped,
-        failures=(*first.failures, *later.failures),
+        failures=sorted((*first.failures, *later.failures), key=lambda each: (each.rank != each.guilty, each.rank)),
     )

@@ -92,9 +92,10 @@ def failure_lines(failure: FailureRecord) -> list[str]:
 def sections(summaries: Sequence[Summary], trends: Sequence[Trend]) -> Iterator[Block]:
     """Yield the text of a report: failures, the newest save and load, trends, and a line for each recording."""
     for summary in reversed(summaries):
-        for failure in summary.failures:
-            head, *lines = failure_lines(failure)
-            yield Block(f"FAILED {title(summary)}: {head}", is_bad=True, lines=lines)
+        if summary.failures:
+            head, *lines = failure_lines(summary.failures[0])
+            others = (" ".join(failure_lines(each)[1::-1]) for each in summary.failures[1:])
+            yield Block(f"FAILED {title(summary)}: {head}", is_bad=True, lines=[*lines, *others])
     sound = [summary for summary in summaries if not summary.failures]
     for kind in ("save", "load"):
         newest = next((summary for summary in reversed(sound) if summary.kind == kind), None)
