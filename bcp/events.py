@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = [
+    "PHASES",
     "BudgetEvent",
     "Event",
     "LoadReport",
@@ -26,6 +27,9 @@ __all__ = [
     "told",
 ]
 
+
+PHASES = frozenset({"plan", "snapshot", "write", "commit", "open", "read", "finish"})
+"""Phases of saves and loads. Every other name in a :class:`PhaseEvent` is one of :func:`bcp.telemetry.measure`."""
 
 Status = Literal["ok", "again", "failed"]
 """Of one attempt of a request: answered, made again after a failure, or failed for good."""
@@ -58,12 +62,14 @@ class BudgetEvent:
         nbytes: bytes that it borrows from the byte budget until it leaves the last stage.
         started: ``time.monotonic()`` when it asked for them, in seconds.
         ended: the same when it had them.
+        onward: name of the stage whose queue it goes into.
     """
 
     item: str
     nbytes: int
     started: float
     ended: float
+    onward: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class StageEvent:
         ended: the same when it returned or raised.
         waited: seconds that the item was in the stage's queue before.
         error: type and message of the error that the stage raised; empty if it went well.
+        onward: name of the stage whose queue it goes into; empty behind the last stage, and after an error.
     """
 
     stage: str
@@ -106,6 +113,7 @@ class StageEvent:
     ended: float
     waited: float = 0.0
     error: str = ""
+    onward: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
     where = f"{job.path}/{METADATA_KEY}"
     trace, _, data = (await agree(agreement, "open", job.rank, b"", answer)).partition(b"\n")
     metadata = await planning(decode_metadata, data, where)
-    job.watch.join(metadata.commit.operation, trace.decode())
+    job.watch.join(metadata.commit.operation, trace.decode(), metadata.commit.created)
     return metadata
 
 

@@ -142,6 +142,8 @@ class Snapshot:
     def _go_on(self) -> None:
         """Let the caller go on."""
         self.seconds = self._job.watch.seconds
+        if self._job.goes_on:
+            self._job.watch.blocking = self.seconds
         self._job.on_snapshot()
 
     def _hold_back(self, held: Held) -> Held:

@@ -164,6 +164,8 @@ class _Run:
         self._streams = ExitStack()
         self._borrowed_bytes = 0
         self._inside = len(parcels)
+        names = [stage.name for stage in stages]
+        self._onward = dict(zip(names, [*names[1:], ""], strict=True))
 
     async def to_the_end(self) -> None:
         """Carry the parcels through the stages."""
@@ -208,7 +210,7 @@ class _Run:
             self._borrowed_bytes += parcel.nbytes
             parcel.queued = time.monotonic()
             try:
-                self._observe(BudgetEvent(parcel.name, parcel.nbytes, asked, parcel.queued))
+                self._observe(BudgetEvent(parcel.name, parcel.nbytes, asked, parcel.queued, next(iter(self._onward))))
             except Exception as error:  # noqa: BLE001 -- told as a stage's error is
                 self._failure.add("budget", parcel.name, error)
                 return
@@ -239,7 +241,7 @@ class _Run:
             self._observe(StageStart(stage.name, parcel.name, parcel.nbytes, parcel.queued, started))
             parcel.value = await stage.run(parcel.value)
             parcel.queued = time.monotonic()
-            self._observe(event(parcel.queued))
+            self._observe(event(parcel.queued, onward=self._onward[stage.name]))
         except BaseException as error:
             if is_cancellation(error):
                 raise

@@ -1,4 +1,4 @@
-"""Reports, progress bars, log lines, alerts and measured blocks, made of events.
+"""Traces, metrics, reports, progress bars, log lines, alerts and measured blocks, made of events.
 
 Nothing is printed and nothing is sent anywhere until :func:`configure` is called, or the application sets up
 OpenTelemetry.
@@ -9,6 +9,9 @@ from __future__ import annotations
 from bcp.telemetry.alerts import Alert, Alerts
 from bcp.telemetry.configuration import configure
 from bcp.telemetry.measure import measure
+from bcp.telemetry.otel import follow_all
 from bcp.telemetry.watch import Sink, Watch, add_sink, remove_sink, sinks
 
 __all__ = ["Alert", "Alerts", "Sink", "Watch", "add_sink", "configure", "measure", "remove_sink", "sinks"]
+
+follow_all()

@@ -16,13 +16,12 @@ from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from bcp.errors import InputError
-from bcp.events import PhaseEvent, emit, told
+from bcp.events import PHASES, PhaseEvent, emit, told
 from bcp.telemetry.settings import settings
 
 __all__ = ["measure"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-_OWN = frozenset({"plan", "snapshot", "write", "commit", "open", "read", "finish"})
 
 
 class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
@@ -55,7 +54,7 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
 
     def __init__(self, name: str, **attributes: AttributeValue) -> None:
         """Take name and attributes."""
-        if name in _OWN:
+        if name in PHASES:
             raise InputError(f"measure({name!r}) has the name of a phase of bcp's own; choose another one")
         self._name = name
         self._attributes = attributes

@@ -89,6 +89,8 @@ class Watch:
         background: whether the caller goes on before the end, as with ``async_checkpoint=True``.
         operation: id of the save; of the one that is loaded, for a load. Empty until the ranks have met.
         trace: trace context of rank 0, in the form of W3C's ``traceparent``; empty for none.
+        created: when the loaded checkpoint was committed, in ISO 8601 as its metadata say; empty for a save.
+        blocking: seconds from the call until training could go on; None until then, and if the caller waits for all.
         started: ``time.monotonic()`` at the call, in seconds.
         time: ``time.time()`` at the same moment.
         events: all that happened, in the order in which it ended; at most 200,000.
@@ -123,6 +125,8 @@ class Watch:
         self.background = background
         self.operation = ""
         self.trace = ""
+        self.created = ""
+        self.blocking: float | None = None
         self.events: list[Event] = []
         self.dropped = 0
         self.all_nbytes: int | None = None
@@ -182,9 +186,9 @@ class Watch:
             raise
         self(PhaseEvent(name, started, time.monotonic()))
 
-    def join(self, operation: str, trace: str) -> None:
-        """Take id and trace context of the operation, which rank 0 has told."""
-        self.operation, self.trace = operation, trace
+    def join(self, operation: str, trace: str, created: str = "") -> None:
+        """Take id and trace context of the operation, which rank 0 has told, and a loaded checkpoint's time."""
+        self.operation, self.trace, self.created = operation, trace, created
         self._tell_all("joined")
 
     @property

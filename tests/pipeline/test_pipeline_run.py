@@ -107,6 +107,9 @@ async def test_a_random_pipeline_equals_a_for_loop_within_its_budget(plan: Plan)
         assert sorted((event.stage, event.item, event.nbytes) for event in events if isinstance(event, kind)) == every
     entered = [event for event in events if isinstance(event, BudgetEvent)]
     assert [(event.item, event.nbytes) for event in entered] == [(f"w{i}", size) for i, size in enumerate(plan.sizes)]
+    onward = {f"s{number}": f"s{number + 1}" for number in numbers} | {f"s{len(plan.stages) - 1}": ""}
+    assert all(event.onward == onward[event.stage] for event in events if isinstance(event, StageEvent))
+    assert {event.onward for event in entered} <= {"s0"}
     assert all(event.queued <= event.started for event in events if isinstance(event, StageStart))
     assert all(event.started <= event.ended for event in events if not isinstance(event, StageStart | RetryEvent))
 
