@@ -29,11 +29,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "bcp needs Python 3.11 or newer; say where with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets,otel,prometheus]'
 	touch $@
 
 test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
-	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py hdfs)
+	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py hdfs prometheus)
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.

@@ -1,4 +1,4 @@
-"""Downloads to ``.cache`` what servers of tests are made of: ``python tests/servers/prepare.py hdfs rgw``.
+"""Downloads or installs servers of tests: ``python tests/servers/prepare.py hdfs prometheus rgw``.
 
 Fixtures do the same. Done before, it takes none of a test's time.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from servers import hdfs, rgw
+from servers import hdfs, prometheus, rgw
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        {"hdfs": hdfs.prepare, "rgw": rgw.prepare}[name]()
+        {"hdfs": hdfs.prepare, "prometheus": prometheus.prepare, "rgw": rgw.prepare}[name]()

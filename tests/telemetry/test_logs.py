@@ -208,7 +208,7 @@ def test_a_call_states_the_whole_configuration(tmp_path: Path, monkeypatch: pyte
         {"logs": "json", "stream": "a name"},
         {"alerts": 3},
     ],
-    ids=lambda wrong: "-".join(wrong),
+    ids="-".join,
 )
 def test_wrong_arguments_are_refused_and_change_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
     stream = configured(run="mine")

@@ -1,0 +1,33 @@
+"""Programs that torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+END_SECONDS = 300.0
+
+
+def started(ranks: int, program: str, *words: str) -> subprocess.Popen[str]:
+    """Start a program on so many ranks."""
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, [here, *here.parents[:2]]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    command += [f"--nproc-per-node={ranks}", program, *words]
+    environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 -- our own
+
+
+def torchrun(ranks: int, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks to its end."""
+    process = started(ranks, program, *words)
+    try:
+        out, errors = process.communicate(timeout=END_SECONDS)
+    except BaseException:
+        process.terminate()  # which ends its ranks too
+        process.communicate(timeout=60)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
