@@ -1,0 +1,1 @@
+"""A Grafana dashboard and alert rules for bcp's metrics in Prometheus."""
