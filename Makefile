@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
-	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py hdfs prometheus)
+	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.

@@ -1,4 +1,4 @@
-"""Downloads or installs servers of tests: ``python tests/servers/prepare.py hdfs prometheus rgw``.
+"""Downloads or installs servers of tests: ``python tests/servers/prepare.py chromium hdfs prometheus rgw``.
 
 Fixtures do the same. Done before, it takes none of a test's time.
 """
@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from servers import hdfs, prometheus, rgw
+from servers import chromium, hdfs, prometheus, rgw
 
 if __name__ == "__main__":
+    known = {"chromium": chromium.prepare, "hdfs": hdfs.prepare, "prometheus": prometheus.prepare, "rgw": rgw.prepare}
     for name in sys.argv[1:]:
-        {"hdfs": hdfs.prepare, "prometheus": prometheus.prepare, "rgw": rgw.prepare}[name]()
+        known[name]()
