@@ -86,8 +86,7 @@ class Record:
         """Return this rank's record; empty if it cannot be made."""
         job = self._job
         try:
-            place = await in_thread(_place, job)
-            return await in_thread(packed, job.watch, place, _local_rank(), figures_of(report))
+            return await in_thread(lambda: packed(job.watch, _place(job), _local_rank(), figures_of(report)))
         except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
             log.info("a rank was not recorded", path=job.path, rank=job.rank, error=repr(error))
             return b""

@@ -56,8 +56,9 @@ class Columns:
 
     def rows(self, mask: Numbers) -> Columns:
         """Return some rows; the words stay as they are."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value[mask] for name, value in values.items() if isinstance(value, np.ndarray)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken: dict[str, Any] = {name: value[mask] for name, value in values.items() if isinstance(value, np.ndarray)}
+        return replace(self, **taken)
 
 
 def columns_of(table: pa.Table) -> Columns:
