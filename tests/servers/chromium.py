@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 SECONDS = 120.0
 """Until the browser counts as hanging."""
@@ -181,11 +181,12 @@ def browser() -> Iterator[str]:
         try:
             yield _address(process, log)
         finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                family = psutil.Process(process.pid).children(recursive=True)
+                process.terminate()
+                _, alive = psutil.wait_procs([psutil.Process(process.pid), *family], timeout=20)
+                for member in alive:
+                    member.kill()
             process.wait()
 
 

@@ -8,15 +8,15 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from servers.chromium import Tab, browser, tab
 from telemetry.synthetic import Case, made
 
 from bcp.telemetry.page import page
 
+PICTURE = Path(__file__).parents[2] / "docs" / "report.png"
 FINDINGS = [
     "Rank 17 on node-002 took 2.2 times as long as the median rank. Its stage upload was slow.",
     "The bottleneck is the stage upload: parts waited longest in its queue.",
@@ -50,7 +50,7 @@ def measure(shown: Tab, folder: Path) -> None:
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("picture", type=Path, nargs="?", default=ROOT / "docs" / "report.png")
+    options.add_argument("picture", type=Path, nargs="?", default=PICTURE)
     with tempfile.TemporaryDirectory() as name, browser() as address, tab(address) as opened:
         draw(opened, Path(name), options.parse_args().picture)
         measure(opened, Path(name))

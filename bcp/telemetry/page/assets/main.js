@@ -47,7 +47,7 @@ function showSummary(state) {
   const tiles = [
     [save ? "Bytes written" : "Bytes loaded", shown(headline.bytes, "bytes"), headline.deduplicated ? `${shown(headline.deduplicated, "bytes")} of replicas spared` : ""],
     [failed ? "Call to failure" : save ? "Call to commit" : "Call to loaded", shown(headline.seconds, "seconds"), recording.background ? "in the background" : "training waited"],
-    save ? ["Training blocked", shown(recording.background ? headline.blocking : headline.seconds, "seconds"), "longest of all ranks"] : null,
+    save ? ["Training blocked", shown(blockedOf(recording), "seconds"), "longest of all ranks"] : null,
     ["Throughput", shown(headline.throughput, "rate"), "all ranks"],
     ["Ranks", shown(recording.world_size, "count"), present],
     recording.step === null ? null : ["Step", String(recording.step), ""],

@@ -5,11 +5,16 @@ const TRENDS = [
   ["retries", "Retries of requests", "count"], ["failures", "Failures", "count"],
 ];
 
+// Training waits for all of a save that is not in the background.
+function blockedOf(recording) {
+  return recording.kind === "save" && !recording.background ? recording.headline.seconds : recording.headline.blocking;
+}
+
 function trendRows(recordings, id) {
   const steps = recordings.every((recording) => recording.step !== null);
   return recordings.map((recording, place) => ({
     place, kind: recording.kind, at: steps ? recording.step : place + 1, failed: recording.failures.length > 0,
-    value: id === "failures" ? Number(recording.failures.length > 0) : recording.headline[id],
+    value: id === "failures" ? Number(recording.failures.length > 0) : id === "blocking" ? blockedOf(recording) : recording.headline[id],
   })).filter((row) => row.value !== null);
 }
 
@@ -52,7 +57,7 @@ function showTrends(state) {
   byId("trends").hidden = state.recordings.length < 2;
   if (state.recordings.length < 2) return;
   const loads = state.recordings.filter((recording) => recording.kind === "load").length;
-  byId("trends-note").textContent = `${state.recordings.length - loads} saves and ${loads} loads. Saves are blue, loads are orange, failed ones are red. A click shows one above.`;
+  byId("trends-note").textContent = `Saves: ${state.recordings.length - loads}. Loads: ${loads}. Saves are blue, loads are orange, failed ones are red. A click shows one above.`;
   const host = byId("trend-charts");
   host.replaceChildren(...TRENDS.map(([id, title]) => element("div", {}, element("h3", {}, title), element("div", { class: "chart", id: `trend-${id}` }))));
   for (const trend of TRENDS) showChart(`trend-${trend[0]}`, (width) => trendSpec(state, trend, width));
@@ -67,7 +72,7 @@ function recordingsTable(state) {
       cells: [
         element("button", { class: "link", type: "button", onclick: () => state.show(place) }, moment(recording.time)), recording.kind,
         recording.step === null ? "" : String(recording.step), shown(recording.world_size, "count"), shown(recording.headline.bytes, "bytes"), shown(recording.headline.seconds, "seconds"),
-        shown(recording.headline.blocking, "seconds"), shown(recording.headline.throughput, "rate"), shown(recording.headline.retries, "count"),
+        shown(blockedOf(recording), "seconds"), shown(recording.headline.throughput, "rate"), shown(recording.headline.retries, "count"),
         recording.failures.length ? { text: "failed", type: "bad" } : "done",
       ],
     })));

@@ -116,7 +116,7 @@ function showStorage(state) {
   table(byId("slowest"), [["Rank", n], ["Request"], ["Object", "text"], ["Bytes", n], ["Seconds", n], ["Started", n], ["Attempt", n], ["End", "text"]],
     detail.slowest.map((row) => ({ cells: [
       element("button", { class: "link", type: "button", onclick: () => state.choose(row.rank) }, String(row.rank)), row.verb, row.key, shown(row.bytes, "bytes"),
-      shown(row.seconds, "seconds"), `${row.start.toFixed(2)} s`, String(row.attempt),
+      shown(row.seconds, "seconds"), shown(row.start, "seconds"), String(row.attempt),
       { text: STATUS_TITLES[row.status] + (row.said ? `: ${row.said}` : ""), type: { again: "warn", failed: "bad" }[row.status] || "" },
     ] })));
   byId("storage").hidden = !detail.latency;

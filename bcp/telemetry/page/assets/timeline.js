@@ -188,7 +188,7 @@ function rankLine(state) {
   const parts = [rankName(ranks, i).join(" · ")];
   const middle = whole.seconds ? median(whole.seconds) : NaN;
   if (whole.seconds) parts.push(`${shown(whole.seconds[i], "seconds")}${middle > 0 ? `, ${digits(whole.seconds[i] / middle)} × the median of all ranks` : ""}`);
-  if (whole.blocking && !Number.isNaN(whole.blocking[i])) parts.push(`blocked training for ${shown(whole.blocking[i], "seconds")}`);
+  if (state.recording.background && whole.blocking && !Number.isNaN(whole.blocking[i])) parts.push(`blocked training for ${shown(whole.blocking[i], "seconds")}`);
   if (whole.wait && whole.wait[i] > 0) parts.push(`waited ${shown(whole.wait[i], "seconds")} for the byte budget`);
   if (whole.retries?.[i] > 0) parts.push(`${shown(whole.retries[i], "count")} retries`);
   return parts.join(" · ");
