@@ -38,7 +38,7 @@ function trendSpec(state, [id, title, kind], width) {
     ],
     axes: [
       { scale: "x", orient: "bottom", title: steps ? "training step" : "number in the order of time", tickMinStep: 1, tickCount: 5, format: "~s" },
-      { scale: "y", orient: "left", title: unit.name || null, grid: true, tickCount: kind === "count" ? 3 : 4, ...(kind === "count" ? { tickMinStep: 1, format: "d" } : {}) },
+      { scale: "y", orient: "left", title: unit.name || null, grid: true, tickCount: kind === "count" ? Math.max(1, Math.min(3, Math.max(...points.map((point) => point.size)))) : 4, ...(kind === "count" ? { tickMinStep: 1, format: "d" } : {}) },
     ],
     marks: [
       ...lines.map((line) => mark("line", line.name, { x: { scale: "x", field: "at" }, y: { scale: "y", field: "size" }, stroke: fills[line.name], strokeWidth: 1.5, strokeOpacity: 0.6, aria: false })),
