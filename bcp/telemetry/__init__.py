@@ -10,8 +10,8 @@ from bcp.telemetry.alerts import Alert, Alerts
 from bcp.telemetry.configuration import configure
 from bcp.telemetry.measure import measure
 from bcp.telemetry.otel import follow_all
-from bcp.telemetry.watch import Sink, Watch, add_sink, remove_sink, sinks
+from bcp.telemetry.watch import LiveSink, Sink, Watch, add_sink, remove_sink, sinks
 
-__all__ = ["Alert", "Alerts", "Sink", "Watch", "add_sink", "configure", "measure", "remove_sink", "sinks"]
+__all__ = ["Alert", "Alerts", "LiveSink", "Sink", "Watch", "add_sink", "configure", "measure", "remove_sink", "sinks"]
 
 follow_all()

@@ -64,11 +64,12 @@ def host_name() -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, and so on; each once."""
+    """Yield an error, its cause, and so on; each once, and none that merely carries another one."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen and len(seen) < MOST_ERRORS:
         seen.add(id(error))
-        yield error
+        if not hasattr(error, "carried"):
+            yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 

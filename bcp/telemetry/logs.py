@@ -13,7 +13,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from bcp._log import log, mark_logged
-from bcp.events import Event, LoadReport, SaveReport
+from bcp.events import LoadReport, SaveReport
 from bcp.telemetry.failures import failure_of
 from bcp.telemetry.watch import Watch
 
@@ -30,9 +30,6 @@ class OperationLines:
         log.debug(f"{watch.kind} begins", world_size=watch.world_size, background=watch.background)
 
     def joined(self, watch: Watch) -> None:
-        """Do nothing."""
-
-    def happened(self, watch: Watch, event: Event) -> None:
         """Do nothing."""
 
     def ended(self, watch: Watch) -> None:

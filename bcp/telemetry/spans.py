@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bcp._version import __version__
 from bcp.errors import PeerError, StageError
-from bcp.events import PHASES, Event, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent, told
+from bcp.events import PHASES, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent, told
 from bcp.telemetry.sdk import is_sdk
 from bcp.telemetry.settings import settings
 from bcp.telemetry.watch import Watch
@@ -63,9 +63,6 @@ class Spans:
         made = self._traces.get(watch)
         if made is not None and made.span is None:
             made.begin(watch, _w3c.extract({"traceparent": watch.trace}, Context()))
-
-    def happened(self, watch: Watch, event: Event) -> None:
-        """Do nothing: the watch keeps all events until the end."""
 
     def ended(self, watch: Watch) -> None:
         """Make all other spans, and end the operation's."""
@@ -116,8 +113,9 @@ class _Trace:
         if self._token is not None:
             contexts.detach(self._token)
         blocking = self._blocking(watch, self.span, end) if watch.background else None
-        _Parts(self._tracer, self._groups, watch, self.span, self._links("blocking", blocking)).make()
-        self.span.set_attributes({**_common(watch), "bcp.background": watch.background, **_figures(watch.report)})
+        common = _common(watch)
+        _Parts(self._tracer, self._groups, watch, self.span, self._links("blocking", blocking), common).make()
+        self.span.set_attributes({**common, "bcp.background": watch.background, **_figures(watch.report)})
         _fail(self.span, watch.error, _clock(watch, end))
         self.span.end(_clock(watch, end))
 
@@ -151,6 +149,7 @@ class _Parts:
         watch: has the events.
         root: the operation's span.
         links: of stages and the commit.
+        common: attributes of all of them.
     """
 
     tracer: Tracer
@@ -158,6 +157,7 @@ class _Parts:
     watch: Watch
     root: Span
     links: Sequence[Link]
+    common: Attributes
 
     def make(self) -> None:
         """Make them all."""
@@ -243,7 +243,7 @@ class _Parts:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         """Make a span that is over."""
-        attributes = {**_common(self.watch), **(more or {})}
+        attributes = {**self.common, **(more or {})}
         if error:
             attributes["error.type"] = _type_of(error)
         context = trace.set_span_in_context(parent, Context())

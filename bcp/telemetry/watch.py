@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from bcp._log import bound, log
 from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
 from bcp.telemetry.settings import settings
 
-__all__ = ["Contents", "Kind", "Sink", "Watch", "add_sink", "remove_sink", "sinks", "step_of"]
+__all__ = ["Contents", "Kind", "LiveSink", "Sink", "Watch", "add_sink", "remove_sink", "sinks", "step_of"]
 
 Kind = Literal["save", "load", "prepare"]
 
@@ -37,11 +37,16 @@ class Sink(Protocol):
     def joined(self, watch: Watch) -> None:
         """Take note that all ranks have met: :attr:`Watch.operation` and :attr:`Watch.trace` are rank 0's."""
 
-    def happened(self, watch: Watch, event: Event) -> None:
-        """Take an event."""
-
     def ended(self, watch: Watch) -> None:
         """Take note of its end: either :attr:`Watch.report` or :attr:`Watch.error` is set."""
+
+
+@runtime_checkable
+class LiveSink(Sink, Protocol):
+    """A sink that follows each event besides."""
+
+    def happened(self, watch: Watch, event: Event) -> None:
+        """Take an event."""
 
 
 _sinks: tuple[Sink, ...] = ()
@@ -135,6 +140,7 @@ class Watch:
         self.contents: Contents = _unknown
         self._observers = [] if observe is ignore else [observe]
         self._sinks = [] if kind == "prepare" else list(_sinks)
+        self._live = [sink for sink in self._sinks if isinstance(sink, LiveSink)]
         self._spans: dict[str, tuple[float, float]] = {}
 
     def __call__(self, event: Event) -> None:
@@ -152,8 +158,11 @@ class Watch:
             except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
                 self._observers.remove(observer)
                 log.exception("an observer raised and is not called again", observer=repr(observer), path=self.path)
-        for sink in tuple(self._sinks):
-            self._tell(sink, "happened", event)
+        for sink in tuple(self._live):
+            try:
+                sink.happened(self, event)
+            except Exception:  # noqa: BLE001 -- same
+                self._leave_out(sink)
 
     def add(self, observer: Observer) -> None:
         """Pass later events on to one more observer."""
@@ -209,14 +218,16 @@ class Watch:
 
     def _tell_all(self, what: Literal["began", "joined", "ended"]) -> None:
         for sink in tuple(self._sinks):
-            self._tell(sink, what)
+            try:
+                getattr(sink, what)(self)
+            except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
+                self._leave_out(sink)
 
-    def _tell(self, sink: Sink, what: str, *event: Event) -> None:
-        try:
-            getattr(sink, what)(self, *event)
-        except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
-            self._sinks.remove(sink)
-            log.exception("telemetry raised and is left out of this operation", sink=repr(sink), path=self.path)
+    def _leave_out(self, sink: Sink) -> None:
+        """Log the error that a sink raises, and call it no more in this operation."""
+        self._sinks = [each for each in self._sinks if each is not sink]
+        self._live = [each for each in self._live if each is not sink]
+        log.exception("telemetry raised and is left out of this operation", sink=repr(sink), path=self.path)
 
 
 def _unknown(_item: str) -> tuple[str, Sequence[str]]:
