@@ -103,7 +103,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
 
 @failures_collected()
 async def aprepare(job: SaveJob) -> None:
-    """Do what the first save of a layout does once: agree on a plan (paper sec. 4.1), and get staging memory."""
+    """Agree on a plan (paper sec. 4.1) and get staging memory, which the first save of a layout would do."""
     root = saving.Root(job.path, job.backend, job.world_size, job.options)
     async with job.opened, together(job.operation) as agreement:
         stock = await attempt(planning(saving.rehearse, job))
@@ -169,7 +169,7 @@ async def _read(
 
 
 def _edited(graph: Graph, edit: Callable[[Graph], Graph]) -> Graph:
-    """Let the caller edit the graph; what comes back has to be one."""
+    """Let the caller edit the graph; the result has to be one."""
     edited = edit(graph)
     if not isinstance(edited, Pipeline):
         raise InputError(f"options.edit returned {edited!r}; it has to return the graph to run: return g.after(...)")

@@ -1,4 +1,4 @@
-"""What telemetry costs: everything on, and nothing configured, each against a process without any of it.
+"""The cost of telemetry: everything on, and nothing configured, each against a process without any of it.
 
     python -m benchmarks.telemetry [--quick] [--json FILE] [--check] [--dir FOLDER]
 

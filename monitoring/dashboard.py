@@ -410,7 +410,7 @@ def as_json() -> str:
 
 
 def main() -> None:
-    """Write the file, or check with ``--check`` that it is what this program makes."""
+    """Write the file, or check with ``--check`` that this program makes the same."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if the file is another one")
     made = as_json()

@@ -43,7 +43,7 @@ class Alert:
         path: where the checkpoint is; empty for ``max_age`` before the first save or load.
         step: its training step, if it is known.
         rank: the rank that saw it.
-        sentence: the fact and what to do about it, for people.
+        sentence: the fact and the remedy, for people.
     """
 
     name: str

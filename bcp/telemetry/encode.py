@@ -88,7 +88,7 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
 
     Args:
         watch: rank 0's.
-        messages: what :func:`packed` has returned on each rank; empty if a rank has no record.
+        messages: the results of :func:`packed` on each rank; empty if a rank has no record.
 
     """
     known = {rank: _unpacked(message) for rank, message in enumerate(messages) if message}

@@ -22,7 +22,7 @@ MOST_TEXT = 4000
 
 
 def failure_of(watch: Watch, error: BaseException) -> FailureRecord:
-    """Return what is known of the end of a save or load on this rank.
+    """Return the facts of the end of a save or load on this rank.
 
     Call it while the watch is running: at its end the names of the tensors are forgotten. It raises nothing of its own
     accord, makes no request, and does not change the error.

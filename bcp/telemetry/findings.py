@@ -1,4 +1,4 @@
-"""Findings in recordings, as data: what the summary of a save or load consists of."""
+"""Findings in recordings, as data: the parts of the summary of a save or load."""
 
 from __future__ import annotations
 

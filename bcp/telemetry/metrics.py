@@ -254,7 +254,7 @@ class Metrics:
 
 
 def _asking(ask: Callable[[], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    """Return what OpenTelemetry calls, on the thread of an exporter."""
+    """Return the callback of a gauge, which OpenTelemetry calls on the thread of an exporter."""
     return lambda _: ask()
 
 

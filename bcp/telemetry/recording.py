@@ -1,4 +1,4 @@
-"""One save or load of all ranks as data: what is stored with a checkpoint, and what reports are made of."""
+"""One save or load of all ranks as data: it is stored with a checkpoint, and reports are made of it."""
 
 from __future__ import annotations
 

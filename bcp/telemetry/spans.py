@@ -281,7 +281,7 @@ def _common(watch: Watch) -> dict[str, Any]:
 
 
 def _figures(report: SaveReport | LoadReport | None) -> Attributes:
-    """Return what an operation's span says of its success."""
+    """Return the attributes of an operation's span that tell of its success."""
     if report is None:
         return {}
     return {"bcp.operation": report.operation, "bcp.bytes": report.nbytes, "bcp.retries": report.retries}

@@ -231,7 +231,7 @@ def _stragglers(recording: Recording, stages: Columns, phases: Columns, work: _W
 def _times(
     recording: Recording, stages: Columns, phases: Columns, work: _Work
 ) -> Iterator[tuple[str, Mapping[int, float]]]:
-    """Yield what ranks are compared by, and the seconds of each rank."""
+    """Yield each figure by which ranks are compared, with the seconds of each rank."""
     ranks = work.ranks.tolist()
     called = min((each.started for each in recording.ranks), default=0.0)
     yield "call", {each.rank: each.started - called for each in recording.ranks}

@@ -170,7 +170,7 @@ class Watch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Follow what happens in the block, in its tasks and in its threads; tell the sinks of beginning and end."""
+        """Follow the block, its tasks and its threads; tell the sinks of beginning and end."""
         with bound(self._values):
             self._tell_all("began")
             try:

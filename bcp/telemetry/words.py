@@ -71,7 +71,7 @@ def sentences(summary: Summary) -> list[str]:
 
 
 def failure_lines(failure: FailureRecord) -> list[str]:
-    """Return what one rank tells of a failure: the headline, then the details."""
+    """Return one rank's words on a failure: the headline, then the details."""
     who = "an unknown rank" if failure.guilty is None else f"rank {failure.guilty}"
     where = f" in phase {failure.phase}" if failure.phase else ""
     where += f", stage {failure.stage}, on {failure.item}" if failure.stage else ""

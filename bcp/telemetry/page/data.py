@@ -43,7 +43,7 @@ def data_of(recordings: Sequence[Recording], findings: Sequence[Sequence[str]]) 
 
 
 def _entry(recording: Recording, findings: Sequence[str]) -> dict[str, Any]:
-    """Return what the page says of a recording without its ranks and events."""
+    """Return the facts of a recording that concern no single rank."""
     plain = ("kind", "path", "operation", "step", "run", "background", "version", "world_size", "time", "dropped")
     return {
         **{name: getattr(recording, name) for name in plain},
@@ -56,7 +56,7 @@ def _entry(recording: Recording, findings: Sequence[str]) -> dict[str, Any]:
 
 
 def _headline(recording: Recording) -> dict[str, Any]:
-    """Return the figures of all ranks together: sums, and the longest of what the ranks do at the same time."""
+    """Return the figures of all ranks together: sums, and the longest times of phases that ranks share."""
     columns = columns_of(recording.events)
     ranks = recording.ranks
     seconds = _most(figures_of(ranks, "seconds"))
