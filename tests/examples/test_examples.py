@@ -4,8 +4,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pyarrow.compute as pc
 import pytest
+from servers.chromium import browser, tab
+
+import bcp
 
 ROOT = Path(__file__).parents[2]
 ONE_PROCESS = ["quickstart.py", "async_harness.py", "custom_stage.py", "codec_zstd.py", "partial_load.py"]
@@ -56,5 +61,25 @@ def test_demo(tmp_path: Path) -> None:
     output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)
     assert "(a) is bit-identical" in output
     assert "samples of 8 steps once: 0 lost, 0 fed twice" in output
-    for name in ("loss.png", "report.html"):
-        assert (tmp_path / "demo-out" / name).stat().st_size > 0
+    assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 0
+    assert_shows(tmp_path / "demo-out" / "report.html", tmp_path / "demo-out" / "resumed-2x2")
+
+
+def assert_shows(page: Path, run: Path) -> None:
+    """Compare the heat map of a page, in a browser, with the newest recording of the run."""
+    recording = bcp.report(run).recordings[-1]
+    events = recording.events.filter((pc.field("kind") == "stage") & (pc.field("name") == "upload"))
+    rows = events.select(["rank", "start", "seconds", "nbytes"]).to_pylist()
+    with browser() as address, tab(address, width=1280, dark=False) as shown:
+        shown.open(page)
+        shown.choose("heat-place", "stage:upload")
+        for metric, figure in {"seconds": wall, "bytes": lambda own: sum(row["nbytes"] for row in own)}.items():
+            shown.choose("heat-metric", metric)
+            cells = {cell["rank"]: cell["value"] for cell in shown.run("bcpReport.heat()")["cells"]}
+            wanted = {rank: figure([row for row in rows if row["rank"] == rank]) for rank in range(4)}
+            assert cells == pytest.approx(wanted, rel=1e-5)
+        assert shown.complaints() == []
+
+
+def wall(rows: list[dict[str, Any]]) -> float:
+    return float(max(row["start"] + row["seconds"] for row in rows) - min(row["start"] for row in rows))
