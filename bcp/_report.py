@@ -62,7 +62,7 @@ class Report:
         """The text of the report, in parts."""
         sound = [each.kind for each in self.recordings if not each.failures]
         saves, loads, failed = sound.count("save"), sound.count("load"), len(self.recordings) - len(sound)
-        head = Block(f"{clean(self.path)}: {saves} saves, {loads} loads and {failed} failures are recorded")
+        head = Block(f"{clean(self.path)}: recordings of saves: {saves}, of loads: {loads}, of failures: {failed}")
         lost = [clean(f"{key}: {reason}") for key, reason in self.unreadable.items()]
         tail = [Block("Recordings that cannot be read", is_bad=True, lines=lost)] if lost else []
         return [head, *sections(self.summaries, self.trends), *tail]

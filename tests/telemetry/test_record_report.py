@@ -72,7 +72,7 @@ def test_roles_and_memory_are_reported(tmp_path: Path) -> None:
 
 def test_the_text_begins_with_failures(run: Path) -> None:
     head, _, failure, *others = bcp.report(run).text().splitlines()
-    assert head == f"{run}: 2 saves, 1 loads and 1 failures are recorded"
+    assert head == f"{run}: recordings of saves: 2, of loads: 1, of failures: 1"
     assert failure.startswith("FAILED save of step 200, ")
     assert failure.endswith("stage mine, on model part 0: w: ValueError: boom")
     text = "\n".join(others)
