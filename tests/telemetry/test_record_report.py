@@ -122,7 +122,7 @@ def test_the_command_prints_text_or_json(run: Path, capsys: pytest.CaptureFixtur
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
-    assert "0 saves, 0 loads and 0 failures" in capsys.readouterr().out
+    assert "saves: 0, of loads: 0, of failures: 0" in capsys.readouterr().out
     assert main(["report", "nowhere://x"]) == 2
     assert "bcp report: 'nowhere://x': unknown scheme" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--perfetto", str(tmp_path / "t.json")]) == 2
