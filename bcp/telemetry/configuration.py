@@ -12,7 +12,7 @@ from bcp._log import set_output
 from bcp.errors import InputError
 from bcp.telemetry.alerts import Alerts
 from bcp.telemetry.logs import Form, LineOutput, OperationLines
-from bcp.telemetry.settings import COARSE, GROUPS, settings
+from bcp.telemetry.settings import COARSE, GROUPS, MOST_SPANS, settings
 from bcp.telemetry.watch import add_sink, remove_sink
 
 __all__ = ["Level", "configure"]
@@ -32,6 +32,7 @@ def configure(
     level: Level = "info",
     run: str | None = None,
     spans: Collection[str] = COARSE,
+    most_spans: int = MOST_SPANS,
     alerts: Alerts | None = None,
 ) -> None:
     """Set up log lines, groups of spans and alerts of this process, on every rank alike.
@@ -52,6 +53,8 @@ def configure(
         run: name of the run, in all lines, spans and recordings; ``$BCP_RUN`` by default.
         spans: groups of OpenTelemetry spans that are made: ``operation`` and ``phase`` by default, and ``stage``,
             ``item``, ``request`` and ``measure``.
+        most_spans: spans of the group ``item``, and of the group ``request``, in one save or load on one rank: those
+            that failed, then the slowest. The operation's span has the number of the others.
         alerts: thresholds to watch.
 
     Raises:
@@ -64,10 +67,11 @@ def configure(
 
     """
     global _output, _alerts  # noqa: PLW0603 -- of the process
-    number = _check(logs, stream, level, spans, alerts)
+    number = _check(logs, stream, level, spans, most_spans, alerts)
     with _lock:
         settings.run = os.environ.get("BCP_RUN", "") if run is None else run
         settings.spans = frozenset(spans)
+        settings.most_spans = most_spans
         if logs is None:
             remove_sink(_lines)
         else:
@@ -83,7 +87,9 @@ def configure(
         _alerts = alerts
 
 
-def _check(logs: str | None, stream: object, level: str, spans: Collection[str], alerts: object) -> int:
+def _check(
+    logs: str | None, stream: object, level: str, spans: Collection[str], most_spans: int, alerts: object
+) -> int:
     """Refuse arguments that cannot be meant; return the number of the level."""
     forms = (*get_args(Form), "logging")
     if logs not in (None, *forms):
@@ -97,6 +103,8 @@ def _check(logs: str | None, stream: object, level: str, spans: Collection[str],
     if isinstance(spans, str) or (unknown := sorted(set(spans) - GROUPS)):
         given = spans if isinstance(spans, str) else unknown
         raise InputError(f"spans has {given!r}; pass a collection of any of {', '.join(sorted(GROUPS))}")
+    if isinstance(most_spans, bool) or not isinstance(most_spans, int) or most_spans < 0:
+        raise InputError(f"most_spans={most_spans!r}; pass a number of spans, 0 or more")
     if not isinstance(alerts, Alerts | None):
         raise InputError(f"alerts={alerts!r}; pass bcp.telemetry.Alerts(...), or None")
     return int(getattr(logging, level.upper()))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bcp._version import __version__
-from bcp.events import BudgetEvent, Event, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent
+from bcp.events import BudgetEvent, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent
 from bcp.telemetry.failures import host_name
 from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 from bcp.telemetry.settings import settings
@@ -40,6 +40,9 @@ SAME_SECONDS = 60.0
 
 LENGTHS = struct.Struct("<II")
 """Head of a packed record: bytes of the JSON, and of everything before compression."""
+
+Recorded = StageEvent | RequestEvent | BudgetEvent | PhaseEvent
+"""Events that are rows. The others say nothing that these do not say."""
 
 Row = tuple[str, str, str, int, float, float, float, int, str, str]
 """All columns of :data:`~bcp.telemetry.recording.EVENTS` but the rank."""
@@ -145,7 +148,7 @@ def _head(watch: Watch) -> dict[str, Any]:
 
 def _batch(watch: Watch, most: int) -> tuple[pa.RecordBatch, int]:
     """Return the events of one rank, its own start being 0, and how many more there were."""
-    rows = [row for event in watch.events if (row := _row(event, watch.started)) is not None]
+    rows = [_row(event, watch.started) for event in watch.events if isinstance(event, Recorded)]
     dropped = watch.dropped + max(len(rows) - most, 0)
     if len(rows) > most:
         rows = _telling(rows, most)
@@ -154,21 +157,19 @@ def _batch(watch: Watch, most: int) -> tuple[pa.RecordBatch, int]:
     return pa.record_batch(arrays, schema=_COLUMNS), dropped
 
 
-def _row(event: Event, zero: float) -> Row | None:
-    """Return an event as a row; None if another event says the same."""
+def _row(event: Recorded, zero: float) -> Row:
+    """Return an event as a row."""
     match event:
+        case StageEvent(stage, item, nbytes, started, ended, waited, error):
+            said, took = error[:MOST_TEXT], ended - started
+            return "stage", stage, item[:MOST_TEXT], nbytes, started - zero, took, waited, 1, _status(error), said
         case PhaseEvent(phase, started, ended, error):
             return "phase", phase, "", 0, started - zero, ended - started, 0.0, 1, _status(error), error[:MOST_TEXT]
         case BudgetEvent(item, nbytes, started, ended):
             return "budget", "", item[:MOST_TEXT], nbytes, started - zero, ended - started, 0.0, 1, "ok", ""
-        case StageEvent(stage, item, nbytes, started, ended, waited, error):
-            said, took = error[:MOST_TEXT], ended - started
-            return "stage", stage, item[:MOST_TEXT], nbytes, started - zero, took, waited, 1, _status(error), said
         case RequestEvent(_, verb, key, nbytes, started, ended, attempt, status, said):
             took, item = ended - started, key[:MOST_TEXT]
             return "request", verb, item, nbytes, started - zero, took, 0.0, attempt, status, said[:MOST_TEXT]
-        case _:
-            return None
 
 
 def _status(error: str) -> str:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
-from typing import Any
+from heapq import nlargest
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from opentelemetry import context as contexts
@@ -31,6 +32,7 @@ __all__ = ["Spans"]
 _MOVING = ("write", "read")
 """The phases in which the stages run."""
 
+T = TypeVar("T")
 Attributes = Mapping[str, str | bool | int | float]
 _w3c = TraceContextTextMapPropagator()
 
@@ -114,8 +116,9 @@ class _Trace:
             contexts.detach(self._token)
         blocking = self._blocking(watch, self.span, end) if watch.background else None
         common = _common(watch)
-        _Parts(self._tracer, self._groups, watch, self.span, self._links("blocking", blocking), common).make()
-        self.span.set_attributes({**common, "bcp.background": watch.background, **_figures(watch.report)})
+        links = self._links("blocking", blocking)
+        left_out = _Parts(self._tracer, self._groups, watch, self.span, links, common).make()
+        self.span.set_attributes({**common, "bcp.background": watch.background, **_figures(watch.report), **left_out})
         _fail(self.span, watch.error, _clock(watch, end))
         self.span.end(_clock(watch, end))
 
@@ -159,8 +162,8 @@ class _Parts:
     links: Sequence[Link]
     common: Attributes
 
-    def make(self) -> None:
-        """Make them all."""
+    def make(self) -> Attributes:
+        """Make them all but the quickest items and requests; return how many of these were left out, if any."""
         phases = [event for event in self.watch.events if isinstance(event, PhaseEvent)]
         made = [(event, self._phase(event)) for event in phases if event.phase in PHASES and "phase" in self.groups]
         moving = next((span for event, span in made if event.phase in _MOVING), self.root)
@@ -168,14 +171,18 @@ class _Parts:
         if "stage" in self.groups:
             for name, events in _grouped(stages, lambda event: event.stage):
                 self._stage(name, moving, events)
+        left_out: dict[str, int] = {}
         if "item" in self.groups:
-            for name, events in _grouped(stages, lambda event: event.item):
+            items, left_out["bcp.items.left_out"] = _telling(list(_grouped(stages, lambda event: event.item)), _of_item)
+            for name, events in items:
                 self._item(name, moving, events)
         if "request" in self.groups:
             outer = [(event, span) for event, span in made if event.phase != "snapshot"]
-            for request in self.watch.events:
-                if isinstance(request, RequestEvent):
-                    self._request(request, outer)
+            found = [event for event in self.watch.events if isinstance(event, RequestEvent)]
+            requests, left_out["bcp.requests.left_out"] = _telling(found, _of_request)
+            for request in requests:
+                self._request(request, outer)
+        return {name: count for name, count in left_out.items() if count}
 
     def _phase(self, event: PhaseEvent) -> Span:
         late = event.phase == "commit"
@@ -260,6 +267,26 @@ def _grouped(events: Sequence[StageEvent], key: Callable[[StageEvent], str]) -> 
     for event in events:
         groups.setdefault(key(event), []).append(event)
     return groups.items()
+
+
+def _telling(found: Sequence[T], weight: Callable[[T], tuple[bool, float]]) -> tuple[Sequence[T], int]:
+    """Return the ones of the greatest weight, in their order, and the number of the others."""
+    most = settings.most_spans
+    if len(found) <= most:
+        return found, 0
+    kept = sorted(nlargest(most, range(len(found)), key=lambda at: weight(found[at])))
+    return [found[at] for at in kept], len(found) - most
+
+
+def _of_item(item: tuple[str, Sequence[StageEvent]]) -> tuple[bool, float]:
+    """Return whether a stage failed on an item, and the seconds for which the stages worked on it."""
+    _, events = item
+    return any(event.error for event in events), sum(event.ended - event.started for event in events)
+
+
+def _of_request(event: RequestEvent) -> tuple[bool, float]:
+    """Return whether a request failed, and its seconds."""
+    return event.status != "ok", event.ended - event.started
 
 
 def _clock(watch: Watch, moment: float) -> int:

@@ -27,5 +27,5 @@ def test_small_saves_are_compared_in_pairs(tmp_path: Path) -> None:
     assert tuple(sinks()) == before
     assert settings.spans == COARSE
     goals = [figure.name for figure in figures.found if figure.goal is not None]
-    assert len(goals) == 6
+    assert len(goals) == 4
     assert '"event": "saved"' in (tmp_path / "log.jsonl").read_text()

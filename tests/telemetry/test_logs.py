@@ -207,6 +207,8 @@ def test_a_call_states_the_whole_configuration(tmp_path: Path, monkeypatch: pyte
         {"stream": io.StringIO()},
         {"logs": "json", "stream": "a name"},
         {"alerts": 3},
+        {"most_spans": -1},
+        {"most_spans": 1.5},
     ],
     ids="-".join,
 )

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend, register
 from bcp.coordinators import memory_coordinators
+from bcp.events import RequestEvent, StageEvent
 from bcp.telemetry.settings import GROUPS, settings
 from bcp.telemetry.spans import Spans
-from bcp.telemetry.watch import add_sink, remove_sink
+from bcp.telemetry.watch import Watch, add_sink, remove_sink
 from bcp.testing.storage_fakes import FaultyBackend
 
 SECONDS = 60.0
@@ -276,6 +278,40 @@ def test_without_phases_everything_hangs_below_the_operation(
     bcp.save(tmp_path, model())
     assert {span.name for span in made.all} == {"bcp.save", "bcp.item", "bcp.storage.request"}
     assert made.children(made.one("bcp.save")) == {"bcp.item", "bcp.storage.request"}
+
+
+@every_group
+def test_only_the_slowest_items_and_requests_have_spans(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "most_spans", 3)
+    events: list[bcp.Event] = []
+    bcp.save(tmp_path, model(8), options=small_parts(observe=events.append))
+    took: dict[str, float] = defaultdict(float)
+    for event in events:
+        if isinstance(event, StageEvent):
+            took[event.item] += event.ended - event.started
+    requests = [event for event in events if isinstance(event, RequestEvent)]
+    items = {attributes_of(span)["bcp.item"] for span in made.all if span.name == "bcp.item"}
+    assert items == set(sorted(took, key=lambda name: took[name])[-3:])
+    durations = [span.end_time - span.start_time for span in made.all if span.name == "bcp.storage.request"]
+    slowest = sorted(event.ended - event.started for event in requests)[-3:]
+    assert sorted(durations) == pytest.approx([seconds * 1e9 for seconds in slowest], abs=1000)
+    save = attributes_of(made.one("bcp.save"))
+    assert save["bcp.items.left_out"] == len(took) - 3
+    assert save["bcp.requests.left_out"] == len(requests) - 3
+
+
+@every_group
+def test_a_failed_request_has_a_span_before_slower_ones(
+    tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "most_spans", 1)
+    watch = Watch("save", str(tmp_path))
+    with watch.running():
+        for number, status in enumerate(("ok", "again", "ok")):
+            watch(RequestEvent("file", "put", f"key {number}", 1, 0.0, 1.0 + number, 1, status, ""))
+    assert attributes_of(made.one("bcp.storage.request"))["bcp.storage.key"] == "key 1"
 
 
 def test_without_operations_there_is_no_span(tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
