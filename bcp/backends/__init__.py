@@ -86,7 +86,7 @@ def _check_methods(backend: object) -> None:
 def _check_none(options: Mapping[str, Any], where: str) -> None:
     """Refuse options where nothing would look at them; their values may be secret."""
     if options:
-        raise InputError(f"storage_options has {sorted(options)}, and {where} takes none; they are for URLs")
+        raise InputError(f"storage_options has {sorted(options)}, and {shown(where)} takes none; they are for URLs")
 
 
 def _factory(scheme: str, url: str) -> Factory:
@@ -130,7 +130,7 @@ def _file(url: str, options: Mapping[str, Any], _: RetryPolicy | None) -> Backen
     _check_none(options, url)
     host, slash, path = url[len("file://") :].partition("/")
     if host not in ("", "localhost") or not slash:
-        raise InputError(f"{url!r}: write file:///absolute/path, with three slashes")
+        raise InputError(f"{shown(url)!r}: write file:///absolute/path, with three slashes")
     return LocalBackend(unquote(f"/{path}"))
 
 

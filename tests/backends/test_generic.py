@@ -211,6 +211,11 @@ def test_passwords_in_urls_are_not_shown(password: str) -> None:
         bcp.save(f"nosuch://user:{password}@host/path", {"model": {}})
     assert "nosuch://user:***@host/path" in str(caught.value)
     assert "ter2" not in str(caught.value)
+    for scheme, options in (("memory", {"key": 1}), ("file", {"key": 1}), ("file", {})):
+        with pytest.raises(InputError) as caught:
+            resolve(f"{scheme}://user:{password}@host/path", options)
+        assert "user:***@host" in str(caught.value)
+        assert "ter2" not in str(caught.value)
     with pytest.raises(InputError, match="storage_options is a list"):
         bcp.SaveOptions(storage_options=[])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="retries='often'"):
