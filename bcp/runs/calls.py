@@ -7,6 +7,7 @@ functions to await. Both drivers await them on bcp's own loop, so a caller's loo
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any, TypeVar
 
 from bcp import _bridge
@@ -24,7 +25,7 @@ def drive(body: Body[T], what: str) -> T:
     try:
         function = next(body)
         while True:
-            function = _sent(body, lambda function=function: _bridge.run(function, what=what))
+            function = _sent(body, partial(_bridge.run, function, what=what))
     except StopIteration as end:
         result: T = end.value
         return result
