@@ -1,0 +1,61 @@
+"""Policies of a run: when to save, how often that pays, and which checkpoints to keep.
+
+They are pure: no input or output, no clock of their own. A run tells them the time and what it has measured.
+"""
+
+from bcp.policies.frequency import Tuned, interval
+from bcp.policies.keep import (
+    AnyKept,
+    Best,
+    ClosestTo,
+    Entry,
+    EveryKSteps,
+    Everything,
+    KeepPolicy,
+    LastDays,
+    Latest,
+    Pinned,
+    as_keep_policy,
+    doomed,
+)
+from bcp.policies.save import (
+    AnyOf,
+    AtSteps,
+    Continuously,
+    Costs,
+    EverySeconds,
+    EverySteps,
+    FirstStep,
+    Moment,
+    OnPreemption,
+    SavePolicy,
+    as_save_policy,
+)
+
+__all__ = [
+    "AnyKept",
+    "AnyOf",
+    "AtSteps",
+    "Best",
+    "ClosestTo",
+    "Continuously",
+    "Costs",
+    "Entry",
+    "EveryKSteps",
+    "EverySeconds",
+    "EverySteps",
+    "Everything",
+    "FirstStep",
+    "KeepPolicy",
+    "LastDays",
+    "Latest",
+    "Moment",
+    "OnPreemption",
+    "Pinned",
+    "SavePolicy",
+    "Tuned",
+    "as_keep_policy",
+    "as_save_policy",
+    "doomed",
+    "interval",
+]

@@ -1,0 +1,368 @@
+"""Which checkpoints to keep: policies that choose among those that are durable, and what none of them may give up."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from bcp.errors import InputError
+from bcp.policies.checks import amount, steps_of, whole
+
+__all__ = [
+    "AnyKept",
+    "Best",
+    "ClosestTo",
+    "Entry",
+    "EveryKSteps",
+    "Everything",
+    "KeepPolicy",
+    "LastDays",
+    "Latest",
+    "Pinned",
+    "as_keep_policy",
+    "doomed",
+]
+
+DAY = 86_400.0
+"""Seconds of a day."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A committed checkpoint of a run.
+
+    Attributes:
+        step: its step.
+        committed: when it was committed, in Unix seconds.
+        metrics: values that the run has noted for the step, as for :class:`Best`.
+        trust: what the run has been told about it.
+        reason: why.
+        pinned: whether it is kept whatever a policy says.
+
+    Example:
+        >>> Entry(step=300, committed=1_700_000_000.0, metrics={"loss": 2.5}).trust
+        'unknown'
+
+    """
+
+    step: int
+    committed: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    trust: Literal["unknown", "verified", "suspect"] = "unknown"
+    reason: str = ""
+    pinned: bool = False
+
+
+class KeepPolicy(Protocol):
+    """Chooses the checkpoints to keep. Any object with this method is one.
+
+    Example::
+
+        class EvenSteps:
+            def kept(self, entries, now):
+                return {entry.step for entry in entries if entry.step % 2 == 0}
+
+    """
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps of the checkpoints to keep.
+
+        Args:
+            entries: the durable checkpoints of the run, in any order.
+            now: Unix seconds.
+
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """Keep the newest ``n`` checkpoints.
+
+    Args:
+        n: how many.
+
+    Raises:
+        InputError: ``n`` is no whole number above zero.
+
+    Example:
+        >>> Latest(2).kept([Entry(step=step, committed=0.0) for step in (10, 20, 30)], now=0.0) == {20, 30}
+        True
+
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        whole("Latest", "n", self.n)
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the largest steps."""
+        del now
+        return set(sorted({entry.step for entry in entries})[-self.n :])
+
+
+@dataclass(frozen=True, slots=True)
+class EveryKSteps:
+    """Keep the checkpoints whose step is a multiple of ``k``.
+
+    Args:
+        k: how many steps.
+
+    Raises:
+        InputError: ``k`` is no whole number above zero.
+
+    Example:
+        >>> EveryKSteps(20).kept([Entry(step=step, committed=0.0) for step in (10, 20, 30)], now=0.0)
+        {20}
+
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        whole("EveryKSteps", "k", self.k)
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps that are multiples."""
+        del now
+        return {entry.step for entry in entries if entry.step % self.k == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class ClosestTo:
+    """Keep the closest checkpoint to each multiple of ``every_k``; of two that are as close the older one.
+
+    The multiples begin with ``every_k`` itself. Zero is none of them. A checkpoint that is the closest one to a
+    multiple stays so: no later checkpoint is closer to a step that the run has passed.
+
+    Args:
+        every_k: how many steps.
+
+    Raises:
+        InputError: ``every_k`` is no whole number above zero.
+
+    Example:
+        >>> entries = [Entry(step=step, committed=0.0) for step in (70, 98, 130, 210)]
+        >>> sorted(ClosestTo(100).kept(entries, now=0.0))
+        [98, 210]
+
+    """
+
+    every_k: int
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        whole("ClosestTo", "every_k", self.every_k)
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the closest step to each multiple, up to the first multiple that the run has not passed."""
+        del now
+        k, steps = self.every_k, sorted({entry.step for entry in entries})
+        multiples = {multiple for step in steps for multiple in (step // k * k, -(-step // k) * k) if multiple > 0}
+        kept = set()
+        for multiple in multiples:  # others lie in gaps, and are farther from the same checkpoints
+            at = bisect_left(steps, multiple)
+            kept.add(min((abs(step - multiple), step) for step in steps[max(0, at - 1) : at + 1])[1])
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class LastDays:
+    """Keep the checkpoints that were committed in the last ``days`` days.
+
+    A checkpoint whose commit lies in the future is kept: then a clock has jumped.
+
+    Args:
+        days: how many days; a fraction is fine.
+
+    Raises:
+        InputError: ``days`` is no finite number above zero.
+
+    Example:
+        >>> entries = [Entry(step=10, committed=0.0), Entry(step=20, committed=86_400.0)]
+        >>> LastDays(0.5).kept(entries, now=90_000.0)
+        {20}
+
+    """
+
+    days: float
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        amount("LastDays", "days", self.days)
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps of the young ones."""
+        return {entry.step for entry in entries if not now - entry.committed > self.days * DAY}  # so NaN is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the ``n`` checkpoints with the best values of a metric; of equal ones the newer.
+
+    A checkpoint without the metric, or with NaN, is not among them.
+
+    Args:
+        metric: its name, as in ``run.maybe_save(step, metrics={"loss": loss})``.
+        n: how many.
+        mode: ``"min"``: the smallest values are the best; ``"max"``: the largest.
+
+    Raises:
+        InputError: ``metric`` is no name, ``n`` no whole number above zero, or ``mode`` neither of the two.
+
+    Example:
+        >>> losses = {10: 3.0, 20: 2.0, 30: float("nan")}
+        >>> Best("loss").kept([Entry(step=s, committed=0.0, metrics={"loss": x}) for s, x in losses.items()], now=0.0)
+        {20}
+
+    """
+
+    metric: str
+    n: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        if not isinstance(self.metric, str) or not self.metric:
+            raise InputError(f"Best(metric={self.metric!r}): no name; pass that of a metric, as in Best('loss')")
+        whole("Best", "n", self.n)
+        if self.mode not in ("min", "max"):
+            raise InputError(f"Best(mode={self.mode!r}) is unknown; use 'min' or 'max'")
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps of the best ones."""
+        del now
+        sign = 1 if self.mode == "min" else -1
+        values = {entry.step: entry.metrics.get(self.metric, math.nan) for entry in entries}
+        ranked = sorted((sign * value, -step) for step, value in values.items() if not math.isnan(value))
+        return {-step for _, step in ranked[: self.n]}
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Keep the checkpoints of these steps, and all that are pinned.
+
+    Args:
+        steps: the steps; none by default.
+
+    Raises:
+        InputError: one is no whole number from zero on.
+
+    Example:
+        >>> Pinned([20]).kept([Entry(step=step, committed=0.0) for step in (10, 20, 30)], now=0.0)
+        {20}
+
+    """
+
+    steps: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work."""
+        object.__setattr__(self, "steps", steps_of("Pinned", self.steps))
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps of those that are there."""
+        del now
+        return {entry.step for entry in entries if entry.pinned or entry.step in self.steps}
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """Keep all checkpoints.
+
+    Example:
+        >>> Everything().kept([Entry(step=10, committed=0.0)], now=0.0)
+        {10}
+
+    """
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return all steps."""
+        del now
+        return {entry.step for entry in entries}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class AnyKept:
+    """Keep each checkpoint that any of these policies keeps.
+
+    Args:
+        policies: keep policies; a number is :class:`Latest` of it.
+
+    Raises:
+        InputError: there are none, or one is no keep policy.
+
+    Example:
+        >>> entries = [Entry(step=step, committed=0.0) for step in (10, 20, 30, 40)]
+        >>> sorted(AnyKept(Latest(1), EveryKSteps(20)).kept(entries, now=0.0))
+        [20, 40]
+
+    """
+
+    policies: tuple[KeepPolicy, ...]
+
+    def __init__(self, *policies: KeepPolicy | int) -> None:
+        """Take the policies, one argument each."""
+        if not policies:
+            raise InputError("AnyKept() would delete every checkpoint; pass at least one keep policy")
+        object.__setattr__(self, "policies", tuple(as_keep_policy(policy) for policy in policies))
+
+    def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
+        """Return the steps that any of them keeps."""
+        return {step for policy in self.policies for step in policy.kept(entries, now)}
+
+
+def as_keep_policy(value: KeepPolicy | int) -> KeepPolicy:
+    """Return the keep policy that an argument means.
+
+    Args:
+        value: a keep policy; or a number, which is :class:`Latest` of it.
+
+    Raises:
+        InputError: it is neither.
+
+    Example:
+        >>> as_keep_policy(3)
+        Latest(n=3)
+
+    """
+    if isinstance(value, bool | type) or not (isinstance(value, int) or hasattr(value, "kept")):
+        raise InputError(f"{value!r} is no keep policy; pass a number of checkpoints or, say, bcp.policies.LastDays(7)")
+    return Latest(value) if isinstance(value, int) else value
+
+
+def doomed(entries: Sequence[Entry], keep: KeepPolicy, now: float) -> list[int]:
+    """Return the steps of the checkpoints that may be deleted, oldest first.
+
+    Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the newest one that is not
+    suspect, and those that are pinned. All stay where the policy keeps none: its metric, say, is never noted.
+
+    Args:
+        entries: the durable checkpoints of the run, in any order.
+        keep: the policy.
+        now: Unix seconds.
+
+    Example:
+        >>> entries = [Entry(step=step, committed=0.0) for step in (10, 20, 30)]
+        >>> doomed(entries, Latest(1), now=0.0)
+        [10, 20]
+        >>> doomed(entries, Best("los"), now=0.0)
+        []
+
+    """
+    steps = {entry.step for entry in entries}
+    kept = keep.kept(entries, now) & steps
+    if not kept:
+        return []
+    kept |= {entry.step for entry in entries if entry.pinned} | {max(steps)}
+    for chosen in (
+        [entry.step for entry in entries if entry.trust == "verified"],
+        [entry.step for entry in entries if entry.trust != "suspect"],
+    ):
+        kept |= set(sorted(chosen)[-1:])
+    return sorted(steps - kept)
