@@ -67,7 +67,7 @@ class Tuned:
     Example:
         >>> tuned = Tuned(overhead=0.02)
         >>> round(tuned.interval(Costs(stall=10.0, durable=30.0, failures=3, observed_hours=8.0, restart=60.0)))
-        768
+        770
 
     """
 
