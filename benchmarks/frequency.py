@@ -1,7 +1,7 @@
 """Let the tuner of the save interval train for 10,000 simulated hours, beside the best fixed interval in hindsight.
 
-Failures come by a Poisson process. A save stops the training for its stall, and is durable some seconds later. A failure
-takes the work since the last durable save began, and the seconds of a restart.
+Failures come by a Poisson process. A save stops the training for its stall, and is durable some seconds later.
+A failure takes the work since the last durable save began, and the seconds of a restart.
 
 The tuner is ``bcp.policies.Tuned``. It begins with its prior alone and sees each failure when it happens. Stall and lag
 are known after the first save of each life only, and a measured stall is off by a quarter or so. The optimum is the

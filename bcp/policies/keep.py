@@ -163,7 +163,7 @@ class ClosestTo:
         """Return the closest step to each multiple, up to the first multiple that the run has not passed."""
         del now
         k, steps = self.every_k, sorted({entry.step for entry in entries})
-        multiples = {multiple for step in steps for multiple in (step // k * k, -(-step // k) * k) if multiple > 0}
+        multiples = {multiple for step in steps for multiple in (step // k * k, step // k * k + k) if multiple}
         kept = set()
         for multiple in multiples:  # others lie in gaps, and are farther from the same checkpoints
             at = bisect_left(steps, multiple)
