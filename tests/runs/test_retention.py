@@ -205,8 +205,8 @@ def test_last_days_goes_by_the_commit() -> None:
 
 def test_a_clock_that_was_set_back_deletes_nothing_of_the_future() -> None:
     entries = [Entry(step=step, committed=NOW + step * DAY) for step in (1, 50, 5000)]
-    assert doomed(entries, LastDays(1), NOW) == []
-    assert doomed([*entries, Entry(step=6000, committed=0.0)], LastDays(1), NOW) == []
+    assert LastDays(1).kept(entries, NOW) == {1, 50, 5000}
+    assert doomed([Entry(step=0, committed=NOW - 2 * DAY), *entries], LastDays(1), NOW) == [0]
 
 
 def test_best_ranks_by_the_metric_and_ignores_those_without_a_value() -> None:
