@@ -31,6 +31,7 @@ __all__ = [
     "Concurrent",
     "Coordinator",
     "FailureReporter",
+    "FolderLister",
     "LightWriter",
     "LoadTargets",
     "LocalShards",
@@ -49,6 +50,7 @@ __all__ = [
     "Version",
     "at_once_of",
     "flat_view",
+    "folders_of",
     "retries_of",
 ]
 
@@ -308,6 +310,54 @@ class Sweeper(Protocol):
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove some of those that :meth:`unfinished` listed. An absent one is no error. A writer that lives fails."""
+
+
+@runtime_checkable
+class FolderLister(Protocol):
+    """Optional method of a backend that can list folders without the objects in them.
+
+    A folder is the part of keys up to a slash. A run with thousands of objects in each checkpoint lists its checkpoints
+    with it.
+    """
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List the names of the folders directly below ``prefix`` in order, by one request for each page.
+
+        A backend over directories may list empty ones, too. :meth:`Backend.delete` removes a directory that becomes
+        empty, and one that is empty already if a key in it is deleted.
+
+        Args:
+            prefix: a folder with its slash, as in ``"runs/7/"``; "" for the root. An absent one has no folders.
+
+        Returns:
+            The names, relative to ``prefix`` and without slashes.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+
+
+async def folders_of(backend: Backend, prefix: str = "") -> list[str]:
+    """Return the names of the folders directly below ``prefix``, in order.
+
+    Args:
+        backend: lists them by itself if it is a :class:`FolderLister`; else all objects are listed.
+        prefix: a folder with its slash, or "".
+
+    Raises:
+        StorageError: storage failed.
+
+    Example::
+
+        await backend.put("step-00001000/metadata.arrow", data)
+        assert await folders_of(backend) == ["step-00001000"]
+
+    """
+    if isinstance(backend, FolderLister):
+        return list(await backend.folders(prefix))
+    below = [info.key[len(prefix) :].partition("/") for info in await backend.list(prefix)]
+    return sorted({name for name, slash, _ in below if slash})
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ __all__ = [
     "final_name",
     "is_left_over",
     "list_files",
+    "list_folders",
     "open_new",
     "prune",
     "remove",
@@ -185,6 +186,18 @@ def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
                 if stat.S_ISREG(status.st_mode):
                     found.append((key, status.st_size))
     return sorted(found)
+
+
+def list_folders(top: Path) -> list[str]:
+    """Return the names of the directories in a directory, sorted; symbolic links are left out."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return certain(top, partial(_list_folders, top))
+    return []
+
+
+def _list_folders(top: Path) -> list[str]:
+    with os.scandir(top) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def _unless_not_ours(top: Path, error: OSError) -> None:

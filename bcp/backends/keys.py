@@ -10,7 +10,7 @@ import xxhash
 from bcp.errors import InputError
 from bcp.protocols import Buffer, Version
 
-__all__ = ["check_key", "content_version", "scatter"]
+__all__ = ["check_key", "check_prefix", "content_version", "scatter"]
 
 _LARGE_BYTES = 64 << 10
 # From here on numpy copies, which lets other threads run, in the same time; 4 KiB take a memoryview 0.4 us, numpy 2.4.
@@ -28,6 +28,16 @@ def check_key(key: str) -> str:
             "without empty, '.' or '..' segments, backslash or NUL"
         )
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the prefix of a folder's keys, or raise :class:`~bcp.errors.InputError` where it is none.
+
+    It is empty, or a key and a slash.
+    """
+    if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
+        raise InputError(f"prefix {prefix!r} is no folder's; end it with '/', or pass '' for the root")
+    return prefix
 
 
 def content_version(data: Buffer) -> Version:

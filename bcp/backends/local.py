@@ -18,7 +18,7 @@ import anyio
 
 from bcp._log import log
 from bcp.backends import files, swap
-from bcp.backends.keys import check_key
+from bcp.backends.keys import check_key, check_prefix
 from bcp.backends.probe import quickest
 from bcp.backends.reading import ReadWay, fill
 from bcp.backends.shared import Tries
@@ -197,6 +197,14 @@ class LocalBackend:
         with self._errors("list", prefix):
             found = await in_thread(files.list_files, self._root, prefix)
         return [ObjectInfo(key, nbytes) for key, nbytes in found]
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List the directories directly below ``prefix``; symbolic links are left out."""
+        top = self._root / prefix
+        if check_prefix(prefix):
+            top = await in_thread(self._path, prefix[:-1])
+        with self._errors("folders", prefix):
+            return await in_thread(files.list_folders, top)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects and the directories that became empty, but not the root."""

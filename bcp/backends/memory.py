@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from bcp.backends.keys import check_key, content_version, scatter
+from bcp.backends.keys import check_key, check_prefix, content_version, scatter
 from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, Version, flat_view
@@ -88,6 +88,12 @@ class MemoryBackend:
         # dict.copy is one step under the GIL, so other threads may store meanwhile
         stored = self._objects.copy()
         return [ObjectInfo(key, len(stored[key])) for key in sorted(stored) if key.startswith(prefix)]
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders."""
+        start = len(check_prefix(prefix))
+        below = [key[start:].partition("/") for key in self._objects.copy() if key.startswith(prefix)]
+        return sorted({name for name, slash, _ in below if slash})
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; absent ones are skipped."""

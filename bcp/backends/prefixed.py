@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from bcp.backends.keys import check_key, scatter
+from bcp.backends.keys import check_key, check_prefix, scatter
 from bcp.pipeline import in_thread
 from bcp.protocols import (
     Backend,
@@ -18,6 +18,7 @@ from bcp.protocols import (
     Unfinished,
     Version,
     at_once_of,
+    folders_of,
     retries_of,
 )
 
@@ -105,6 +106,10 @@ class PrefixedBackend:
         skip = len(self.prefix) + 1
         found = await self.whole.list(f"{self.prefix}/{prefix}")
         return [ObjectInfo(info.key[skip:], info.nbytes) for info in found]
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders of the view."""
+        return await folders_of(self.whole, f"{self.prefix}/{check_prefix(prefix)}")
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""

@@ -24,7 +24,7 @@ import anyio
 import pytest
 
 from bcp.errors import CorruptError, InputError, StorageError
-from bcp.protocols import Backend, Buffer, PartWriter, ScatterReader, Sweeper, Unfinished
+from bcp.protocols import Backend, Buffer, FolderLister, PartWriter, ScatterReader, Sweeper, Unfinished, folders_of
 
 __all__ = ["BackendSuite"]
 
@@ -357,6 +357,37 @@ class BackendSuite:
         for prefix in ("", "a", "a/", "a/b", "a/b/", "b", "c", "a/z"):
             found = [(info.key, info.nbytes) for info in await self.reopen(backend).list(prefix)]
             assert found == [pair for pair in everything if pair[0].startswith(prefix)], prefix
+
+    async def test_folders(self, backend: Backend) -> None:
+        """Folders come in order, each once; objects and deeper folders are not among them."""
+        assert await folders_of(backend) == await folders_of(backend, "step-1/") == []
+        for key in ("step-2/a", "step-10/a", "step-1/a/b/c", "step-1/b", "step-1/a/d", "step", "run.json", "z/a"):
+            await backend.put(key, b"x")
+        other = self.reopen(backend)
+        for prefix, expected in (
+            ("", ["step-1", "step-10", "step-2", "z"]),
+            ("step-1/", ["a"]),
+            ("step-1/a/", ["b"]),
+            ("step-2/", []),
+            ("step/", []),
+            ("absent/", []),
+            ("run.json/below/", []),
+        ):
+            assert await folders_of(other, prefix) == expected, prefix
+            derived = (info.key[len(prefix) :].partition("/") for info in await other.list(prefix))
+            assert sorted({name for name, slash, _ in derived if slash}) == expected, prefix
+        await backend.delete(["step-1/a/b/c", "step-2/a"])
+        assert await folders_of(other) == ["step-1", "step-10", "z"]
+        assert await folders_of(other, "step-1/a/") == []
+        await backend.delete(["z/a", "z/absent"])
+        assert await folders_of(other) == ["step-1", "step-10"]
+
+    @pytest.mark.parametrize("prefix", ["step-1", "/", "../", "a//", "./", "a/../b/"])
+    async def test_bad_prefixes_of_folders(self, backend: Backend, prefix: str) -> None:
+        """A backend that lists folders takes the prefix of a folder only, below the root."""
+        if isinstance(backend, FolderLister):
+            with pytest.raises(InputError):
+                await backend.folders(prefix)
 
     async def test_delete(self, backend: Backend) -> None:
         """Deleted objects are gone, others stay, absent ones are no error."""

@@ -7,7 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from bcp.errors import InputError
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, ScatterReader, Sweeper, Unfinished, Version
+from bcp.protocols import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    PartWriter,
+    ScatterReader,
+    Sweeper,
+    Unfinished,
+    Version,
+    folders_of,
+)
 
 __all__ = ["OPERATIONS", "CountingBackend", "FaultyBackend"]
 
@@ -22,6 +32,7 @@ OPERATIONS = (
     "read_scattered",
     "get",
     "list",
+    "folders",
     "delete",
     "unfinished",
     "discard",
@@ -109,6 +120,11 @@ class CountingBackend:
         """List objects."""
         await self.before("list", prefix)
         return await self.inner.list(prefix)
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders, by a list of all objects if the inner backend cannot do better."""
+        await self.before("folders", prefix)
+        return await folders_of(self.inner, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; counts as one call, with the keys joined by blanks."""

@@ -86,6 +86,13 @@ class FakeStore:
         page = keys[: self.page]
         return [ObjectInfo(key, len(self.objects[key][0])) for key in page], page[-1] if page != keys else None
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
+        await self.request("folders")
+        below = [key[len(prefix) :].partition("/") for key in self.objects if key.startswith(prefix)]
+        names = sorted({name for name, slash, _ in below if slash and (after is None or name > after)})
+        page = names[: self.page]
+        return page, page[-1] if page != names else None
+
     async def delete(self, keys: Sequence[str]) -> None:
         assert len(keys) <= self.most_keys
         await self.request("delete")

@@ -14,7 +14,7 @@ from google.oauth2.credentials import Credentials
 
 from bcp.backends.objects.gcs import open_gcs
 from bcp.errors import InputError, MissingExtraError, StorageError
-from bcp.protocols import Backend
+from bcp.protocols import Backend, folders_of
 from bcp.testing.backend_suite import BackendSuite
 
 if TYPE_CHECKING:
@@ -86,6 +86,21 @@ async def test_a_list_has_pages(gcs: Gcs) -> None:
     assert sum("prefix=" in request for request in gcs.server.requests()) == 2
     await backend.delete(keys[:100])
     assert len(await backend.list()) == 1100
+
+
+async def test_folders_are_listed_without_their_objects(gcs: Gcs) -> None:
+    names = [f"step-{number:08d}" for number in range(1001)]
+    fast, backend = gcs(endpoint_url=gcs.server.direct), gcs()
+    async with anyio.create_task_group() as group:
+        for name in names:
+            group.start_soon(fast.put, f"{name}/metadata.arrow", b"1")
+        group.start_soon(fast.put, "run.json", b"{}")
+        for number in range(30):  # one folder is one name, whatever it holds
+            group.start_soon(fast.put, f"{names[0]}/model/{number}", b"1")
+    gcs.server.log()
+    assert await folders_of(backend) == names
+    assert sum("delimiter=" in request for request in gcs.server.requests()) in (1, 2)  # this server has larger pages
+    assert not sum("prefix=" in request and "delimiter=" not in request for request in gcs.server.requests())
 
 
 async def test_markers_of_folders_are_not_listed(gcs: Gcs) -> None:

@@ -24,7 +24,7 @@ import bcp
 from bcp.backends.objects import ObjectBackend, RequestError
 from bcp.backends.objects.s3 import open_s3
 from bcp.errors import CorruptError, InputError, MissingExtraError, StorageError
-from bcp.protocols import Backend, Codec, RetryPolicy, Unfinished
+from bcp.protocols import Backend, Codec, RetryPolicy, Unfinished, folders_of
 from bcp.testing.backend_suite import BackendSuite
 
 pytestmark = pytest.mark.anyio
@@ -249,6 +249,33 @@ async def test_uploads_are_listed_by_pages(server: S3Server, monkeypatch: pytest
     monkeypatch.setattr(store, "call", call)
     assert [one.key for one in await ObjectBackend(store).unfinished()] == ["1", "2", "3"]
     assert asked == [{"Prefix": "root/"}, *[{"Prefix": "root/", "KeyMarker": "k", "UploadIdMarker": "i"}] * 2]
+
+
+async def test_folders_are_listed_by_pages_of_a_thousand(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"step-{number:08d}" for number in range(1000)]
+    backend = server.backend(server.place(), QUICK)
+    limit = anyio.CapacityLimiter(64)
+
+    async def put(key: str) -> None:
+        async with limit:
+            await backend.put(key, b"1")
+
+    async with anyio.create_task_group() as group:
+        for key in ("run.json", *(f"{name}/metadata.arrow" for name in names)):
+            group.start_soon(put, key)
+        for number in range(30):  # one folder is one name, whatever it holds
+            group.start_soon(put, f"{names[0]}/model/{number}")
+    asked: list[dict[str, Any]] = []
+    call = backend.store.call
+
+    async def counted(operation: str, data: memoryview | None = None, **params: Any) -> dict[str, Any]:
+        asked.append(params)
+        answer: dict[str, Any] = await call(operation, data, **params)
+        return answer
+
+    monkeypatch.setattr(backend.store, "call", counted)
+    assert await folders_of(backend) == names
+    assert [params["Delimiter"] for params in asked] == ["/", "/"]
 
 
 async def test_an_upload_whose_beginning_was_not_answered_goes_with_the_commit(server: S3Server, front: Front) -> None:

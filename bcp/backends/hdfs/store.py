@@ -96,6 +96,15 @@ class HdfsStore:
         mine = [(key, entry) for key, entry in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
         return [ObjectInfo(key, entry.nbytes) for key, entry in mine], None
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
+        """List the directories in one directory; all are one page."""
+        with request_errors(absent=False):
+            try:
+                entries = await self.hdfs.entries(f"{self._root}/{prefix}".rstrip("/") or "/")
+            except FileNotFoundError:
+                return [], None
+        return [entry.path.rpartition("/")[2] for entry in entries if entry.is_directory], None
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, and the directories that became empty."""
         with request_errors(absent=False):

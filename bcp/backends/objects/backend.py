@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 
 from bcp._log import log
-from bcp.backends.keys import check_key, scatter
+from bcp.backends.keys import check_key, check_prefix, scatter
 from bcp.backends.objects.grid import Grid
 from bcp.backends.objects.retry import Retries
 from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
@@ -202,6 +202,11 @@ class ObjectBackend:
 
         found = await self._pages("list", prefix, f"listing {prefix!r}", partial(self.store.list, prefix))
         return sorted(found, key=lambda info: info.key)
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List the folders directly below ``prefix``."""
+        what = f"listing folders in {check_prefix(prefix)!r}"
+        return sorted({*await self._pages("folders", prefix, what, partial(self.store.folders, prefix))})
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""

@@ -119,6 +119,13 @@ class GcsStore:
         objects = [(name, nbytes) for name, nbytes in page if upload_of(name) is None and not name.endswith("/")]
         return [ObjectInfo(name.removeprefix(self._above), nbytes) for name, nbytes in objects], after
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
+        """List folders."""
+        above = self._above + prefix
+        page, after = await self._api.prefixes(above, after)
+        names = [name[len(above) : -1] for name in page]
+        return [name for name in names if name], after
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete an object."""
         for key in keys:

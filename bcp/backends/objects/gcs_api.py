@@ -132,19 +132,25 @@ class GcsApi:
 
     async def names(self, prefix: str, after: str | None) -> tuple[Sequence[tuple[str, int]], str | None]:
         """Return a page of names and sizes of objects whose name starts with a prefix, and the next page's token."""
-        query = {
-            "prefix": prefix,
-            "maxResults": str(_PAGE),
-            "fields": "items(name,size),nextPageToken",
-        }
+        page = await self._list(after, prefix=prefix, fields="items(name,size),nextPageToken")
+        found = [(item["name"], int(item["size"])) for item in page.get("items", ())]
+        return found, page.get("nextPageToken") or None
+
+    async def prefixes(self, above: str, after: str | None) -> tuple[Sequence[str], str | None]:
+        """Return a page of what stands up to the next slash in names that start with ``above``, and a page token."""
+        page = await self._list(after, prefix=above, delimiter="/", fields="prefixes,nextPageToken")
+        return page.get("prefixes", ()), page.get("nextPageToken") or None
+
+    async def _list(self, after: str | None, **query: str) -> dict[str, Any]:
+        """Return a page of a list of objects."""
+        query["maxResults"] = str(_PAGE)
         if after is not None:
             query["pageToken"] = after
         try:
-            page = (await self.http.call("GET", f"{self.http.path}/o", query)).json()
+            page: dict[str, Any] = (await self.http.call("GET", f"{self.http.path}/o", query)).json()
         except FileNotFoundError as error:
             raise self.http.no_bucket(error) from error
-        found = [(item["name"], int(item["size"])) for item in page.get("items", ())]
-        return found, page.get("nextPageToken") or None
+        return page
 
     def _path(self, name: str) -> str:
         return f"{self.http.path}/o/{quote(name, safe='')}"

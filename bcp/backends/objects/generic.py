@@ -34,6 +34,7 @@ MIB = 1 << 20
 TEMP_SUFFIX = ".bcp-tmp"
 _SMALL = 64 * MIB
 _MANY = 16
+_TRIES = 8
 _NO_VERSION = "unknown"
 _TRANSIENT = frozenset(
     {errno.EAGAIN, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.EINTR}
@@ -42,6 +43,8 @@ _TRANSIENT = frozenset(
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _MANY_THREADS = frozenset({"file", "local", "memory"})
 """Synchronous file systems of fsspec that several threads may call at once. Of others that is not known."""
+_REFUSING = frozenset({"file", "ftp", "local", "memory", "sftp", "smb", "ssh"})
+"""File systems of fsspec whose ``rmdir`` leaves a directory that is not empty. That of others may remove its files."""
 
 
 def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -> Backend:
@@ -108,6 +111,7 @@ class FsspecStore:
         self._options = options
         self._opened = opened
         protocols = {kind.protocol} if isinstance(kind.protocol, str) else set(kind.protocol)
+        self._prunes = bool(protocols & _REFUSING)
         self._most_threads = _MANY if kind.async_impl or protocols & _MANY_THREADS else 1
         self._begin()
 
@@ -140,10 +144,11 @@ class FsspecStore:
         if condition is not None and self._version(path) != condition.version:
             raise ConditionError(key)
         temp = self._temp(path)
-        if condition is None:
-            self._make_folder(path)
         try:
-            self._system.pipe_file(temp, data)
+            if condition is None:
+                self._in_folder(temp, partial(self._system.pipe_file, temp, data))
+            else:
+                self._system.pipe_file(temp, data)
             self._rename(temp, path)
         except BaseException:
             self._remove(temp)
@@ -230,13 +235,34 @@ class FsspecStore:
         start = len(self._root) + 1 if self._root else 0
         return [(path[start:], int(info["size"])) for path, info in found.items() if path[start:]]
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
+        """List the directories in one directory; all are one page."""
+        return await self._call(self._folders, self._path(prefix).rstrip("/")), None
+
+    def _folders(self, top: str) -> Sequence[str]:
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(top, detail=True)
+        except _ABSENT:
+            return []
+        paths = [str(info["name"]).rstrip("/") for info in found if info["type"] == "directory"]
+        return [path.rpartition("/")[2] for path in paths if path not in (top, "")]
+
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete one after the other."""
+        """Delete one after the other, and the directories that became empty if the file system has such."""
         await self._call(self._remove_all, keys)
 
     def _remove_all(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._remove(self._path(key))
+            if self._prunes:
+                self._prune(key)
+
+    def _prune(self, key: str) -> None:
+        """Remove the directories above a key, below the root, as far as they are empty."""
+        with suppress(Exception):  # not empty, or gone; fsspec's memory also fails while others write
+            while key := key.rpartition("/")[0]:
+                self._system.rmdir(self._path(key))
 
     def _remove(self, path: str) -> None:
         with suppress(*_ABSENT):
@@ -250,12 +276,16 @@ class FsspecStore:
         return _Stream(self, path, temp, file)
 
     def _open(self, temp: str) -> Any:
-        self._make_folder(temp)
-        return self._system.open(temp, "wb")
+        return self._in_folder(temp, partial(self._system.open, temp, "wb"))
 
-    def _make_folder(self, path: str) -> None:
-        with suppress(FileExistsError):
-            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+    def _in_folder(self, path: str, call: Callable[[], T]) -> T:
+        """Make the directory of a file, and call; again if a deletion beside has removed the empty directory since."""
+        for _ in range(_TRIES):
+            with suppress(FileExistsError):
+                self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with suppress(FileNotFoundError):
+                return call()
+        return call()
 
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:  # noqa: ARG002
         """List files that are being written, or were; all are one page."""

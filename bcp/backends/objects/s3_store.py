@@ -219,6 +219,14 @@ class S3Store:
         found = [ObjectInfo(key, nbytes) for key, nbytes in listed if key and not key.endswith("/")]
         return found, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
+        """List common prefixes by pages of a thousand prefixes and objects."""
+        above = self._root + prefix
+        more: dict[str, Any] = {} if after is None else {"ContinuationToken": after}
+        page = await self.call("list_objects_v2", Prefix=above, Delimiter="/", **more)
+        names = [str(found["Prefix"])[len(above) : -1] for found in page.get("CommonPrefixes", [])]
+        return [name for name in names if name], page["NextContinuationToken"] if page.get("IsTruncated") else None
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, all by one request if the server knows that."""
         if len(keys) > 1 and self._deletes_many:

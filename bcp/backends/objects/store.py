@@ -131,6 +131,12 @@ class Store(Protocol):
         the second result is None.
         """
 
+    async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
+        """Return a page of the names of the folders directly below a prefix, which is empty or ends with a slash.
+
+        Pages are those of :meth:`list`. Names have no slash, and come in any order.
+        """
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete at most ``most_keys`` objects; absent ones are no error. May delete some and fail then."""
 
