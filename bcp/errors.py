@@ -6,6 +6,7 @@
     ├── InputError (ValueError)        what the caller passed cannot be saved or loaded
     │   ├── StateError                 a leaf of ``states`` (duplicate FQN, meta tensor, partial placement ...)
     │   ├── StateChangedError          the state was written to while its snapshot was being taken
+    │   ├── RunTakenError              the folder of a run belongs to another run, or another job has taken it
     │   └── MissingExtraError          an optional dependency is not installed; names the extra
     ├── CheckpointError                what lies in storage
     │   ├── NotACheckpointError        nothing at that path that bcp wrote (also a FileNotFoundError)
@@ -47,6 +48,7 @@ __all__ = [
     "MissingExtraError",
     "NotACheckpointError",
     "PeerError",
+    "RunTakenError",
     "ShapeMismatchError",
     "StageError",
     "StateChangedError",
@@ -76,6 +78,10 @@ class StateError(InputError):
 
 class StateChangedError(InputError):
     """A tensor was written to while its snapshot was being taken: the checkpoint would be torn, so it is not made."""
+
+
+class RunTakenError(InputError):
+    """The folder of a run belongs to another run, or another job has taken it; the message names both."""
 
 
 class MissingExtraError(InputError, ImportError):

@@ -1,0 +1,427 @@
+"""The ledger of a run, ``run.json``: its checkpoints, the lives of the job, and who writes now.
+
+A ledger is a value: each change makes a new one. What lies in storage may be anything, so reading checks every field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, TypeVar, cast
+
+from bcp.errors import CorruptError, FormatVersionError, InputError
+from bcp.policies import Entry
+
+__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal"]
+
+T = TypeVar("T")
+Trust = Literal["unknown", "verified", "suspect"]
+
+VERSION = 1
+MOST_BYTES = 16 << 20
+"""Of a file. 10,000 checkpoints with three metrics each take 3 MB."""
+
+KEPT_LIVES = 100
+LARGEST_STEP = (1 << 63) - 1
+_MOST_TEXT = 4096
+_TRUSTS = ("unknown", "verified", "suspect")
+_ENDS = ("finished", "preempted", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One life of the job: from its start, or restart, to its end.
+
+    Attributes:
+        started: when, in Unix seconds.
+        host: name of rank 0's host.
+        pid: rank 0's process id there.
+        ended: ``"finished"``, ``"preempted"`` or ``"failed"``; "" while it runs, and for ever if it was killed.
+        hours: how long it is known to have run.
+
+    Example:
+        >>> Life(1_700_000_000.0, "node-7", 4242).ended
+        ''
+
+    """
+
+    started: float
+    host: str
+    pid: int
+    ended: str = ""
+    hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A deletion that has begun.
+
+    Attributes:
+        step: step of the checkpoint.
+        version: of its commit object, as the backend names it; "" if that was gone already. A checkpoint of this step
+            with another version is a new one.
+
+    Example:
+        >>> Ledger(run_id="pretrain", owner="a1", removing=(Removal(1000, "8f0e"),)).without(1000).removing
+        ()
+
+    """
+
+    step: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The memory of a run.
+
+    Attributes:
+        run_id: name of the run.
+        owner: token of the job that took the folder last; only that job writes.
+        version: of the file's format.
+        entries: the committed checkpoints, by step.
+        removing: deletions that have begun. Their checkpoints are no entries any more.
+        lives: the last 100 lives of the job, the oldest first.
+        total_lives: how many there were.
+        failures: how many lives were killed or ended with an error.
+        observed_hours: how long all lives are known to have run, together.
+
+    Example:
+        >>> ledger = Ledger(run_id="pretrain", owner="a1").with_checkpoint(1000, 1_700_000_000.0, {"loss": 2.5})
+        >>> [entry.step for entry in ledger.marked(1000, "verified", "evaluated").entries]
+        [1000]
+        >>> Ledger.from_bytes(ledger.to_bytes(), "run.json") == ledger
+        True
+
+    """
+
+    run_id: str
+    owner: str
+    version: int = VERSION
+    entries: tuple[Entry, ...] = ()
+    removing: tuple[Removal, ...] = ()
+    lives: tuple[Life, ...] = ()
+    total_lives: int = 0
+    failures: int = 0
+    observed_hours: float = 0.0
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def with_checkpoint(self, step: int, committed: float, metrics: Mapping[str, float]) -> Ledger:
+        """Add a checkpoint. One of the same step is replaced: its pin stays, its trust does not.
+
+        Args:
+            step: its step.
+            committed: when it was committed, in Unix seconds.
+            metrics: numbers by name. One that is not finite is left out: no policy could compare it.
+
+        Raises:
+            InputError: the step, a metric's name or its value is no such thing.
+
+        """
+        if type(step) is not int or not 0 <= step <= LARGEST_STEP:
+            raise InputError(f"step={step!r} has to be a whole number of 0 or more")
+        noted = {name: value for name, value in _numbers(metrics).items() if math.isfinite(value)}
+        pinned = any(entry.pinned for entry in self.entries if entry.step == step)
+        return self.with_entries([Entry(step=step, committed=float(committed), metrics=noted, pinned=pinned)])
+
+    def with_entries(self, entries: Iterable[Entry]) -> Ledger:
+        """Add entries; those of the same steps are replaced."""
+        by_step = {entry.step: entry for entry in self.entries}
+        by_step.update({entry.step: entry for entry in entries})
+        removing = tuple(removal for removal in self.removing if removal.step not in by_step)
+        return replace(self, entries=tuple(by_step[step] for step in sorted(by_step)), removing=removing)
+
+    def only(self, steps: set[int]) -> Ledger:
+        """Drop the entries and the deletions of all other steps."""
+        return replace(
+            self,
+            entries=tuple(entry for entry in self.entries if entry.step in steps),
+            removing=tuple(removal for removal in self.removing if removal.step in steps),
+        )
+
+    def leaving(self, step: int, version: str) -> Ledger:
+        """Note that the deletion of a checkpoint begins: from here on it is no entry.
+
+        Args:
+            step: its step.
+            version: of its commit object, or "".
+
+        """
+        forgotten = self.without(step)
+        return replace(forgotten, removing=(*forgotten.removing, Removal(step, version)))
+
+    def without(self, step: int) -> Ledger:
+        """Forget a checkpoint and its deletion; one that is not there is no error."""
+        steps = {entry.step for entry in self.entries} | {removal.step for removal in self.removing}
+        return self.only(steps - {step})
+
+    def marked(self, step: int, trust: Trust, reason: str = "") -> Ledger:
+        """Say how far a checkpoint is to be trusted.
+
+        Raises:
+            InputError: the run has no checkpoint of that step, or ``trust`` is none of the three words.
+
+        """
+        if trust not in _TRUSTS:
+            raise InputError(f"trust={trust!r} is unknown; use one of {', '.join(map(repr, _TRUSTS))}")
+        if not isinstance(reason, str):
+            raise InputError(f"reason={reason!r} has to be a string")
+        return self._with(step, trust=trust, reason=_storable(reason))
+
+    def pinned(self, step: int, yes: bool = True) -> Ledger:  # noqa: FBT001, FBT002 -- reads as a sentence
+        """Keep a checkpoint whatever the policies say; ``yes=False`` gives it back to them.
+
+        Raises:
+            InputError: the run has no checkpoint of that step.
+
+        """
+        return self._with(step, pinned=bool(yes))
+
+    def _with(self, step: int, **changes: Any) -> Ledger:
+        """Change the entry of a step."""
+        found = [entry for entry in self.entries if entry.step == step]
+        if not found:
+            steps = [entry.step for entry in self.entries]
+            more = f" and {len(steps) - 10} older ones" if len(steps) > 10 else ""  # noqa: PLR2004 -- as below
+            there = ", ".join(map(str, steps[-10:])) + more if steps else "none yet"
+            raise InputError(f"run {self.run_id!r} has no checkpoint of step {step!r}; it has {there}")
+        return self.with_entries([replace(found[0], **changes)])
+
+    # -- lives --------------------------------------------------------------------------------
+
+    def with_life(self, life: Life) -> Ledger:
+        """Begin a life. The one before is a failure if it was killed, or ended with an error."""
+        failed = bool(self.lives) and self.lives[-1].ended in ("", "failed")
+        lives = (*self.lives, replace(life, host=_storable(life.host)))
+        return replace(
+            self,
+            lives=lives[-KEPT_LIVES:],
+            total_lives=self.total_lives + 1,
+            failures=self.failures + failed,
+        )
+
+    def ended(self, how: Literal["finished", "preempted", "failed"]) -> Ledger:
+        """Say how the current life ended.
+
+        Raises:
+            InputError: ``how`` is none of the three words.
+
+        """
+        if how not in _ENDS:
+            raise InputError(f"how={how!r} is unknown; use one of {', '.join(map(repr, _ENDS))}")
+        return self._with_last(ended=how)
+
+    def observed(self, hours: float) -> Ledger:
+        """Say for how many hours the current life has run so far. Less than before changes nothing.
+
+        Raises:
+            InputError: ``hours`` is no finite number.
+
+        """
+        if not math.isfinite(hours):
+            raise InputError(f"hours={hours} has to be a finite number")
+        if not self.lives or hours <= self.lives[-1].hours:
+            return self
+        more = hours - self.lives[-1].hours
+        return replace(self._with_last(hours=float(hours)), observed_hours=self.observed_hours + more)
+
+    def _with_last(self, **changes: Any) -> Ledger:
+        return replace(self, lives=(*self.lives[:-1], *(replace(life, **changes) for life in self.lives[-1:])))
+
+    # -- bytes --------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """Return the contents of ``run.json``.
+
+        Raises:
+            InputError: there are more than 16 MiB.
+
+        """
+        fields = {
+            "version": self.version,
+            "run_id": self.run_id,
+            "owner": self.owner,
+            "failures": self.failures,
+            "observed_hours": self.observed_hours,
+            "total_lives": self.total_lives,
+            "lives": [{name: getattr(life, name) for name in Life.__slots__} for life in self.lives],
+            "checkpoints": [_fields(entry) for entry in self.entries],
+            "removing": [{"step": removal.step, "version": removal.version} for removal in self.removing],
+        }
+        data = json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
+        if len(data) > MOST_BYTES:
+            raise InputError(
+                f"the ledger of run {self.run_id!r} takes {len(data)} bytes for {len(self.entries)} checkpoints, and "
+                f"{MOST_BYTES} is the most; keep fewer checkpoints, or note fewer metrics"
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Ledger:
+        """Read the contents of ``run.json``, whoever wrote them. Unknown fields are left out.
+
+        Args:
+            data: the contents.
+            where: name of the file, for messages.
+
+        Raises:
+            FormatVersionError: a newer bcp wrote it.
+            CorruptError: it is no ledger; the message says why.
+
+        """
+        try:
+            return cls._read(data, where)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise CorruptError(f"{where} is no ledger of a run: {error}") from error
+
+    @classmethod
+    def _read(cls, data: bytes, where: str) -> Ledger:
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it has {len(data)} bytes, and {MOST_BYTES} is the most")
+        fields = _Fields(json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant), "it")
+        version = fields.integer("version", 1)
+        if version > VERSION:
+            raise FormatVersionError(
+                f"{where} has version {version}, and this bcp knows {VERSION}: a newer bcp wrote it; update bcp, or "
+                "use another folder"
+            )
+        entries = fields.rows("checkpoints", _entry)
+        removing = fields.rows("removing", _removal)
+        steps = [*(entry.step for entry in entries), *(removal.step for removal in removing)]
+        if len(set(steps)) < len(steps):
+            raise ValueError("two of its checkpoints have one step")
+        lives = fields.rows("lives", _life)
+        return cls(
+            run_id=fields.text("run_id", least=1),
+            owner=fields.text("owner"),
+            entries=tuple(sorted(entries, key=lambda entry: entry.step)),
+            removing=removing,
+            lives=lives[-KEPT_LIVES:],
+            total_lives=max(fields.integer("total_lives", 0), len(lives)),
+            failures=fields.integer("failures", 0),
+            observed_hours=fields.number("observed_hours", 0.0),
+        )
+
+
+class _Fields:
+    """A JSON object whose fields are asked for by type; ``ValueError`` names one that is not of it."""
+
+    def __init__(self, found: object, what: str) -> None:
+        if not isinstance(found, dict):
+            raise ValueError(f"{what} is no JSON object")  # noqa: TRY004 -- one kind of error for all contents
+        self.found = cast("dict[str, Any]", found)
+        self._what = what
+
+    def _of(self, name: str, kind: type[T], fits: Callable[[T], bool]) -> T:
+        value = self.found.get(name)
+        if type(value) is not kind or not fits(value):
+            raise ValueError(f"{self._what} has {str(value)[:50]!r} as {name!r}")
+        return value
+
+    def text(self, name: str, least: int = 0) -> str:
+        return self._of(name, str, lambda text: least <= len(text) <= _MOST_TEXT and _is_unicode(text))
+
+    def truth(self, name: str) -> bool:
+        return self._of(name, bool, lambda _: True)
+
+    def integer(self, name: str, least: int) -> int:
+        return self._of(name, int, lambda number: least <= number <= LARGEST_STEP)
+
+    def number(self, name: str, least: float = -math.inf) -> float:
+        value = self.found.get(name)
+        if type(value) is int and abs(value) <= LARGEST_STEP:
+            self.found[name] = float(value)
+        return self._of(name, float, lambda number: math.isfinite(number) and number >= least)
+
+    def rows(self, name: str, row: Callable[[_Fields], T]) -> tuple[T, ...]:
+        found: list[object] = self._of(name, list, lambda _: True)
+        return tuple(row(_Fields(one, f"an item of {name!r}")) for one in found)
+
+
+def _entry(fields: _Fields) -> Entry:
+    metrics = _Fields(fields.found.get("metrics"), "'metrics'")
+    trust = fields.text("trust")
+    if trust not in _TRUSTS:
+        raise ValueError(f"a checkpoint has {trust[:50]!r} as 'trust'")
+    if not all(map(_is_name, metrics.found)):
+        raise ValueError("a metric has no proper name")
+    return Entry(
+        step=fields.integer("step", 0),
+        committed=fields.number("committed"),
+        metrics={name: metrics.number(name) for name in metrics.found},
+        trust=cast("Trust", trust),
+        reason=fields.text("reason"),
+        pinned=fields.truth("pinned"),
+    )
+
+
+def _removal(fields: _Fields) -> Removal:
+    return Removal(fields.integer("step", 0), fields.text("version"))
+
+
+def _life(fields: _Fields) -> Life:
+    ended = fields.text("ended")
+    if ended not in ("", *_ENDS):
+        raise ValueError(f"a life has {ended[:50]!r} as 'ended'")
+    return Life(
+        fields.number("started"), fields.text("host"), fields.integer("pid", 0), ended, fields.number("hours", 0.0)
+    )
+
+
+def _fields(entry: Entry) -> dict[str, object]:
+    """Return an entry as JSON."""
+    return {
+        "step": entry.step,
+        "committed": entry.committed,
+        "metrics": dict(entry.metrics),
+        "trust": entry.trust,
+        "reason": entry.reason,
+        "pinned": entry.pinned,
+    }
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain floats: a scalar of torch or numpy is one, too."""
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _is_name(name):
+            raise InputError(f"metrics: {name!r} is no name; use a string of 1 to {_MOST_TEXT} characters")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InputError(f"metrics: {name!r} is {str(value)[:100]}, and has to be a number ({error})") from error
+    return found
+
+
+def _is_name(name: str) -> bool:
+    return 1 <= len(name) <= _MOST_TEXT and _is_unicode(name)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a string has no lone surrogate, which no file and no terminal takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _storable(text: str) -> str:
+    """Return a text as a ledger can have it: cut, and without lone surrogates."""
+    return text[:_MOST_TEXT].encode(errors="replace").decode()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a JSON object has one name twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"it has the number {name}")
