@@ -43,12 +43,13 @@ def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call
     return Background[T](what)._join(lambda _: function())  # noqa: SLF001 -- the two are one
 
 
-def start(function: Operation[T], *, what: str) -> Background[T]:
+def start(function: Operation[T], *, what: str, daemon: bool = False) -> Background[T]:
     """Await ``function(started)`` on bcp's loop, in the background; it calls ``started()`` when the caller may go on.
 
     ``what`` names the operation in messages, as in ``"save to /ckpt/100"``. It sees the caller's context variables.
+    A daemon operation is cancelled at the end of the process; any other one is waited for.
     """
-    background = Background[T](what)
+    background = Background[T](what, daemon=daemon)
     background._launch(function)  # noqa: SLF001 -- the two are one
     return background
 
@@ -61,13 +62,15 @@ class Background(Generic[T]):
 
     Attributes:
         what: names the operation in messages.
+        daemon: the end of the process cancels it.
     """
 
     _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, daemon: bool = False) -> None:
         """Prepare the operation called ``what``; :func:`start` makes and launches one."""
         self.what = what
+        self.daemon = daemon
         self._loop: Loop | None = None
         self._task: asyncio.Task[Outcome[T]] | None = None
         self._started: Future[bool] = Future()  # False: ended before it got so far

@@ -30,6 +30,7 @@ class Running(Protocol):
     """An operation on the loop, as the end of the process sees it."""
 
     what: str
+    daemon: bool
 
     def wait_ended(self) -> None:
         """Block until it has ended."""
@@ -121,13 +122,16 @@ def _forget_in_child() -> None:
 def _finish_at_exit(*, late: bool) -> None:
     """Wait for running operations before the process ends; the first Ctrl-C cancels them, the second gives them up.
 
-    ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
+    Daemon operations are cancelled. ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
     """
     global _current  # noqa: PLW0603 -- one a process
     while (loop := _current) is not None:
-        if loop.running:
-            names = ", ".join(background.what for background in list(loop.running))
-            log.warning("waiting for %d operations before the process ends: %s", len(loop.running), names)
+        for background in list(loop.running):
+            if background.daemon:
+                background.cancel()
+        names = [background.what for background in list(loop.running) if not background.daemon]
+        if names:
+            log.warning("waiting for %d operations before the process ends: %s", len(names), ", ".join(names))
             if late:
                 log.error("what they still need worker threads for is lost; wait() for them before the program ends")
         try:

@@ -1,0 +1,104 @@
+"""The ledger and the retention of a run: work of rank 0, beside training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+from bcp._log import log
+from bcp.policies import Entry, KeepPolicy, doomed
+from bcp.runs.folder import Folder
+from bcp.runs.ledger import Ledger
+from bcp.runs.resuming import Candidates, Choice, Trust
+
+__all__ = ["End", "Keeper"]
+
+End = Literal["finished", "preempted", "failed"]
+
+
+class Keeper:
+    """Writes ``run.json`` and deletes checkpoints that the policy gives up. Exists on rank 0 only.
+
+    Attributes:
+        began: when this life of the job took the folder, in monotonic seconds.
+    """
+
+    def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
+        """Look after one folder."""
+        self._folder, self._keep = folder, keep
+        self.began = time.monotonic()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The newest known ledger; None before :meth:`candidates`."""
+        return self._folder.ledger
+
+    async def candidates(self, run_id: str | None, trust: Trust) -> Candidates:
+        """Take the folder for this life of the job, and return the checkpoints in it.
+
+        Raises:
+            RunTakenError: the folder belongs to another run.
+
+        """
+        ledger = await self._folder.take(run_id)
+        self.began = time.monotonic()
+        steps, others = [], []
+        for entry in sorted(ledger.entries, key=lambda entry: -entry.step):
+            reason = _reason_against(entry, trust)
+            if reason:
+                others.append(Choice(entry.step, reason))
+            else:
+                steps.append(entry.step)
+        known = {entry.step for entry in ledger.entries}
+        uncommitted = [step for step in await self._folder.steps() if step not in known]
+        others += [Choice(step, "not committed, or partly deleted") for step in uncommitted]
+        return Candidates(steps, others, ledger.owner)
+
+    async def committed(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Enter a checkpoint into the ledger, then delete those that the policy gives up.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+
+        """
+        now = time.time()
+        ledger = await self._folder.change(
+            lambda ledger: ledger.with_checkpoint(step, now, metrics).observed(self.hours())
+        )
+        for old in doomed(ledger.entries, self._keep, now):
+            await self._folder.remove(old)
+            await self._folder.change(partial(_without, step=old))
+        for old in await self._folder.leftovers({step}):
+            log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
+            await self._folder.remove(old)
+
+    async def change(self, how: Callable[[Ledger], Ledger]) -> None:
+        """Change the ledger."""
+        await self._folder.change(how)
+
+    async def close(self, end: End) -> None:
+        """Record how this life of the job ended, so that the next one counts failures only; close the connections."""
+        try:
+            if self._folder.ledger is not None:
+                await self._folder.change(lambda ledger: ledger.observed(self.hours()).ended(end))
+        finally:
+            await self._folder.aclose()
+
+    def hours(self) -> float:
+        """Return the hours since this life took the folder."""
+        return (time.monotonic() - self.began) / 3600
+
+
+def _without(ledger: Ledger, step: int) -> Ledger:
+    return ledger.without(step)
+
+
+def _reason_against(entry: Entry, trust: Trust) -> str:
+    """Return why an entry must not be tried, or ""."""
+    if entry.trust == "suspect":
+        return f"suspect: {entry.reason}" if entry.reason else "suspect"
+    if trust == "verified" and entry.trust != "verified":
+        return "not verified"
+    return ""

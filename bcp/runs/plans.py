@@ -1,0 +1,145 @@
+"""The saves of policies that look at a clock, so that all ranks agree and no step has a collective.
+
+Policies that look at steps alone give the same answer on every rank. The others are asked on rank 0 only. It computes
+a step in the future from the measured seconds of a step, and the ranks learn that step while they train. Rank 0 looks
+again when twice as many steps have been measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bcp import _bridge
+from bcp._bridge import Background
+from bcp.protocols import Coordinator
+from bcp.runs.calls import Body
+
+__all__ = ["Plan", "Plans", "agreed", "horizon_of", "next_plan"]
+
+FARTHEST = 1_000
+"""Most steps until rank 0 looks at its clock again."""
+BUSY_SECONDS = 1.0
+"""Seconds until rank 0 looks again while a save runs, whose end nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer of rank 0.
+
+    Attributes:
+        step: the step at whose end something happens.
+        saves: whether that is a save; otherwise the ranks ask again.
+    """
+
+    step: int
+    saves: bool
+
+    def encode(self) -> bytes:
+        """Return it as a message."""
+        return json.dumps([self.step, self.saves]).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Plan:
+        """Return the plan of a message."""
+        step, saves = json.loads(message)
+        return cls(int(step), bool(saves))
+
+
+def next_plan(step: int, horizon: int, due_after: Callable[[int], bool]) -> Plan:
+    """Return the step of the next save, or the step at which rank 0 looks again.
+
+    Args:
+        step: the step that has just ended on rank 0.
+        horizon: after so many steps rank 0 looks again; at least 2.
+        due_after: whether a save is due so many steps from now.
+
+    Example:
+        >>> next_plan(10, 8, lambda steps: 2.0 * steps >= 9.0)
+        Plan(step=15, saves=True)
+
+    """
+    for ahead in range(horizon + 2):  # the next plan comes too late for the step behind the horizon
+        if due_after(ahead):
+            return Plan(step + max(2, ahead), saves=True)  # step + 1 may end elsewhere before this answer arrives
+    return Plan(step + horizon, saves=False)
+
+
+def horizon_of(steps: int, step_seconds: float, *, busy: bool) -> int:
+    """Return after how many steps rank 0 looks again.
+
+    Args:
+        steps: the number of steps over which ``step_seconds`` was measured.
+        step_seconds: the mean seconds of a step.
+        busy: a save is running, whose end nobody knows.
+
+    Example:
+        >>> horizon_of(5_000, 0.25, busy=False), horizon_of(5_000, 0.25, busy=True)
+        (1000, 4)
+
+    """
+    horizon = min(steps, FARTHEST)
+    if busy and step_seconds:
+        horizon = min(horizon, math.ceil(BUSY_SECONDS / step_seconds))
+    return max(2, horizon)
+
+
+class Plans:
+    """The plan that holds, on one rank, and the next one that is being made."""
+
+    def __init__(self, patience: float) -> None:
+        """Remember after how many seconds of silence a rank is given up."""
+        self._patience = patience
+        self._asked = 0
+        self._asking: Background[Plan] | None = None
+        self._plan: Plan | None = None
+
+    def due(self, step: int) -> Body[bool]:
+        """Return whether a save is planned for this step. All ranks give the same answer."""
+        if self._asking is not None and step >= self._asked + 2:  # no plan is for an earlier step
+            asking, self._asking = self._asking, None
+            self._plan = asking.wait() if asking.done() else (yield asking.result)
+        if self._plan is None or step < self._plan.step:
+            return False
+        plan, self._plan = self._plan, None
+        return plan.saves
+
+    def renew(self, ranks: Coordinator, step: int, make: Callable[[], Plan]) -> None:
+        """Ask rank 0 for the next plan in the background, unless one holds. Called after a save has begun.
+
+        Args:
+            ranks: the ranks of the job.
+            step: the step that has just ended.
+            make: makes the plan; called on rank 0 only.
+
+        """
+        if self._plan is not None or self._asking is not None:
+            return
+        self._asked = step
+        operation = ranks.begin(f"plan the save after step {step}", self._patience)
+
+        async def decide(_: Sequence[bytes]) -> bytes:
+            return make().encode()
+
+        async def ask(_: Callable[[], None]) -> Plan:
+            async with operation as agreement:
+                return Plan.decode(await agreement.decide("plan", b"", decide))
+
+        self._asking = _bridge.start(ask, what=f"plan after step {step}", daemon=True)
+
+    async def ended(self) -> None:
+        """Wait until no plan is being made: a rank that leaves earlier would look like one that failed."""
+        if self._asking is not None:
+            await self._asking.result()
+
+
+async def agreed(ranks: Coordinator, name: str, patience: float, answer: Callable[[], bool]) -> bool:
+    """Return the answer of rank 0 on all ranks. Collective."""
+
+    async def decide(_: Sequence[bytes]) -> bytes:
+        return b"yes" if answer() else b""
+
+    async with ranks.begin(name, patience) as agreement:
+        return bool(await agreement.decide("answer", b"", decide))

@@ -1,0 +1,155 @@
+"""The choice of the checkpoint to resume from: the newest committed one that loads on every rank.
+
+Rank 0 lists the checkpoints. All ranks load the newest one, and all learn how every rank fared. A checkpoint that is
+damaged for one rank is passed over by all ranks. An error that every checkpoint would raise ends the resumption, as a
+model of another shape does: passing over good checkpoints would lose their work in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bcp.errors import BcpError, CheckpointError, FormatVersionError, MissingCodecError, PeerError
+from bcp.protocols import Coordinator
+
+__all__ = ["Candidates", "Choice", "Resumed", "Trust", "resume"]
+
+Trust = Literal["any", "verified"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A checkpoint that was not loaded.
+
+    Attributes:
+        step: its step.
+        reason: why it was passed over.
+    """
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The checkpoints of a run, as rank 0 sees them.
+
+    Attributes:
+        steps: those to try, newest first.
+        others: those that must not be tried.
+        life: id of this life of the job.
+    """
+
+    steps: Sequence[int]
+    others: Sequence[Choice]
+    life: str
+
+    def encode(self) -> bytes:
+        """Return the message for the other ranks."""
+        others = [[other.step, other.reason] for other in self.others]
+        return json.dumps([list(self.steps), others, self.life]).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Candidates:
+        """Read a message of rank 0."""
+        steps, others, life = json.loads(message)
+        return cls(steps, [Choice(step, reason) for step, reason in others], life)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """How a run came back.
+
+    Attributes:
+        step: the step that was loaded; 0 if there was none to load.
+        passed_over: newer checkpoints and the reasons against them, newest first.
+        life: id of this life of the job, equal on all ranks.
+    """
+
+    step: int = 0
+    passed_over: tuple[Choice, ...] = ()
+    life: str = ""
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        chosen = f"resumed from step {self.step}" if self.step else "nothing to resume from: a new run"
+        return "; ".join([chosen, *(f"step {one.step} passed over: {one.reason}" for one in self.passed_over)])
+
+
+async def resume(
+    ranks: Coordinator,
+    name: str,
+    patience: float,
+    candidates: Callable[[], Awaitable[Candidates]],
+    load: Callable[[int], Awaitable[object]],
+) -> Resumed:
+    """Load the newest candidate that loads on every rank. Collective.
+
+    Args:
+        ranks: the ranks of the job.
+        name: of the operation, for messages.
+        patience: seconds of silence after which a rank is given up.
+        candidates: called on rank 0 only.
+        load: loads a step, collectively.
+
+    Raises:
+        BcpError: an error that every checkpoint would raise.
+
+    """
+
+    async def list_them(_: Sequence[bytes]) -> bytes:
+        return (await candidates()).encode()
+
+    async with ranks.begin(name, patience) as agreement:
+        found = Candidates.decode(await agreement.decide("candidates", b"", list_them))
+    passed_over = list(found.others)
+    chosen = 0
+    for step in found.steps:
+        reason = await _reason_against(ranks, f"{name}: step {step}", patience, step, load)
+        if not reason:
+            chosen = step
+            break
+        passed_over.append(Choice(step, reason))
+    newer = sorted((one for one in passed_over if one.step > chosen), key=lambda one: -one.step)
+    return Resumed(chosen, tuple(newer), found.life)
+
+
+async def _reason_against(
+    ranks: Coordinator, name: str, patience: float, step: int, load: Callable[[int], Awaitable[object]]
+) -> str:
+    """Load a step on all ranks; return the damage that keeps it from loading, or "". Raise any other error."""
+    error: BcpError | None = None
+    try:
+        await load(step)
+    except BcpError as caught:
+        error = caught
+
+    async def judge(outcomes: Sequence[bytes]) -> bytes:
+        return _verdict([json.loads(outcome) for outcome in outcomes])
+
+    async with ranks.begin(name, patience) as agreement:
+        culprit, reason = json.loads(await agreement.decide("outcome", _outcome(error), judge))
+    if culprit is not None:
+        raise error if error is not None else PeerError(culprit, reason)
+    return str(reason)
+
+
+def _outcome(error: BcpError | None) -> bytes:
+    """Encode this rank's outcome: its kind ("", "peer", "damaged" or "fatal"), and the error's text."""
+    damaged = isinstance(error, CheckpointError) and not isinstance(error, FormatVersionError | MissingCodecError)
+    kind = "" if error is None else "peer" if isinstance(error, PeerError) else "damaged" if damaged else "fatal"
+    return json.dumps([kind, "" if error is None else f"{type(error).__name__}: {error}"]).encode()
+
+
+def _verdict(outcomes: Sequence[Sequence[str]]) -> bytes:
+    """Return the rank of an error that ends the resumption, or None, and the text of the first decisive error."""
+    failed = [(kind, rank, text) for rank, (kind, text) in enumerate(outcomes) if kind]
+    for decisive in ("fatal", "damaged", "peer"):
+        for kind, rank, text in failed:
+            if kind == decisive:
+                words = text if len(outcomes) == 1 else f"rank {rank}: {text}"
+                return json.dumps([None if kind == "damaged" else rank, words]).encode()
+    return json.dumps([None, ""]).encode()

@@ -1,0 +1,489 @@
+"""A training job that comes back: resume, save when a save is due, keep some checkpoints, stop in time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from bcp._bridge import Background
+from bcp._calls import Framework, load_call, save_call
+from bcp._log import log
+from bcp._pending import Pending
+from bcp.backends import resolve, shown
+from bcp.coordinators import coordinator as coordinator_for
+from bcp.errors import InputError
+from bcp.events import LoadReport, SaveReport, ignore
+from bcp.options import LoadOptions, SaveOptions
+from bcp.pipeline import in_thread
+from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
+from bcp.protocols import Coordinator, States
+from bcp.runs.calls import Body, adrive, drive, once
+from bcp.runs.clock import Clock
+from bcp.runs.folder import Folder, step_name
+from bcp.runs.keeper import End, Keeper
+from bcp.runs.ledger import Ledger
+from bcp.runs.meetings import Meetings, meeting_place
+from bcp.runs.plans import Plan, Plans, agreed, horizon_of, next_plan
+from bcp.runs.preemption import Preemption
+from bcp.runs.resuming import Resumed, Trust, resume
+from bcp.runs.saves import OnCommit, OnFailure, Saves
+from bcp.runs.standby import Standby, Watchdog
+from bcp.runs.states import with_random_states
+
+__all__ = ["Run"]
+
+
+class Run:
+    """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
+
+    The run loads the newest checkpoint that loads, saves in the background when its policy says so, deletes
+    checkpoints that it need not keep, and ends training on all ranks at one step when a signal comes. The folder holds
+    ``step-00001000/`` and so on, and a ledger ``run.json``.
+
+    All ranks make the same calls in the same order, for the same steps. :meth:`stop` is the exception: one rank is
+    enough.
+
+    Attributes:
+        resumed: the checkpoint that :meth:`resume` loaded, and the reasons against newer ones.
+
+    Example::
+
+        with bcp.Run("ckpt/run-7", {"model": model, "optimizer": optimizer}, save=100, keep=3) as run:
+            for step in range(run.resume() + 1, steps + 1):
+                train(step)
+                run.maybe_save(step)
+                if run.should_stop(step):
+                    break
+
+    """
+
+    def __init__(
+        self,
+        url: str,
+        states: States,
+        *,
+        save: SavePolicy | int = 1_000,
+        keep: KeepPolicy | int = 3,
+        run_id: str | None = None,
+        preemption: Preemption | None = None,
+        while_saving: Literal["wait", "skip"] = "wait",
+        standby: int | None = None,
+        tolerate: int = 0,
+        framework: Framework = None,
+        save_options: SaveOptions | None = None,
+        load_options: LoadOptions | None = None,
+        on_commit: OnCommit = ignore,
+        on_failure: OnFailure = ignore,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        """Describe the run; touches no storage.
+
+        Args:
+            url: the run's folder: a directory or a URL.
+            states: as for :func:`bcp.save`. Random states are added unless there are some; they are loaded last.
+            save: when to save (:mod:`bcp.policies`); a number is every so many steps.
+            keep: which checkpoints to keep; a number is the newest so many.
+            run_id: name of the job. A folder of another job is refused. None accepts the name in the folder.
+            preemption: signals and notices that end training early. None: SIGTERM and SIGUSR1.
+            while_saving: a save that is due while another one runs waits for it, or is skipped.
+            standby: keep a snapshot of every so many steps in host memory. It is written if a stop signal comes and no
+                step ends. It takes one more copy of the state in host memory; None for none.
+            tolerate: so many failed saves in a row are logged, not raised.
+            framework: as for :func:`bcp.save`.
+            save_options: how to save.
+            load_options: how to load.
+            on_commit: called with step and report in a thread, on every rank, once a checkpoint is durable.
+            on_failure: called with step and error in a thread, when a save has failed.
+            coordinator: as for :func:`bcp.save`.
+
+        Raises:
+            InputError: a policy, a number or the states cannot be used.
+
+        """
+        if while_saving not in ("wait", "skip"):
+            raise InputError(f"while_saving={while_saving!r}: pass 'wait' or 'skip'")
+        if standby is not None and standby < 1:
+            raise InputError(f"standby={standby}: pass a number of steps of at least 1, or None")
+        if tolerate < 0:
+            raise InputError(f"tolerate={tolerate}: pass 0 or a number of failed saves in a row")
+        self._url, self._framework, self._given = str(url), framework, coordinator
+        self._states = with_random_states(states)
+        self._policy, self._keep = as_save_policy(save), as_keep_policy(keep)
+        self._run_id, self._while_saving, self._standby_every = run_id, while_saving, standby
+        self._save_options = save_options or SaveOptions()
+        self._load_options = load_options or LoadOptions()
+        self._preemption = preemption if preemption is not None else Preemption()
+        self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate)
+        self._standby = Standby()
+        self._plans = Plans(self._save_options.timeout)
+        self._clock = Clock()
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._keeper: Keeper | None = None
+        self._meetings: Meetings | None = None
+        self._watchdog: Watchdog | None = None
+        self._last: int | None = None
+        self.resumed = Resumed()
+
+    # -- resume ------------------------------------------------------------------------------------
+
+    def resume(self, *, trust: Trust = "any") -> int:
+        """Load the newest committed checkpoint that loads, and return its step; 0 if there is none.
+
+        Call it once, before the first step. From then on the run listens for signals. ``resumed`` and a log line say
+        which checkpoint was chosen, and why newer ones were passed over.
+
+        Args:
+            trust: ``"any"``: all checkpoints but those that :meth:`mark` called suspect. ``"verified"``: only those
+                that it called verified.
+
+        Raises:
+            RunTakenError: the folder belongs to another run.
+            MismatchError: the states are not those of the checkpoint. Older checkpoints are not tried.
+            InputError: the run was resumed already.
+
+        """
+        return drive(self._resume(trust), f"resume the run at {shown(self._url)}")
+
+    async def aresume(self, *, trust: Trust = "any") -> int:
+        """Do the same from a coroutine."""
+        return await adrive(self._resume(trust), f"resume the run at {shown(self._url)}")
+
+    def _resume(self, trust: Trust) -> Body[int]:
+        if self._meetings is not None:
+            raise InputError("resume() was called already; make a new Run to resume again")
+        ranks, began = self._ranks, time.monotonic()
+        if ranks.rank == 0:
+            options = self._save_options
+            folder = Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
+            self._keeper = Keeper(folder, self._keep)
+        patience = self._load_options.timeout
+        self.resumed = yield lambda: resume(
+            ranks, f"resume the run at {shown(self._url)}", patience, partial(self._candidates, trust), self._load
+        )
+        if ranks.rank == 0:
+            log.info("run at %s: %s", shown(self._url), self.resumed)
+        step, life = self.resumed.step, self.resumed.life
+        self._meetings = Meetings(
+            ranks.rank, ranks.world_size, meeting_place(), life, self._preemption, on_alarm=self._alarmed
+        )
+        self._clock.start(step, restart=time.monotonic() - began if step else 0.0)
+        self._saves.step = step or None
+        self._renew_plan(step)
+        return step
+
+    async def _candidates(self, trust: Trust) -> Any:
+        assert self._keeper is not None  # noqa: S101 -- called on rank 0 only
+        return await self._keeper.candidates(self._run_id, trust)
+
+    async def _load(self, step: int) -> LoadReport:
+        options = replace(self._load_options, step=step)
+        path = f"{self._url}/{step_name(step)}"
+        return await load_call(path, self._states, self._framework, None, options, self._given).run()
+
+    # -- save --------------------------------------------------------------------------------------
+
+    def maybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveReport] | None:
+        """Save in the background if the policy says so, or if the run is about to stop.
+
+        Args:
+            step: the step that has ended; larger than the one before.
+            metrics: values of the step for :class:`~bcp.policies.Best`, equal on all ranks.
+
+        Returns:
+            The save, which need not be waited for; None if none has begun.
+
+        Raises:
+            BcpError: the save before this one failed in the background.
+            RunTakenError: another job has taken the folder since.
+            InputError: the step is not larger than the one before, or :meth:`resume` was not called.
+
+        """
+        background = drive(self._maybe_save(step, metrics or {}), f"save step {step}")
+        return None if background is None else Pending(background)
+
+    async def amaybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveReport] | None:
+        """Do the same from a coroutine."""
+        background = await adrive(self._maybe_save(step, metrics or {}), f"save step {step}")
+        return None if background is None else Pending(background)
+
+    def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveReport] | None]:
+        self._saves.raise_failure()
+        stopping = yield from self._at(step)
+        if step <= self._clock.step:
+            raise InputError(
+                f"maybe_save({step}) after step {self._clock.step}: a step is saved once, and steps grow; after a "
+                f"resume the next step is {self._clock.step + 1}"
+            )
+        self._clock.step = step
+        self._metrics[step] = metrics
+        if stopping:
+            return (yield from self._save_last(step))
+        background = None
+        if (yield from self._is_due(step)):
+            background = yield from self._save(step)
+        else:
+            self._metrics.pop(step)
+            if self._standby_every is not None and step % self._standby_every == 0:
+                yield from self._hold(step)
+        self._renew_plan(step)
+        return background
+
+    def _renew_plan(self, step: int) -> None:
+        """Let rank 0 plan the next save, if the policy looks at a clock."""
+        if self._policy.timed:
+            self._plans.renew(self._ranks, step, self._next_plan)
+
+    def _next_plan(self) -> Plan:
+        clock = self._clock
+        horizon = horizon_of(clock.steps, clock.step_seconds, busy=self._saves.running)
+        return next_plan(clock.step, horizon, lambda steps: self._policy.due(self._moment(steps)))
+
+    def _is_due(self, step: int) -> Body[bool]:
+        """Ask the policy; one that looks at a clock is asked on rank 0, which announces a step."""
+        if self._policy.timed:
+            return (yield from self._plans.due(step))
+        if not self._policy.due(self._moment(0)):
+            return False
+        if self._while_saving == "wait":
+            return True
+        busy = yield partial(agreed, self._ranks, f"skip step {step}", self._patience, lambda: self._saves.running)
+        return not busy
+
+    def _save(self, step: int) -> Body[Background[SaveReport]]:
+        """Begin a save, once the one before has ended; return when training may go on."""
+        yield self._standby.drop
+        yield self._saves.ended
+        self._saves.raise_failure()
+        background = self._saves.begin(step, self._call(step, self._save_options))
+        yield background.astarted
+        return background
+
+    def _hold(self, step: int) -> Body[None]:
+        """Hold a snapshot of this step in host memory, instead of the one before."""
+        yield self._standby.drop
+        options = self._standby.options(self._save_options)
+        yield self._standby.begin(step, self._call(step, options)).astarted
+
+    def _call(self, step: int, options: SaveOptions) -> Any:
+        """Take this rank's place in a save, in the caller's thread.
+
+        A checkpoint that was passed over at the resumption is replaced.
+        """
+        replaces = any(step == other.step for other in self.resumed.passed_over)
+        options = replace(options, step=step, overwrite=options.overwrite or replaces)
+        path = f"{self._url}/{step_name(step)}"
+        return save_call(path, self._states, self._framework, None, options, self._given, background=True)
+
+    def _moment(self, ahead: int) -> Moment:
+        """Return what a policy may know, so many steps from now."""
+        seconds = self._clock.seconds + ahead * self._clock.step_seconds
+        begun = None if self._saves.begun is None else self._saves.begun - self._clock.began
+        saved_by_then = begun is not None and 0 < self._saves.durable < seconds - begun
+        return Moment(
+            step=self._clock.step + ahead,
+            seconds=seconds,
+            last_step=self._saves.step,
+            last_seconds=begun,
+            saving=self._saves.running and not (ahead and saved_by_then),
+            costs=self._costs(),
+        )
+
+    def _costs(self) -> Costs:
+        """Return the measured costs; those of failures are known on rank 0 only."""
+        ledger, hours = None, 0.0
+        if self._keeper is not None:
+            ledger, hours = self._keeper.ledger, self._keeper.hours()
+        return Costs(
+            stall=self._saves.stall,
+            durable=self._saves.durable,
+            step=self._clock.step_seconds,
+            failures=0 if ledger is None else ledger.failures,
+            observed_hours=0.0 if ledger is None else ledger.earlier_hours + hours,
+            restart=self._clock.restart,
+        )
+
+    async def _housekeeping(self, step: int) -> None:
+        metrics = self._metrics.pop(step, {})
+        if self._keeper is not None:
+            await self._keeper.committed(step, metrics)
+
+    # -- stop --------------------------------------------------------------------------------------
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether training ends after this step, on all ranks alike; then its checkpoint is durable.
+
+        It costs less than a microsecond until a rank is asked to stop. Call it in long evaluations, too, with the step
+        that has ended last: training then ends there.
+
+        Raises:
+            BcpError: the last save failed.
+
+        """
+        return drive(self._should_stop(step), f"stop after step {step}")
+
+    async def ashould_stop(self, step: int) -> bool:
+        """Do the same from a coroutine."""
+        return await adrive(self._should_stop(step), f"stop after step {step}")
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """Ask all ranks to stop at the next step that they can agree on; from any thread, on any rank.
+
+        Raises:
+            InputError: :meth:`resume` was not called.
+
+        """
+        self._started.alarm(reason)
+
+    def _should_stop(self, step: int) -> Body[bool]:
+        if not (yield from self._at(step)):
+            return False
+        if self._last is None:
+            self._clock.step = step
+            yield from self._save_last(step)
+        yield self._saves.ended
+        self._saves.raise_failure()
+        return True
+
+    def _at(self, step: int) -> Body[bool]:
+        """Return whether this step is the last one."""
+        meetings = self._started
+        if meetings.reason is None:
+            return meetings.at(step)
+        return bool((yield partial(in_thread, meetings.at, step)))  # it may wait for the other ranks
+
+    def _save_last(self, step: int) -> Body[Background[SaveReport] | None]:
+        """Save for the last time, or let a running save be the last one if the notice is too short for another."""
+        self._last = step
+        if self._watchdog is not None:
+            self._watchdog.step_ended()
+        if self._saves.step == step:
+            return None
+        fits = yield partial(agreed, self._ranks, f"last save at step {step}", self._patience, self._fits)
+        if not fits:
+            log.warning("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
+            return None
+        return (yield from self._save(step))
+
+    def _fits(self) -> bool:
+        """Return whether the notice buys another save beside the running one. Rank 0 answers for all."""
+        if not self._saves.running or not self._saves.durable or self._saves.begun is None:
+            return True  # there is nothing to lose by trying
+        rest = max(0.0, self._saves.begun + self._saves.durable - time.monotonic())
+        return rest + self._saves.durable < self._seconds_left()
+
+    def _seconds_left(self) -> float:
+        """Return the rest of the notice; infinite without one."""
+        deadline = self._started.deadline
+        return math.inf if deadline is None else deadline - time.monotonic()
+
+    def _alarmed(self) -> None:
+        """Watch over the end of the step; called in a thread when a stop signal is heard."""
+        if self._standby_every is not None and self._meetings is not None:
+            deadline = self._meetings.deadline
+            if deadline is not None:
+                self._watchdog = Watchdog(self._standby.release, deadline, self._saves.durable)
+
+    # -- trust -------------------------------------------------------------------------------------
+
+    def mark(self, step: int, trust: Literal["verified", "suspect"], reason: str = "") -> None:
+        """Record that a checkpoint can be trusted, or cannot. Rank 0 writes; other ranks do nothing.
+
+        A resumption passes over suspect checkpoints, and retention never deletes the newest verified one.
+
+        Raises:
+            InputError: the run has no committed checkpoint of that step.
+
+        """
+        self._change(f"mark step {step}", lambda ledger: ledger.marked(step, trust, reason))
+
+    def pin(self, step: int, *, pinned: bool = True) -> None:
+        """Keep a checkpoint whatever the policy says, until it is unpinned. Rank 0 writes; other ranks do nothing.
+
+        Raises:
+            InputError: the run has no committed checkpoint of that step.
+
+        """
+        self._change(f"pin step {step}", lambda ledger: ledger.with_pin(step, pinned=pinned))
+
+    def _change(self, name: str, how: Callable[[Ledger], Ledger]) -> None:
+        if self._keeper is not None:
+            drive(once(self._saves.kept), name)
+            drive(once(partial(self._keeper.change, how)), name)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the running save and the housekeeping; raise the error of the last save.
+
+        Raises:
+            BcpError: the last save failed.
+
+        """
+        drive(self._close("finished"), f"close the run at {shown(self._url)}")
+
+    async def aclose(self) -> None:
+        """Do the same from a coroutine."""
+        await adrive(self._close("finished"), f"close the run at {shown(self._url)}")
+
+    def _close(self, end: End) -> Body[None]:
+        self._preemption.close()
+        yield self._standby.drop
+        yield self._saves.ended
+        yield self._saves.kept
+        yield self._plans.ended
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            yield partial(keeper.close, "preempted" if self._last is not None else end)
+        if self._meetings is not None:
+            self._meetings.close()
+        self._saves.raise_failure()
+
+    def __enter__(self) -> Self:
+        """Do nothing; leaving the block closes the run."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block itself comes first."""
+        try:
+            drive(self._close("finished" if error is None else "failed"), f"close the run at {shown(self._url)}")
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"The run failed to close as well: {failure!r}")
+
+    async def __aenter__(self) -> Self:
+        """Do nothing; leaving the block closes the run."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block itself comes first."""
+        end: End = "finished" if error is None else "failed"
+        try:
+            await adrive(self._close(end), f"close the run at {shown(self._url)}")
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"The run failed to close as well: {failure!r}")
+
+    @property
+    def _ranks(self) -> Coordinator:
+        return coordinator_for(self._given)
+
+    @property
+    def _patience(self) -> float:
+        return self._save_options.timeout
+
+    @property
+    def _started(self) -> Meetings:
+        if self._meetings is None:
+            raise InputError("call resume() before the first step: it takes the run's folder and listens for signals")
+        return self._meetings
