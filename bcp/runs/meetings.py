@@ -143,11 +143,13 @@ class Meetings:
         self._fault: tuple[int, str] | None = None
         self._known = threading.Event()
         self._closing = threading.Event()
-        self._lost = False
+        self._lost = self._left = False
+        self._speaking = threading.Lock()  # held while a word is said: afterwards this rank may delete it
         self._thread: threading.Thread | None = None
-        preemption.install(self._asked)
-        if world_size > 1 and store is not None:
+        if store is not None:
             self._speaker = StoreClient(store, private_connection)
+        preemption.install(self._asked)  # which may ask at once
+        if world_size > 1:
             self._thread = threading.Thread(target=self._listen, args=(store,), name="bcp-meetings", daemon=True)
             self._thread.start()
         _open.add(self)
@@ -205,10 +207,8 @@ class Meetings:
         if self._thread is None:
             return
         with suppress(PeerError):
-            if self._thread.is_alive():
-                ended = {"left": self.rank, "count": self._stand.count}
-                self._say_once("alarm", ended, seconds=_CLOSE_SECONDS)
-                self._thread.join(_CLOSE_SECONDS)
+            self._say("alarm", {"left": self.rank, "count": self._stand.count}, seconds=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
             if self.rank == 0 and not self._lost:
                 self._linger()
 
@@ -227,7 +227,7 @@ class Meetings:
             self._fail(*_GONE)
             return
         try:
-            self._say_once("alarm", {"reason": text, "seconds": left}, seconds=self._timeout)
+            self._say("alarm", {"reason": text, "seconds": left}, seconds=self._timeout)
         except PeerError as error:
             self._fail(error.rank, error.cause)
 
@@ -277,10 +277,16 @@ class Meetings:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _say_once(self, key: str, words: dict[str, Any], seconds: float) -> None:
-        """Set a key unless it is set."""
-        speaker = self._speaker
-        speaker.call_blocking(lambda: speaker.store.compare_set(self._key(key), "", json.dumps(words)), seconds=seconds)
+    def _say(self, key: str, words: dict[str, Any], seconds: float) -> None:
+        """Set a key unless it is set, or this rank has left the store."""
+        speaker, text = self._speaker, json.dumps(words)
+        if not self._speaking.acquire(timeout=seconds):
+            raise PeerError(0, self._silence())
+        try:
+            if not (self._left or self._lost):
+                speaker.call_blocking(lambda: speaker.store.compare_set(self._key(key), "", text), seconds=seconds)
+        finally:
+            self._speaking.release()
 
     def _linger(self) -> None:
         """Wait a moment until no thread of any rank uses the store, which may end with this process."""
@@ -369,6 +375,8 @@ class Meetings:
 
     def _leave(self, line: Store) -> None:
         """Leave the store as it was; the last one deletes the keys."""
+        with self._speaking:
+            self._left = True
         if line.add(self._key("gone"), 1) < self._world_size:
             return
         for name in ("alarm", "stood", "stop", "gone", *(f"stand/{rank}" for rank in range(self._world_size))):

@@ -30,6 +30,7 @@ from own_store import wait_until
 from ranks import HOST, Ranks
 from torch.distributed import HashStore, Store, TCPStore
 
+from bcp.coordinators.group import private_connection
 from bcp.errors import InputError, PeerError
 from bcp.runs.meetings import Meetings, Stand, meeting_place
 from bcp.runs.preemption import Preemption
@@ -358,11 +359,11 @@ def until_stopped(meetings: Meetings) -> int:
 
 
 def test_a_rank_that_does_not_answer_is_named_by_all_ranks(store: Store) -> None:
-    meetings = [Meetings(rank, 3, store, "life", silent(), timeout=0.3) for rank in (0, 2)]  # rank 1 is dead
+    meetings = [Meetings(rank, 3, store, "life", silent(), timeout=1.0) for rank in (0, 2)]  # rank 1 is dead
     meetings[1].alarm("stop")
     errors = list[PeerError]()
     for each in meetings:
-        message = r"rank 1 did not answer an alarm \(stop on rank 2\) within 0.3 s"
+        message = r"rank 1 did not answer an alarm \(stop on rank 2\) within 1.0 s"
         with pytest.raises(PeerError, match=message) as caught:
             until_stopped(each)
         errors.append(caught.value)
@@ -377,6 +378,7 @@ def test_a_rank_that_dies_when_all_have_answered_holds_up_nobody(store: Store) -
     meetings = Meetings(0, 2, store, "life", silent(), timeout=0.3)
     store.set("bcp/run/life/stand/1", "[7, null]")  # its words, before it could count them
     meetings.alarm("stop")
+    wait_until(lambda: meetings._stand.published is not None)
     assert [step for step in range(1, 12) if meetings.at(step)] == [8, 9, 10, 11]
     meetings.close()
 
@@ -429,10 +431,19 @@ def test_after_one_rank_has_left_an_alarm_concerns_its_own_rank(store: Store) ->
     close_all(meetings)
 
 
-def test_a_store_that_goes_is_told_by_the_next_alarm_alone() -> None:
+def test_a_store_that_goes_is_told_by_the_next_alarm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = threading.Event()
+
+    def connected(store: Store) -> Store:
+        private = private_connection(store)
+        listening.set()
+        return private
+
+    monkeypatch.setattr("bcp.runs.meetings.private_connection", connected)
     server = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
-    port = server.port
-    meetings = Meetings(1, 2, TCPStore(HOST, port, None, is_master=False), "life", silent(), timeout=5.0)
+    client = TCPStore(HOST, server.port, None, is_master=False)
+    meetings = Meetings(1, 2, client, "life", silent(), timeout=5.0)
+    assert listening.wait(LONG)
     with captured_logs() as lines:
         del server
         gc.collect()
