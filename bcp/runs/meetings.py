@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
@@ -141,6 +140,7 @@ class Meetings:
         self._deadline: float | None = None
         self._alone_after: int | None = 0 if world_size == 1 else None
         self._fault: tuple[int, str] | None = None
+        self._connected = threading.Event()
         self._known = threading.Event()
         self._closing = threading.Event()
         self._lost = self._left = False
@@ -207,7 +207,7 @@ class Meetings:
         if self._thread is None:
             return
         with suppress(PeerError):
-            self._say("alarm", {"left": self.rank, "count": self._stand.count}, seconds=_CLOSE_SECONDS)
+            self._say_alarm(self._last_words(), seconds=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)
             if self.rank == 0 and not self._lost:
                 self._linger()
@@ -227,7 +227,7 @@ class Meetings:
             self._fail(*_GONE)
             return
         try:
-            self._say("alarm", {"reason": text, "seconds": left}, seconds=self._timeout)
+            self._say_alarm(json.dumps({"reason": text, "seconds": left}), seconds=self._timeout)
         except PeerError as error:
             self._fail(error.rank, error.cause)
 
@@ -277,14 +277,17 @@ class Meetings:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _say(self, key: str, words: dict[str, Any], seconds: float) -> None:
-        """Set a key unless it is set, or this rank has left the store."""
-        speaker, text = self._speaker, json.dumps(words)
+    def _last_words(self) -> str:
+        return json.dumps({"left": self.rank, "count": self._stand.count})
+
+    def _say_alarm(self, text: str, seconds: float) -> None:
+        """Set the key that all threads wait for, unless it is set, or this rank has left the store."""
+        speaker, key = self._speaker, self._key("alarm")
         if not self._speaking.acquire(timeout=seconds):
             raise PeerError(0, self._silence())
         try:
             if not (self._left or self._lost):
-                speaker.call_blocking(lambda: speaker.store.compare_set(self._key(key), "", text), seconds=seconds)
+                speaker.call_blocking(lambda: speaker.store.compare_set(key, "", text), seconds=seconds)
         finally:
             self._speaking.release()
 
@@ -304,6 +307,10 @@ class Meetings:
         """Wait for the alarm or the end; agree."""
         try:
             line = private_connection(store)
+            self._speaker.call_blocking(lambda: self._speaker.store, seconds=self._timeout)  # not in an alarm
+            self._connected.set()
+            if self._closing.is_set():
+                line.compare_set(self._key("alarm"), "", self._last_words())
             line.wait([self._key("alarm")], _FOREVER)
             words = json.loads(line.get(self._key("alarm")))
             if "left" in words:
@@ -312,9 +319,10 @@ class Meetings:
                     self._decide_alone()
             else:
                 self._hear(words["reason"], words["seconds"])
+                self._reason = words["reason"]  # the same on all ranks, though each may have had a signal
                 self._agree(line)
             self._leave(line)
-        except STORE_ERRORS as error:
+        except (*STORE_ERRORS, PeerError) as error:
             self._lost = True
             log.debug("the store of the job has gone", rank=self.rank, error=repr(error))
             if self._reason is not None:
