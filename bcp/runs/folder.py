@@ -380,16 +380,15 @@ class Folder:
 
     async def _read_again(self, known: Ledger) -> None:
         """Take over a change of something else than this job; a ledger that was lost or broken is replaced."""
-        stored, self._version = await self._stored()
+        stored, version = await self._stored()
         found = None if stored is None else await self._decoded(stored)
-        if found is None:
-            return
-        if found.owner != known.owner:
+        if found is not None and found.owner != known.owner:
             raise RunTakenError(
                 f"another job took the folder {self._url}{_by(found)}; this one stops writing. Let one job at a time "
                 "use the folder of a run"
             )
-        self._ledger = found
+        # not before: with the version of another job's ledger the next change would replace that
+        self._ledger, self._version = found or known, version
 
     def _busy(self) -> StorageError:
         return StorageError(
