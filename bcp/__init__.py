@@ -5,7 +5,7 @@ errors; renames that cut and join tensors; and the seams for those who bring the
 backends and coordinators.
 """
 
-from bcp import errors, telemetry
+from bcp import errors, policies, telemetry
 from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
 from bcp._report import Report, report
@@ -32,6 +32,8 @@ from bcp.planners.megatron_names import MegatronNames
 from bcp.planners.random_states import RngState
 from bcp.planners.sharded import prefetch_data_state
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
+from bcp.runs.preemption import Preemption
+from bcp.runs.run import Run
 from bcp.stages.items import HostPart
 
 __all__ = [
@@ -55,11 +57,13 @@ __all__ = [
     "PhaseEvent",
     "Pipeline",
     "Planner",
+    "Preemption",
     "Report",
     "RequestEvent",
     "RetryEvent",
     "RetryPolicy",
     "RngState",
+    "Run",
     "SaveOptions",
     "SaveReport",
     "Stage",
@@ -70,6 +74,7 @@ __all__ = [
     "aprepare",
     "asave",
     "load",
+    "policies",
     "prefetch_data_state",
     "prepare",
     "report",

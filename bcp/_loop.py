@@ -122,7 +122,8 @@ def _forget_in_child() -> None:
 def _finish_at_exit(*, late: bool) -> None:
     """Wait for running operations before the process ends; the first Ctrl-C cancels them, the second gives them up.
 
-    Daemon operations are cancelled. ``late``: Python has shut its thread pools down already, so that operations which need one will fail.
+    Daemon operations are cancelled. ``late``: Python has shut its thread pools down already, so that operations which
+    need one will fail.
     """
     global _current  # noqa: PLW0603 -- one a process
     while (loop := _current) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Literal
 
 from bcp._log import log
@@ -31,9 +30,15 @@ class Keeper:
         self.began = time.monotonic()
 
     @property
-    def ledger(self) -> Ledger | None:
-        """The newest known ledger; None before :meth:`candidates`."""
-        return self._folder.ledger
+    def failures(self) -> int:
+        """How many lives of the run have ended with a failure."""
+        return 0 if self._folder.ledger is None else self._folder.ledger.failures
+
+    @property
+    def observed_hours(self) -> float:
+        """Hours over which these failures were observed, up to now."""
+        ledger = self._folder.ledger
+        return 0.0 if ledger is None else ledger.observed(self.hours()).observed_hours
 
     async def candidates(self, run_id: str | None, trust: Trust) -> Candidates:
         """Take the folder for this life of the job, and return the checkpoints in it.
@@ -69,10 +74,13 @@ class Keeper:
         )
         for old in doomed(ledger.entries, self._keep, now):
             await self._folder.remove(old)
-            await self._folder.change(partial(_without, step=old))
         for old in await self._folder.leftovers({step}):
             log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
             await self._folder.remove(old)
+
+    async def remove(self, step: int) -> None:
+        """Delete the folder of a step that was never committed."""
+        await self._folder.remove(step)
 
     async def change(self, how: Callable[[Ledger], Ledger]) -> None:
         """Change the ledger."""
@@ -89,10 +97,6 @@ class Keeper:
     def hours(self) -> float:
         """Return the hours since this life took the folder."""
         return (time.monotonic() - self.began) / 3600
-
-
-def _without(ledger: Ledger, step: int) -> Ledger:
-    return ledger.without(step)
 
 
 def _reason_against(entry: Entry, trust: Trust) -> str:

@@ -17,7 +17,7 @@ from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import InputError
-from bcp.events import LoadReport, SaveReport, ignore
+from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
 from bcp.pipeline import in_thread
 from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
@@ -31,7 +31,7 @@ from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.plans import Plan, Plans, agreed, horizon_of, next_plan
 from bcp.runs.preemption import Preemption
 from bcp.runs.resuming import Resumed, Trust, resume
-from bcp.runs.saves import OnCommit, OnFailure, Saves
+from bcp.runs.saves import OnCommit, OnFailure, Saves, nothing
 from bcp.runs.standby import Standby, Watchdog
 from bcp.runs.states import with_random_states
 
@@ -77,8 +77,8 @@ class Run:
         framework: Framework = None,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
-        on_commit: OnCommit = ignore,
-        on_failure: OnFailure = ignore,
+        on_commit: OnCommit = nothing,
+        on_failure: OnFailure = nothing,
         coordinator: Coordinator | None = None,
     ) -> None:
         """Describe the run; touches no storage.
@@ -256,7 +256,7 @@ class Run:
 
     def _save(self, step: int) -> Body[Background[SaveReport]]:
         """Begin a save, once the one before has ended; return when training may go on."""
-        yield self._standby.drop
+        yield self._drop_standby
         yield self._saves.ended
         self._saves.raise_failure()
         background = self._saves.begin(step, self._call(step, self._save_options))
@@ -265,9 +265,15 @@ class Run:
 
     def _hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
-        yield self._standby.drop
+        yield self._drop_standby
         options = self._standby.options(self._save_options)
         yield self._standby.begin(step, self._call(step, options)).astarted
+
+    async def _drop_standby(self) -> None:
+        """Give up the held snapshot, if any, and the empty folder that its save has made."""
+        dropped = await self._standby.drop()
+        if dropped is not None and self._keeper is not None:
+            await self._keeper.remove(dropped)
 
     def _call(self, step: int, options: SaveOptions) -> Any:
         """Take this rank's place in a save, in the caller's thread.
@@ -295,15 +301,13 @@ class Run:
 
     def _costs(self) -> Costs:
         """Return the measured costs; those of failures are known on rank 0 only."""
-        ledger, hours = None, 0.0
-        if self._keeper is not None:
-            ledger, hours = self._keeper.ledger, self._keeper.hours()
+        keeper = self._keeper
         return Costs(
             stall=self._saves.stall,
             durable=self._saves.durable,
             step=self._clock.step_seconds,
-            failures=0 if ledger is None else ledger.failures,
-            observed_hours=0.0 if ledger is None else ledger.earlier_hours + hours,
+            failures=0 if keeper is None else keeper.failures,
+            observed_hours=0.0 if keeper is None else keeper.observed_hours,
             restart=self._clock.restart,
         )
 
@@ -408,7 +412,7 @@ class Run:
             InputError: the run has no committed checkpoint of that step.
 
         """
-        self._change(f"pin step {step}", lambda ledger: ledger.with_pin(step, pinned=pinned))
+        self._change(f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
 
     def _change(self, name: str, how: Callable[[Ledger], Ledger]) -> None:
         if self._keeper is not None:
@@ -432,7 +436,7 @@ class Run:
 
     def _close(self, end: End) -> Body[None]:
         self._preemption.close()
-        yield self._standby.drop
+        yield self._drop_standby
         yield self._saves.ended
         yield self._saves.kept
         yield self._plans.ended

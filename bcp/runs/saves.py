@@ -16,10 +16,14 @@ from bcp.errors import RunTakenError
 from bcp.events import SaveReport
 from bcp.pipeline import in_thread
 
-__all__ = ["OnCommit", "OnFailure", "Saves"]
+__all__ = ["OnCommit", "OnFailure", "Saves", "nothing"]
 
 OnCommit = Callable[[int, SaveReport], object]
 OnFailure = Callable[[int, BaseException], object]
+
+
+def nothing(_step: int, _outcome: object) -> None:
+    """Do nothing, in the place of a callback."""
 
 
 class Saves:

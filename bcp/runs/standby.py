@@ -75,18 +75,26 @@ class Standby:
         self._gate.set_result(None)
         return True
 
-    async def drop(self) -> None:
-        """Give the held snapshot up, or wait until it is written if it was released."""
+    async def drop(self) -> int | None:
+        """Give the held snapshot up, or wait until it is written if it was released.
+
+        Returns:
+            The step of a snapshot that was given up.
+
+        """
         with self._lock:
             held, self._held = self._held, None
         if held is None:
-            return
+            return None
         if not self.released:
             held.cancel()
         await in_thread(held.wait_ended)
         error = held.exception()
-        if self.released and error is not None:
+        if not self.released:
+            return self.step
+        if error is not None:
             log.warning("the standby snapshot of step %s could not be written", self.step, exc_info=error)
+        return None
 
 
 class Watchdog:
