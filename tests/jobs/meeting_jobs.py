@@ -61,6 +61,7 @@ def _round(life: str, chance: random.Random) -> Round:
     seen = Round()
     preemption = Preemption(grace=20.0)
     meetings = Meetings(rank, size, meeting_place(), life, preemption, on_alarm=lambda: _now(seen, "heard"))
+    assert meetings._connected.wait(60)  # it takes seconds where a name server is slow
     dist.barrier()
 
     def send() -> None:
