@@ -16,7 +16,7 @@ from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError
+from bcp.errors import BcpError, InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
 from bcp.pipeline import in_thread
@@ -260,7 +260,10 @@ class Run:
         yield self._saves.ended
         self._saves.raise_failure()
         background = self._saves.begin(step, self._call(step, self._save_options))
-        yield background.astarted
+        try:
+            yield background.astarted
+        except BcpError:
+            self._saves.raise_failure()  # unless it is tolerated
         return background
 
     def _hold(self, step: int) -> Body[None]:

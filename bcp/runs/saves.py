@@ -12,7 +12,7 @@ from bcp import _bridge
 from bcp._bridge import Background
 from bcp._calls import Call
 from bcp._log import log
-from bcp.errors import RunTakenError
+from bcp.errors import InputError, RunTakenError
 from bcp.events import SaveReport
 from bcp.pipeline import in_thread
 
@@ -74,7 +74,10 @@ class Saves:
         return self._newest
 
     def raise_failure(self) -> None:
-        """Raise the error of the newest save, once. Errors of a tolerated number of saves in a row are logged."""
+        """Raise the error of the newest save, once. Errors of a tolerated number of saves in a row are logged.
+
+        An :class:`InputError` is raised always: the next save would fail with it as well.
+        """
         if self._taken is not None:
             raise self._taken
         if self._newest is None or not self._newest.done():
@@ -84,7 +87,7 @@ class Saves:
             self._failed_in_a_row = 0
             return
         self._failed_in_a_row += 1
-        if self._failed_in_a_row > self._tolerate:
+        if self._failed_in_a_row > self._tolerate or isinstance(error, InputError):
             raise error
         log.warning(
             "the save of step %s failed, %d of %d tolerated in a row; training goes on",

@@ -1,0 +1,364 @@
+"""Tests of a run in one process: resume, retention, stops, and every error that a user can meet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bcp
+from bcp import policies
+from bcp.metadata import METADATA_KEY
+from bcp.runs.folder import step_name
+
+STEPS = 12
+
+
+class Training:
+    """A small training with dropout, whose weights depend on the random state of every step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.model(torch.rand(4, 8)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([weight.detach().flatten() for weight in self.model.parameters()])
+
+
+def trained(url: Path, steps: int = STEPS, *, resumed_from: int | None = None, **options: Any) -> Training:
+    """Train in a run up to a step, or until the run stops."""
+    training = Training()
+    with bcp.Run(str(url), training.states, **{"save": 2, **options}) as run:
+        first = run.resume()
+        assert resumed_from in (None, first)
+        for step in range(first + 1, steps + 1):
+            training.step()
+            run.maybe_save(step)
+            if run.should_stop(step):
+                break
+    return training
+
+
+def committed(url: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in url.glob(f"step-*/{METADATA_KEY}"))
+
+
+@pytest.fixture
+def reference() -> torch.Tensor:
+    training = Training()
+    for _ in range(STEPS):
+        training.step()
+    return training.weights()
+
+
+@pytest.mark.parametrize("first_life", [1, 4, 7, 11])
+def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, reference: torch.Tensor, first_life: int
+) -> None:
+    trained(tmp_path, first_life, resumed_from=0)
+    assert torch.equal(trained(tmp_path, resumed_from=first_life // 2 * 2).weights(), reference)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (2, [10, 12]),
+        (policies.Everything(), [2, 4, 6, 8, 10, 12]),
+        (policies.AnyKept(1, policies.EveryKSteps(6)), [6, 12]),
+    ],
+)
+def test_retention_leaves_the_checkpoints_of_the_policy(tmp_path: Path, keep: Any, left: list[int]) -> None:
+    trained(tmp_path, keep=keep)
+    assert committed(tmp_path) == left
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(step) for step in left]
+
+
+def test_the_best_checkpoint_by_a_metric_stays(tmp_path: Path) -> None:
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=1, keep=policies.AnyKept(1, policies.Best("loss"))) as run:
+        run.resume()
+        for step, loss in enumerate([3.0, 1.0, 2.0, 2.5], 1):
+            run.maybe_save(step, {"loss": loss})
+    assert committed(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_with_a_checkpoint_of_the_step(
+    tmp_path: Path, reference: torch.Tensor, number: int
+) -> None:
+    training, stopped = Training(), 0
+    with bcp.Run(str(tmp_path), training.states, save=100) as run:
+        run.resume()
+        for step in range(1, STEPS + 1):
+            training.step()
+            if step == 5:
+                os.kill(os.getpid(), number)
+                while run._meetings is not None and run._meetings.reason is None:  # else it stops at 6
+                    time.sleep(0.001)
+            run.maybe_save(step)
+            if run.should_stop(step):
+                stopped = step
+                assert committed(tmp_path) == [step]  # durable already
+                break
+    assert stopped == 5
+    assert torch.equal(trained(tmp_path, resumed_from=5).weights(), reference)
+
+
+def test_should_stop_alone_saves_the_last_step(tmp_path: Path) -> None:
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=policies.OnPreemption()) as run:
+        run.resume()
+        assert not run.should_stop(1)
+        run.stop("the quota is used up")
+        assert run.should_stop(2)
+        assert run.should_stop(2)
+    assert committed(tmp_path) == [2]
+
+
+def test_the_asynchronous_methods_do_the_same(tmp_path: Path, reference: torch.Tensor) -> None:
+    async def train(steps: int) -> Training:
+        training = Training()
+        async with bcp.Run(str(tmp_path), training.states, save=2) as run:
+            for step in range(await run.aresume() + 1, steps + 1):
+                training.step()
+                await run.amaybe_save(step)
+                if await run.ashould_stop(step):
+                    break
+        return training
+
+    asyncio.run(train(7))
+    assert torch.equal(asyncio.run(train(STEPS)).weights(), reference)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [policies.EverySeconds(1e-4), policies.Continuously(), policies.AnyOf(policies.FirstStep(), policies.Tuned())],
+)
+def test_policies_that_look_at_a_clock_save(tmp_path: Path, save: policies.SavePolicy, reference: torch.Tensor) -> None:
+    trained(tmp_path, 8, save=save)
+    assert committed(tmp_path)
+    assert torch.equal(trained(tmp_path, save=save).weights(), reference)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, reference: torch.Tensor) -> None:
+    trained(tmp_path, 8, keep=10)
+    data = next((tmp_path / step_name(8) / "model").iterdir())
+    data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=2, keep=10) as run:
+        assert run.resume() == 6
+        (passed,) = run.resumed.passed_over
+        assert passed.step == 8
+        assert "CorruptError" in passed.reason
+        for step in range(7, STEPS + 1):
+            training.step()
+            run.maybe_save(step)
+    assert torch.equal(training.weights(), reference)
+    trained(tmp_path, 8, resumed_from=STEPS)
+
+
+def test_an_uncommitted_save_is_passed_over_and_removed_later(tmp_path: Path) -> None:
+    trained(tmp_path, 8, keep=10)
+    (tmp_path / step_name(8) / METADATA_KEY).unlink()
+    (tmp_path / "run.json").unlink()
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=5, keep=10) as run:
+        assert run.resume() == 6
+        assert [choice.step for choice in run.resumed.passed_over] == [8]
+        run.maybe_save(10)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(step) for step in (2, 4, 6, 10)]
+
+
+def test_another_model_ends_the_resumption(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    with bcp.Run(str(tmp_path), {"model": nn.Linear(3, 3)}) as run, pytest.raises(bcp.FqnMismatchError):
+        run.resume()
+
+
+def test_marks_decide_about_the_resumption(tmp_path: Path) -> None:
+    trained(tmp_path, 6, keep=10)
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        run.resume()
+        run.mark(6, "suspect", "the loss rose")
+        run.mark(2, "verified")
+        with pytest.raises(bcp.InputError, match="7"):
+            run.mark(7, "verified")
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        assert run.resume() == 4
+        assert "the loss rose" in str(run.resumed)
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        assert run.resume(trust="verified") == 2
+
+
+def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=2, keep=1) as run:
+        run.resume()
+        for step in range(1, 9):
+            training.step()
+            pending = run.maybe_save(step)
+            if step == 4 and pending is not None:
+                pending.wait()
+                run.pin(4)
+    assert committed(tmp_path) == [4, 8]
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 4, run_id="first")
+    with (
+        bcp.Run(str(tmp_path), Training().states, run_id="second") as run,
+        pytest.raises(bcp.RunTakenError, match="first"),
+    ):
+        run.resume()
+    trained(tmp_path, 6, run_id="first", resumed_from=4)
+
+
+def test_a_job_whose_folder_was_taken_ends(tmp_path: Path) -> None:
+    training = Training()
+    run = bcp.Run(str(tmp_path), training.states, save=1, keep=10)
+    run.resume()
+    run.maybe_save(1)
+    trained(tmp_path, 4, save=4, keep=10)
+    with pytest.raises(bcp.RunTakenError):
+        _save_on(run, 2)
+    with pytest.raises(bcp.RunTakenError):
+        run.close()
+    assert {1, 4} <= set(committed(tmp_path))
+
+
+def _save_on(run: bcp.Run, first: int) -> None:
+    """Save step after step, until one fails."""
+    for step in range(first, 100):
+        run.maybe_save(step)
+
+
+def _save_three(run: bcp.Run) -> None:
+    for step in range(1, 4):
+        run.maybe_save(step)
+    run.close()
+
+
+class _Failing:
+    """Lets the saves of some steps fail, before a stage."""
+
+    def __init__(self, steps: int, stage: str = "checksum") -> None:
+        self.left, self.stage = steps, stage
+
+    def edit(self, graph: bcp.Graph) -> bcp.Graph:
+        self.left -= 1
+        if self.left < 0:
+            return graph
+
+        async def fail(_part: Any) -> Any:
+            raise OSError("the disk is gone")
+
+        return graph.before(self.stage, bcp.Stage("fail", fail))
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    failures: list[int] = []
+    options = bcp.SaveOptions(edit=_Failing(1).edit)
+    run = bcp.Run(
+        str(tmp_path),
+        Training().states,
+        save=1,
+        save_options=options,
+        on_failure=lambda step, _error: failures.append(step),
+    )
+    run.resume()
+    run.maybe_save(1)
+    with pytest.raises(bcp.StageError, match="the disk is gone"):
+        _save_on(run, 2)
+    assert failures[0] == 1
+    run.close()
+
+
+@pytest.mark.parametrize("stage", ["d2h", "checksum"])
+@pytest.mark.parametrize(("failing", "raises"), [(2, False), (3, True)])
+def test_some_failed_saves_in_a_row_are_tolerated(tmp_path: Path, stage: str, failing: int, *, raises: bool) -> None:
+    options = bcp.SaveOptions(edit=_Failing(failing, stage).edit)
+    commits: list[int] = []
+    run = bcp.Run(
+        str(tmp_path),
+        Training().states,
+        save=1,
+        tolerate=2,
+        save_options=options,
+        on_commit=lambda step, _report: commits.append(step),
+    )
+    run.resume()
+    with pytest.raises(bcp.StageError) if raises else nullcontext():
+        _save_three(run)
+    run.close()
+    assert commits == ([] if raises else [3])
+
+
+def test_the_standby_snapshot_is_written_if_no_step_ends(tmp_path: Path, reference: torch.Tensor) -> None:
+    training = Training()
+    with bcp.Run(str(tmp_path), training.states, save=100, standby=1, preemption=bcp.Preemption(grace=1.0)) as run:
+        run.resume()
+        for step in range(1, 6):
+            training.step()
+            run.maybe_save(step)
+        assert committed(tmp_path) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while not committed(tmp_path) and time.monotonic() < deadline:  # an evaluation that does not end
+            time.sleep(0.01)
+    assert committed(tmp_path) == [5]
+    assert torch.equal(trained(tmp_path, resumed_from=5).weights(), reference)
+
+
+def test_a_standby_snapshot_leaves_nothing(tmp_path: Path) -> None:
+    trained(tmp_path, 8, save=4, standby=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(4), step_name(8)]
+
+
+def test_calls_in_a_wrong_order_are_refused(tmp_path: Path) -> None:
+    run = bcp.Run(str(tmp_path), Training().states, save=2)
+    with pytest.raises(bcp.InputError, match=r"resume\(\)"):
+        run.maybe_save(1)
+    run.resume()
+    run.maybe_save(2)
+    with pytest.raises(bcp.InputError, match="a step is saved once"):
+        run.maybe_save(2)
+    with pytest.raises(bcp.InputError, match="already"):
+        run.resume()
+    run.close()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save": 0},
+        {"keep": 0},
+        {"save": "often"},
+        {"standby": 0},
+        {"tolerate": -1},
+        {"while_saving": "never"},
+        {"keep": policies.Latest},
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_byte_is_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(bcp.InputError):
+        bcp.Run(str(tmp_path / "run"), Training().states, **wrong)
+    assert not (tmp_path / "run").exists()
