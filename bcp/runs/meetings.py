@@ -36,15 +36,23 @@ _SLACK_SECONDS = 5.0  # of a store that is slow when time is up
 _GONE = (0, "the job's store, which rank 0 serves as a rule, has gone: no common last step; restart the job")
 
 
-def meeting_place() -> Store | None:
-    """Return the store of the default process group, or None where torch.distributed is not initialised.
+def meeting_place(world_size: int) -> Store | None:
+    """Return the store of the default process group; None for a single rank without one.
+
+    Raises:
+        InputError: several ranks have no process group.
 
     Example:
-        >>> meeting_place() is None
+        >>> meeting_place(1) is None
         True
 
     """
     if not dist.is_available() or not dist.is_initialized():
+        if world_size > 1:
+            raise InputError(
+                f"a run of {world_size} ranks agrees on its last step through the job's store: call "
+                "torch.distributed.init_process_group() before resume()"
+            )
         return None
     return distributed_c10d._get_default_store()  # noqa: SLF001 -- no public name
 
@@ -90,7 +98,7 @@ class Meetings:
 
     Example::
 
-        meetings = Meetings(rank, world_size, meeting_place(), "a7c1", preemption)
+        meetings = Meetings(rank, world_size, meeting_place(world_size), "a7c1", preemption)
         for step in range(1, steps + 1):
             train(step)
             if meetings.at(step):   # at the same step on all ranks

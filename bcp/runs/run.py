@@ -37,6 +37,9 @@ from bcp.runs.states import with_random_states
 
 __all__ = ["Run"]
 
+ANSWER_SECONDS = 15.0
+"""Seconds for the other ranks to answer an alarm: half of torchrun's notice."""
+
 
 class Run:
     """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
@@ -157,6 +160,7 @@ class Run:
         if self._meetings is not None:
             raise InputError("resume() was called already; make a new Run to resume again")
         ranks, began = self._ranks, time.monotonic()
+        place = meeting_place(ranks.world_size)
         if ranks.rank == 0:
             options = self._save_options
             folder = Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
@@ -168,9 +172,8 @@ class Run:
         if ranks.rank == 0:
             log.info("run at %s: %s", shown(self._url), self.resumed)
         step, life = self.resumed.step, self.resumed.life
-        self._meetings = Meetings(
-            ranks.rank, ranks.world_size, meeting_place(), life, self._preemption, on_alarm=self._alarmed
-        )
+        rank, size, waits = ranks.rank, ranks.world_size, ANSWER_SECONDS
+        self._meetings = Meetings(rank, size, place, life, self._preemption, timeout=waits, on_alarm=self._alarmed)
         self._clock.start(step, restart=time.monotonic() - began if step else 0.0)
         self._saves.step = step or None
         self._renew_plan(step)
@@ -450,6 +453,14 @@ class Run:
             self._meetings.close()
         self._saves.raise_failure()
 
+    def _leave(self, error: BaseException | None) -> Body[None]:
+        try:
+            yield from self._close("finished" if error is None else "failed")
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"The run failed to close as well: {failure!r}")
+
     def __enter__(self) -> Self:
         """Do nothing; leaving the block closes the run."""
         return self
@@ -458,12 +469,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; an error of the block itself comes first."""
-        try:
-            drive(self._close("finished" if error is None else "failed"), f"close the run at {shown(self._url)}")
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"The run failed to close as well: {failure!r}")
+        drive(self._leave(error), f"close the run at {shown(self._url)}")
 
     async def __aenter__(self) -> Self:
         """Do nothing; leaving the block closes the run."""
@@ -473,13 +479,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; an error of the block itself comes first."""
-        end: End = "finished" if error is None else "failed"
-        try:
-            await adrive(self._close(end), f"close the run at {shown(self._url)}")
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"The run failed to close as well: {failure!r}")
+        await adrive(self._leave(error), f"close the run at {shown(self._url)}")
 
     @property
     def _ranks(self) -> Coordinator:

@@ -60,7 +60,7 @@ def _round(life: str, chance: random.Random) -> Round:
     number, stride = chance.choice([signal.SIGTERM, signal.SIGUSR1]), chance.choice([1, 7])
     seen = Round()
     preemption = Preemption(grace=20.0)
-    meetings = Meetings(rank, size, meeting_place(), life, preemption, on_alarm=lambda: _now(seen, "heard"))
+    meetings = Meetings(rank, size, meeting_place(size), life, preemption, on_alarm=lambda: _now(seen, "heard"))
     assert meetings._connected.wait(60)  # it takes seconds where a name server is slow
     dist.barrier()
 
@@ -100,7 +100,9 @@ def deaf_main_thread(life: str) -> Round:
         _now(seen, "heard")
         store.set("heard", "")
 
-    meetings = Meetings(rank, dist.get_world_size(), meeting_place(), life, Preemption(), on_alarm=heard)
+    meetings = Meetings(
+        rank, dist.get_world_size(), meeting_place(dist.get_world_size()), life, Preemption(), on_alarm=heard
+    )
     dist.barrier()
     if rank == 0:
         _now(seen, "sent")
@@ -120,7 +122,7 @@ def main(folder: Path, steps: int) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    meetings = Meetings(rank, size, meeting_place(), life, Preemption())
+    meetings = Meetings(rank, size, meeting_place(size), life, Preemption())
     step, stops = 0, False
     while step < steps and not stops:
         step += 1

@@ -233,7 +233,9 @@ def test_several_ranks_need_a_store() -> None:
 
 
 def test_without_a_process_group_there_is_no_store() -> None:
-    assert meeting_place() is None
+    assert meeting_place(1) is None
+    with pytest.raises(InputError, match="init_process_group"):
+        meeting_place(2)
 
 
 # -- several ranks in threads ----------------------------------------------------------------------
