@@ -33,6 +33,9 @@ import bcp
 TOLERANCE = 1e-3
 """Most that a loss may differ from the reference's on another layout: float32 sums in another order."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, below the run's own."""
+
 Sample = tuple[str, int, int]
 """Source, epoch and index."""
 
@@ -46,7 +49,7 @@ class Run:
         title: for the table and the figure.
         dp: data-parallel ranks.
         tp: tensor-parallel ranks.
-        resume: name of the run whose checkpoints it starts from, or None.
+        resume: name of the run whose checkpoints it gets copies of, or None.
         kill_at_save: in which save rank 1 kills itself, or None.
     """
 
@@ -71,7 +74,7 @@ class Outcome:
         run: which run.
         losses: step to global mean loss.
         samples: step to the ids of the samples that begin in its windows, on all ranks.
-        resumed_from: folder of the checkpoint it started from, or None.
+        resumed_from: step of the checkpoint it started from; 0 without one.
         blocking_seconds: of each save, how long training stood still.
         total_seconds: of each save, how long it took to commit.
     """
@@ -79,7 +82,7 @@ class Outcome:
     run: Run
     losses: dict[int, float]
     samples: dict[int, list[Sample]]
-    resumed_from: str | None = None
+    resumed_from: int = 0
     blocking_seconds: list[float] = field(default_factory=list)
     total_seconds: list[float] = field(default_factory=list)
 
@@ -91,11 +94,11 @@ def launch(run: Run, out: Path, steps: int, save_every: int) -> Outcome:
     command += ["--local-addr", "localhost"]  # torchrun waits for ever where the machine's own name has no address
     command += [str(Path(__file__).with_name("train_gpt.py")), "--out", str(out / run.name), "--steps", str(steps)]
     command += ["--save-every", str(save_every), "--dp", str(run.dp), "--tp", str(run.tp)]
-    if run.resume is not None:
-        command += ["--resume", str(out / run.resume)]
     if run.kill_at_save is not None:
         command += ["--kill-at-save", str(run.kill_at_save)]
     (out / run.name).mkdir(parents=True)
+    if run.resume is not None:
+        shutil.copytree(out / run.resume / CHECKPOINTS, out / run.name / CHECKPOINTS)
     output = out / run.name / "output.txt"
     print(f"{run.title:<20} {run.layout:<16}", end="", flush=True)
     began = time.monotonic()
@@ -117,7 +120,7 @@ def outcome(run: Run, log: Path) -> Outcome:
         run=run,
         losses={record["step"]: record["loss"] for record in steps},
         samples={record["step"]: [tuple(sample) for sample in record["samples"]] for record in steps},
-        resumed_from=next((record["resumed"] for record in records if "resumed" in record), None),
+        resumed_from=next((record["resumed"] for record in records if "resumed" in record), 0),
         blocking_seconds=[record["blocking_seconds"] for record in saves],
         total_seconds=[record["seconds"] for record in saves],
     )
@@ -143,8 +146,8 @@ def check(reference: Outcome, killed: Outcome, resumed: list[Outcome], save_ever
     if off := difference(killed.losses, reference.losses):
         wrong.append(f"the killed run should repeat the reference as far as it got, but differs by {off}")
     for one in resumed:
-        if one.resumed_from is None or Path(one.resumed_from).name != f"step-{first:06d}":
-            wrong.append(f"{one.run.title} should start from step {first}, but started from {one.resumed_from}")
+        if one.resumed_from != first:
+            wrong.append(f"{one.run.title} should start from step {first}, but started from step {one.resumed_from}")
         if set(one.losses) != set(range(first, len(reference.losses))):
             wrong.append(f"{one.run.title} should train every step from {first} on, but trained {sorted(one.losses)}")
         allowed = 0.0 if one.run.layout == killed.run.layout else TOLERANCE
@@ -166,7 +169,7 @@ def table(reference: Outcome, outcomes: list[Outcome]) -> str:
             (
                 one.run.title,
                 one.run.layout,
-                Path(one.resumed_from).name if one.resumed_from else "-",
+                f"step {one.resumed_from}" if one.resumed_from else "-",
                 f"died at step {last}" if killed else f"{one.losses[last]:.6f}",
                 f"{difference(one.losses, reference.losses):.2g}",
                 f"{mean(one.blocking_seconds) * 1e3:.0f} ms",
@@ -206,7 +209,7 @@ def main() -> None:
     panels = {f"{killed.run.layout} -> {one.run.layout}": one.losses for one in resumed}
     draw(args.out / "loss.png", reference.losses, killed.losses, panels)
     print(f"\nloss curves: {args.out / 'loss.png'}")
-    bcp.report(args.out / runs[-1].name).html(args.out / "report.html")
+    bcp.report(args.out / runs[-1].name / CHECKPOINTS).html(args.out / "report.html")
     print(f"saves of {runs[-1].title}, by rank, stage and file: {args.out / 'report.html'}")
     wrong = check(reference, killed, resumed, args.save_every)
     if wrong:

@@ -3,8 +3,10 @@
 Run it under torchrun, on CPU::
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 4
-    python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 2 --tp 2 \
-        --resume auto
+    python -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py --out run --dp 2 --tp 2
+
+The second command goes on from the newest checkpoint of the first, on another layout. SIGTERM ends a run with a
+checkpoint of its last step.
 
 The dataloader is part of the checkpoint. The order of its samples depends on the seed alone, so runs of any layout see
 the same data, and their losses differ by no more than the order in which float32 numbers are added up.
@@ -13,6 +15,7 @@ the same data, and their losses differ by no more than the order in which float3
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -45,7 +48,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--resume", metavar="DIR", help="start from the newest checkpoint in DIR; 'auto': in --out")
     parser.add_argument("--kill-at-save", type=int, metavar="N", help="rank 1 kills itself in the middle of save N")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a global batch; a multiple of --dp")
     parser.add_argument("--workers", type=int, default=1, help="processes per rank that read ahead")
@@ -87,22 +89,6 @@ def gather_samples(batch: Batch, group: dist.ProcessGroup) -> list[SampleId]:
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-def resume(directory: Path, states: dict[str, Any]) -> str | None:
-    """Load the newest checkpoint that was committed; return its path, or None where there is none.
-
-    A save that was cut short left files behind, and no commit record: bcp refuses it, and the one before it counts.
-    """
-    for path in sorted(directory.glob("step-*"), reverse=True):
-        try:
-            bcp.load(path, states)
-        except (bcp.UncommittedError, bcp.NotACheckpointError) as error:
-            if dist.get_rank() == 0:
-                print(f"passing over {path.name}: {error}", flush=True)
-        else:
-            return str(path)
-    return None
-
-
 def kill_before_upload(graph: bcp.Pipeline[Any, Any]) -> bcp.Pipeline[Any, Any]:
     """Edit a save graph so that the process dies, as by a power cut, when its first part is about to be written."""
 
@@ -112,11 +98,14 @@ def kill_before_upload(graph: bcp.Pipeline[Any, Any]) -> bcp.Pipeline[Any, Any]:
     return graph.before("upload", bcp.Stage("die", die))
 
 
-def save_options(args: argparse.Namespace, number: int) -> bcp.SaveOptions:
-    """Return the options of the run's n-th save: the usual ones, unless this rank is to die in it."""
-    if number == args.kill_at_save and dist.get_rank() == 1:
-        return bcp.SaveOptions(edit=kill_before_upload)
-    return bcp.SaveOptions()
+def save_options(args: argparse.Namespace) -> bcp.SaveOptions:
+    """Return the usual options, unless this rank is to die in one of its saves."""
+    if args.kill_at_save is None or dist.get_rank() != 1:
+        return bcp.SaveOptions()
+    numbers = itertools.count(1)
+    return bcp.SaveOptions(
+        edit=lambda graph: kill_before_upload(graph) if next(numbers) == args.kill_at_save else graph
+    )
 
 
 # -- training ---------------------------------------------------------------------------------
@@ -129,7 +118,7 @@ def log(file: TextIO | None, **record: object) -> None:
 
 
 def log_save(file: TextIO | None, report: bcp.SaveReport) -> None:
-    """Append what a save cost."""
+    """Append the costs of a save."""
     log(file, saved=Path(report.path).name, blocking_seconds=report.blocking_seconds, seconds=report.seconds)
 
 
@@ -139,48 +128,40 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(args: argparse.Namespace, file: TextIO | None) -> None:
-    """Train from the beginning or from a checkpoint, saving in the background every few steps."""
+    """Train from the beginning or from the newest checkpoint, with a save in the background every few steps."""
     torch.manual_seed(args.seed)  # the same weights on every rank, before they are cut
     model = GPT(Config())
     mesh = parallelise(model, dp=args.dp, tp=args.tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)  # TP mixes meshes
     scheduler = LambdaLR(optimizer, lambda step: rate(step, args.steps))
-    extra: dict[str, Any] = {"step": 0, "scheduler": scheduler, "rng": bcp.RngState()}
     loader = make_loader(args, reader=mesh["dp"].get_local_rank())
-    states = {"model": model, "optimizer": optimizer, "dataloader": loader, "extra_states": extra}
+    states = {"model": model, "optimizer": optimizer, "dataloader": loader, "extra_states": {"scheduler": scheduler}}
 
-    if args.resume:
-        loaded = resume(args.out if args.resume == "auto" else Path(args.resume), states)
-        log(file, resumed=loaded, step=extra["step"])
-
-    pending, saves = None, 0
-    for step in range(extra["step"], args.steps):
-        bcp.prefetch_data_state(step, states, every=args.save_every)  # workers get ready for the save
-        batch = next(loader)
-        tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        samples = gather_samples(batch, mesh["dp"].get_group())
-        log(file, step=step, loss=mean.item() / dist.get_world_size(), samples=samples)
-
-        if (step + 1) % args.save_every == 0:
-            if pending is not None:
-                log_save(file, pending.wait())  # one save at a time
-            saves += 1
-            extra["step"] = step + 1
-            pending = bcp.save(
-                args.out / f"step-{step + 1:06d}",
-                states,
-                async_checkpoint=True,
-                options=save_options(args, saves),
-            )
-    if pending is not None:
-        log_save(file, pending.wait())
+    with bcp.Run(
+        str(args.out / "checkpoints"),
+        states,
+        save=args.save_every,
+        save_options=save_options(args),
+        on_commit=lambda _, report: log_save(file, report),
+    ) as run:
+        first = run.resume()
+        log(file, resumed=first)
+        for step in range(first, args.steps):
+            bcp.prefetch_data_state(step, states, every=args.save_every)  # workers get ready for the save
+            batch = next(loader)
+            tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            samples = gather_samples(batch, mesh["dp"].get_group())
+            log(file, step=step, loss=mean.item() / dist.get_world_size(), samples=samples)
+            run.maybe_save(step + 1)
+            if run.should_stop(step + 1):
+                break
     loader.close()
 
 

@@ -62,7 +62,7 @@ def test_demo(tmp_path: Path) -> None:
     assert "(a) is bit-identical" in output
     assert "samples of 8 steps once: 0 lost, 0 fed twice" in output
     assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 0
-    assert_shows(tmp_path / "demo-out" / "report.html", tmp_path / "demo-out" / "resumed-2x2")
+    assert_shows(tmp_path / "demo-out" / "report.html", tmp_path / "demo-out" / "resumed-2x2" / "checkpoints")
 
 
 def assert_shows(page: Path, run: Path) -> None:
