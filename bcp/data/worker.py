@@ -43,7 +43,8 @@ def run(theirs: socket.socket, job: Job | None) -> None:
     The first message has the states of the units. Without a job in the arguments, a message before it has one, pickled.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the reader's to act on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and a handler of the training loop is not for this process
+    for notice in (signal.SIGTERM, signal.SIGUSR1):  # torchrun and SLURM signal the group; the last steps need batches
+        signal.signal(notice, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_watch_parent, daemon=True).start()
     line = Line(theirs)

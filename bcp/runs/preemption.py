@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -328,10 +329,43 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    signals = {number for each in _installed for number in each.signals}
     for each in list(_installed):
         each.after_fork()
     _installed.clear()
+    if signals:
+        _shield_loader_worker(signals)
     _after_fork_in_parent()
+
+
+# -- workers of torch's DataLoader: torchrun and SLURM signal the whole process group ------------------
+
+
+def _shield_loader_worker(signals: set[int]) -> None:
+    """Let this child outlive the signals, should it become a worker of torch's DataLoader.
+
+    The last steps need its batches, and the loader raises an error in the training process when a worker dies. A worker
+    sets its handlers when it begins; ours come after them. It still ends with its parent, which it watches.
+    """
+    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if handling is None:
+        return
+    set_handlers = handling._set_worker_signal_handlers  # noqa: SLF001 -- torch has no other hook before user code
+
+    def set_handlers_and_shield() -> None:
+        set_handlers()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        threading.Thread(target=_obey_parent, args=(signals,), name="bcp-preemption", daemon=True).start()
+
+    handling._set_worker_signal_handlers = set_handlers_and_shield  # noqa: SLF001
+
+
+def _obey_parent(signals: set[int]) -> None:
+    """End when the parent itself sends SIGTERM; ignore the signals of everybody else."""
+    while True:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
+            os._exit(0)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

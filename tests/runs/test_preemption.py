@@ -447,6 +447,19 @@ def test_workers_of_a_dataloader_work_and_are_terminated(heard: Heard) -> None:
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
+@pytest.mark.usefixtures("installed")
+def test_workers_of_a_dataloader_outlive_the_signals_of_others() -> None:
+    loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
+    batches: Any = iter(loader)
+    numbers = [int(next(batches))]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        for worker in batches._workers:
+            subprocess.run(["/bin/kill", f"-{int(number)}", str(worker.pid)], check=True)  # noqa: S603 -- not the parent
+        numbers.append(int(next(batches)))
+    numbers += [int(each) for each in batches]
+    assert numbers == list(range(64))
+
+
 def test_a_dataloader_still_hears_of_a_worker_that_was_killed(installed: Preemption) -> None:
     loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
     batches: Any = iter(loader)
