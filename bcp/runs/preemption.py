@@ -333,31 +333,31 @@ def _after_fork_in_child() -> None:
     for each in list(_installed):
         each.after_fork()
     _installed.clear()
-    if signals:
-        _shield_loader_worker(signals)
-    _after_fork_in_parent()
+    if signals and _becomes_loader_worker():
+        threading.Thread(target=_obey_parent, args=(signals,), name="bcp-preemption", daemon=True).start()
+    else:
+        _after_fork_in_parent()
 
 
 # -- workers of torch's DataLoader: torchrun and SLURM signal the whole process group ------------------
+#
+# The last steps need the workers' batches, and the loader raises an error in the training process when a worker dies.
+# So the signals stay blocked in a worker from its first moment. It still ends with its parent, which it watches.
 
 
-def _shield_loader_worker(signals: set[int]) -> None:
-    """Let this child outlive the signals, should it become a worker of torch's DataLoader.
+def _becomes_loader_worker() -> bool:
+    """Return whether the fork that is under way makes a worker of torch's DataLoader.
 
-    The last steps need its batches, and the loader raises an error in the training process when a worker dies. A worker
-    sets its handlers when it begins; ours come after them. It still ends with its parent, which it watches.
+    Multiprocessing tells the child about its target only after the hooks of the fork, so the caller's frame is asked.
     """
-    handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
-    if handling is None:
-        return
-    set_handlers = handling._set_worker_signal_handlers  # noqa: SLF001 -- torch has no other hook before user code
-
-    def set_handlers_and_shield() -> None:
-        set_handlers()
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        threading.Thread(target=_obey_parent, args=(signals,), name="bcp-preemption", daemon=True).start()
-
-    handling._set_worker_signal_handlers = set_handlers_and_shield  # noqa: SLF001
+    worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    frame = sys._getframe()  # noqa: SLF001 -- no public name; multiprocessing's Popen._launch is a caller of this one
+    while worker is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_launch" and "process_obj" in frame.f_locals:
+            target = getattr(frame.f_locals["process_obj"], "_target", None)
+            return target is worker._worker_loop  # noqa: SLF001 -- its only name
+    return False
 
 
 def _obey_parent(signals: set[int]) -> None:

@@ -41,12 +41,10 @@ class Heard(queue.Queue[str]):
 def unchanged() -> Iterator[None]:
     """Leave handlers, wake-up descriptor and threads as they were."""
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
-    others = set(threading.enumerate())  # the loop of a test before this one, if it ran one
     yield
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
     assert signal.set_wakeup_fd(-1) == -1
-    left = set(threading.enumerate()) - others
-    assert not [each.name for each in left if each.name.startswith("bcp-")]
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(("bcp-preemption", "bcp-notice"))]
 
 
 @pytest.fixture
@@ -450,11 +448,11 @@ def test_workers_of_a_dataloader_work_and_are_terminated(heard: Heard) -> None:
 @pytest.mark.usefixtures("installed")
 def test_workers_of_a_dataloader_outlive_the_signals_of_others() -> None:
     loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork")
-    batches: Any = iter(loader)
-    numbers = [int(next(batches))]
+    batches: Any = iter(loader)  # its workers have just been forked
+    numbers = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        for worker in batches._workers:
-            subprocess.run(["/bin/kill", f"-{int(number)}", str(worker.pid)], check=True)  # noqa: S603 -- not the parent
+        pids = [str(worker.pid) for worker in batches._workers]
+        subprocess.run(["/bin/kill", f"-{int(number)}", *pids], check=True)  # noqa: S603 -- not the parent
         numbers.append(int(next(batches)))
     numbers += [int(each) for each in batches]
     assert numbers == list(range(64))
