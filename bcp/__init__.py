@@ -32,6 +32,7 @@ from bcp.planners.megatron_names import MegatronNames
 from bcp.planners.random_states import RngState
 from bcp.planners.sharded import prefetch_data_state
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
+from bcp.runs.latest import alatest, latest
 from bcp.runs.preemption import Preemption
 from bcp.runs.run import Run
 from bcp.stages.items import HostPart
@@ -70,9 +71,11 @@ __all__ = [
     "StageEvent",
     "StageStart",
     "__version__",
+    "alatest",
     "aload",
     "aprepare",
     "asave",
+    "latest",
     "load",
     "policies",
     "prefetch_data_state",

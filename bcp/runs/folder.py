@@ -279,6 +279,20 @@ class Folder:
                 await _pause()
         raise self._busy()
 
+    async def peek(self) -> Ledger | None:
+        """Return the stored ledger and change nothing; None if there is none, or if it cannot be read.
+
+        Raises:
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        stored, _ = await self._stored()
+        with suppress(CorruptError):
+            return None if stored is None else Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
+        log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
+        return None
+
     async def change(self, how: Callable[[Ledger], Ledger]) -> Ledger:
         """Change the ledger in storage, by one request if nothing else has.
 

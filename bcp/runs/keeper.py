@@ -12,7 +12,7 @@ from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Trust
 
-__all__ = ["End", "Keeper"]
+__all__ = ["End", "Keeper", "reason_against"]
 
 End = Literal["finished", "preempted", "failed"]
 
@@ -51,7 +51,7 @@ class Keeper:
         self.began = time.monotonic()
         steps, others = [], []
         for entry in sorted(ledger.entries, key=lambda entry: -entry.step):
-            reason = _reason_against(entry, trust)
+            reason = reason_against(entry, trust)
             if reason:
                 others.append(Choice(entry.step, reason))
             else:
@@ -99,10 +99,10 @@ class Keeper:
         return (time.monotonic() - self.began) / 3600
 
 
-def _reason_against(entry: Entry, trust: Trust) -> str:
-    """Return why an entry must not be tried, or ""."""
-    if entry.trust == "suspect":
+def reason_against(entry: Entry | None, trust: Trust) -> str:
+    """Return why a checkpoint must not be tried, or "". A checkpoint without an entry was never marked."""
+    if entry is not None and entry.trust == "suspect":
         return f"suspect: {entry.reason}" if entry.reason else "suspect"
-    if trust == "verified" and entry.trust != "verified":
+    if trust == "verified" and (entry is None or entry.trust != "verified"):
         return "not verified"
     return ""

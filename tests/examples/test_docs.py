@@ -61,8 +61,20 @@ def test_every_block_of_a_framework_s_page_runs_on_every_rank(page: Path, tmp_pa
         ranks.run(run_page, page, blocks(page), tmp_path, given)
 
 
-def test_the_readme_has_blocks_that_run() -> None:
-    assert len(blocks(ROOT / "README.md")) >= 2
+def test_the_first_example_is_a_short_loop_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "README.md"
+    line, source = blocks(page)[0]
+    assert len([text for text in source.splitlines() if text.strip()]) <= 15
+    first: dict[str, Any] = {"__name__": "first"}
+    execute(page, line, source.replace("101", "31"), first)
+    assert (first["run"].resumed.step, first["step"]) == (0, 30)
+    second: dict[str, Any] = {"__name__": "second"}
+    execute(page, line, source, second)
+    assert (second["run"].resumed.step, second["step"]) == (30, 100)
+    assert sorted(path.name for path in tmp_path.glob("ckpt/run-1/step-*")) == [
+        f"step-{step:08d}" for step in (80, 90, 100)
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *ON_RANKS], ids=lambda page: str(page.relative_to(ROOT)))

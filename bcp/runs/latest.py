@@ -1,0 +1,72 @@
+"""The newest checkpoint of a run, for jobs that only read it: evaluation, inference, export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from bcp import _bridge
+from bcp._plain import plain
+from bcp.backends import resolve, shown
+from bcp.errors import BcpError, InputError
+from bcp.runs.folder import Folder, step_name
+from bcp.runs.keeper import reason_against
+from bcp.runs.resuming import Trust
+
+__all__ = ["alatest", "latest"]
+
+
+def latest(
+    url: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return the path of the newest committed checkpoint of a run, for :func:`bcp.load`; None if there is none.
+
+    The answer comes from a listing of the run's folder, not from a file that names a checkpoint. Storage is asked
+    whether the newest ones are committed. Nothing is written, so another job may train in the run meanwhile. That job
+    may delete the checkpoint later, as its policy says: :meth:`Run.pin` prevents it.
+
+    Args:
+        url: the run's folder, as for :class:`~bcp.Run`.
+        trust: ``"any"``: all checkpoints but those that :meth:`Run.mark` called suspect. ``"verified"``: only those
+            that it called verified.
+        storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
+
+    Raises:
+        InputError: the URL or ``trust`` cannot be used.
+        FormatVersionError: a newer bcp has written the run's ledger.
+        StorageError: storage failed.
+
+    Example:
+        >>> with bcp.Run("ckpt/run-9", {"model": torch.nn.Linear(4, 4)}, save=10) as run:
+        ...     _ = run.resume(), run.maybe_save(10)
+        >>> bcp.latest("ckpt/run-9")
+        'ckpt/run-9/step-00000010'
+
+    """
+    try:
+        return _bridge.run(
+            partial(alatest, url, trust=trust, storage_options=storage_options), what=f"list {shown(str(url))}"
+        )
+    except BcpError as error:
+        raise plain(error) from error.__cause__
+
+
+async def alatest(
+    url: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+) -> str | None:
+    """Do the same as :func:`latest` from a coroutine."""
+    if trust not in ("any", "verified"):
+        raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
+    place = os.fspath(url)
+    folder = Folder(resolve(place, storage_options), shown(place))
+    try:
+        ledger = await folder.peek()
+        entries = {} if ledger is None else {entry.step: entry for entry in ledger.entries}
+        for step in await folder.steps():
+            if not reason_against(entries.get(step), trust) and await folder.committed(step):
+                return f"{place.rstrip('/')}/{step_name(step)}"
+    finally:
+        await folder.aclose()
+    return None
