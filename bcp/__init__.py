@@ -23,19 +23,19 @@ from bcp.events import (
     StageEvent,
     StageStart,
 )
+from bcp.interop.megatron_names import MegatronNames
 from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.box import Box
-from bcp.plan.load.moved import Moved
+from bcp.plan.read.renames import Moved
 from bcp.planners.megatron import MegatronRng
-from bcp.planners.megatron_names import MegatronNames
-from bcp.planners.random_states import RngState
-from bcp.planners.sharded import prefetch_data_state
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
 from bcp.runs.latest import alatest, latest
 from bcp.runs.preemption import Preemption
 from bcp.runs.run import Run
 from bcp.stages.items import HostPart
+from bcp.state.random_states import RngState
+from bcp.state.units import prefetch_data_state
 
 __all__ = [
     "Agreement",

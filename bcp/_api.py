@@ -7,7 +7,6 @@ from typing import Literal, overload
 import anyio
 from anyio.abc import TaskStatus
 
-from bcp import _bridge
 from bcp._calls import Framework, Path, load_call, prepare_call, require_asyncio, save_call
 from bcp._pending import Pending
 from bcp._plain import plain, warn_if_nothing
@@ -15,6 +14,7 @@ from bcp.errors import BcpError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Coordinator, States
+from bcp.runtime import bridge as _bridge
 
 __all__ = ["aload", "aprepare", "asave", "load", "prepare", "save"]
 

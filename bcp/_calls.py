@@ -26,11 +26,11 @@ from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
-from bcp.pipeline import beginning_with
 from bcp.plan.shards import KINDS
 from bcp.planners import planner as planner_for
 from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
-from bcp.stages.device import Caller
+from bcp.runtime.device import Caller
+from bcp.runtime.threads import beginning_with
 from bcp.telemetry.watch import Kind, Watch
 
 __all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]

@@ -10,7 +10,7 @@ import torch
 
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
-from bcp.stages.device import Caller
+from bcp.runtime.device import Caller
 from bcp.telemetry.watch import Watch
 
 __all__ = ["Job", "LoadJob", "SaveJob"]

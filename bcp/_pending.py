@@ -6,9 +6,9 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from bcp._bridge import Background
 from bcp._plain import plain
 from bcp.errors import BcpError
+from bcp.runtime.bridge import Background
 
 __all__ = ["Pending"]
 

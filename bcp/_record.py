@@ -21,10 +21,10 @@ from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
 from bcp.events import LoadReport, SaveReport, ignore, observed_by
-from bcp.metadata import METADATA_KEY
-from bcp.pipeline import in_thread
-from bcp.planners.topology import coordinates
+from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import Agreement, Backend
+from bcp.runtime.threads import in_thread
+from bcp.state.placement import coordinates
 from bcp.telemetry.encode import figures_of, merged, packed, recording_of_failure
 from bcp.telemetry.failures import failed_phase, failure_of
 from bcp.telemetry.recording import FailureRecord

@@ -13,12 +13,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from bcp import _bridge
 from bcp._plain import plain as without_traceback
 from bcp.backends import resolve, shown
 from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError
-from bcp.pipeline import Budget, Pipeline, Stage, planning
+from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy
+from bcp.runtime import bridge as _bridge
+from bcp.runtime.threads import planning
 from bcp.telemetry.encode import joined
 from bcp.telemetry.findings import Summary, Trend
 from bcp.telemetry.recording import Recording

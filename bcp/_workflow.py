@@ -13,16 +13,17 @@ from bcp._job import LoadJob, SaveJob
 from bcp._record import recorded
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
-from bcp.metadata import Metadata
+from bcp.format.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Pipeline, beside, failures_collected, giving_way, in_thread, planning
-from bcp.planners.guard import being_loaded
+from bcp.pipeline import Pipeline, beside
 from bcp.protocols import Agreement
-from bcp.stages.device import Lanes, accelerators
+from bcp.runtime.device import Lanes, accelerators
+from bcp.runtime.staging import pool_for
+from bcp.runtime.threads import failures_collected, giving_way, in_thread, planning
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.save import SaveContext, Writers, save_graph
-from bcp.stages.staging import pool_for
+from bcp.state.guard import being_loaded
 from bcp.telemetry.progress import progress_bar
 
 __all__ = ["aload", "aprepare", "asave"]

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from bcp.errors import InputError
 from bcp.events import Observer, ignore
 from bcp.pipeline import Pipeline
-from bcp.plan.load.rename import Rename, blocks_of
+from bcp.plan.read.renames import Rename, blocks_of
 from bcp.protocols import Codec, RetryPolicy
 
 __all__ = ["Graph", "LoadOptions", "SaveOptions", "timeout_of", "with_overrides"]
@@ -171,7 +171,7 @@ class LoadOptions:
         rename: what the target calls the checkpoint's model tensors: a dict from names in the checkpoint to names in
             the target, pairs of (regular expression, replacement) that are applied one after another with ``re.sub``,
             a function of a name, or an object with a method ``blocks`` that can also cut and join tensors
-            (:class:`~bcp.plan.load.rename.Moves`). Names that a dict does not have stay; None in place of a name
+            (:class:`~bcp.plan.read.renames.Moves`). Names that a dict does not have stay; None in place of a name
             leaves the tensor out. Optimizer states and hyper-parameters follow. The same on every rank.
         cast: convert where the dtype differs; without it that is an error.
         verify: check the checksum of every block that is read.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from bcp.plan.columns import Ints
-    from bcp.plan.load.saved import Saved
+    from bcp.plan.read.renamed import Saved
     from bcp.plan.shards import ShardTable
 
 __all__ = [

@@ -15,7 +15,7 @@ import xxhash
 from bcp._agree import agree
 from bcp.coordinators.tree.coordinator import GrpcCoordinator
 from bcp.coordinators.tree.loop import current_loop
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.rendezvous import Tree
 from bcp.protocols import Buffer
 from benchmarks.figures import Figures, cpu_ms
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812 -- the usual name
 
 import bcp
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 
 WAYS = ("sync", "async", "lazy", "overwrite")
 STEPS = 4

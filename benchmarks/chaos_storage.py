@@ -24,7 +24,7 @@ from torch import Tensor
 
 import bcp
 from bcp.backends import resolve
-from bcp.metadata import METADATA_KEY, decode_metadata, operation_of
+from bcp.format.metadata import METADATA_KEY, decode_metadata, operation_of
 from bcp.protocols import RetryPolicy
 from bcp.telemetry.store import FOLDER
 from benchmarks.figures import Figures, parser

@@ -14,23 +14,20 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from bcp import metadata
 from bcp._save import BLOCK_BYTES
-from bcp.metadata import Commit, encode_layout, encode_metadata
+from bcp.format import metadata
+from bcp.format.metadata import Commit, encode_layout, encode_metadata
 from bcp.options import LoadOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
-from bcp.plan.layout import Layout
-from bcp.plan.load.assign import assign
-from bcp.plan.load.line import BlockLine
-from bcp.plan.load.reads import wants
-from bcp.plan.load.share import share
-from bcp.plan.lookup import find_all
-from bcp.plan.save.divide import Division, divide
-from bcp.plan.save.survey import Stated, Survey, gather, survey
-from bcp.plan.save.template import factor
-from bcp.plan.save.wire import digest, encode_flat, encode_shares
+from bcp.plan.layout import Layout, find_all
+from bcp.plan.read.copies import assign
+from bcp.plan.read.reads import wants
+from bcp.plan.read.share import BlockLine, share
 from bcp.plan.shards import ShardTable
+from bcp.plan.write.divide import Division, divide
+from bcp.plan.write.survey import Stated, Survey, digest, encode_flat, encode_shares, gather, survey
+from bcp.plan.write.world import factor
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
 

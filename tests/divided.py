@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bcp.plan.layout import Layout
-from bcp.plan.save.divide import divide
-from bcp.plan.save.survey import Stated, Survey, gather, survey
-from bcp.plan.save.template import factor
-from bcp.plan.save.wire import decode_share, digest, encode_shares
-from bcp.plan.save.world import World
-from bcp.plan.save.writes import Writes, expand
 from bcp.plan.shards import ShardTable
+from bcp.plan.write.divide import Writes, divide, expand
+from bcp.plan.write.survey import Stated, Survey, decode_share, digest, encode_shares, gather, survey
+from bcp.plan.write.world import World, factor
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,19 @@ import xxhash
 from saved import Memory, Saved
 
 from bcp.errors import CorruptError
+from bcp.format.receipt import Blocks, FileReceipt
 from bcp.options import Graph
 from bcp.pipeline import Budget
-from bcp.plan.load.assign import Assignment, assign
-from bcp.plan.load.copies import check_complete, copies
-from bcp.plan.load.line import BlockLine
-from bcp.plan.load.share import Shared, share
-from bcp.plan.load.straight import straight
+from bcp.plan.read.copies import Assignment, assign, check_complete, copies, straight
+from bcp.plan.read.share import BlockLine, Shared, share
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer, Codec
-from bcp.receipt import Blocks, FileReceipt
-from bcp.stages.device import Lanes
-from bcp.stages.flat import bytes_of, torch_dtype
+from bcp.runtime.device import Lanes
+from bcp.runtime.staging import Lease, StagingPool
+from bcp.stages.items import ReadItem
 from bcp.stages.load import LoadContext, load_graph
-from bcp.stages.load_items import ReadItem
-from bcp.stages.memory import addresses, writable
+from bcp.stages.memcpy import addresses, bytes_of, torch_dtype, writable
 from bcp.stages.place import Targets
-from bcp.stages.staging import Lease, StagingPool
 
 HEADER = bytes(range(40))
 

@@ -13,8 +13,7 @@ import pytest
 
 from bcp.coordinators import GrpcCoordinator, Tls
 from bcp.coordinators.mesh import Mesh
-from bcp.coordinators.tree.rendezvous import MemoryRendezvous
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.rendezvous import MemoryRendezvous, Tree
 
 LOOPBACK = "127.0.0.1"
 Change = Callable[[bytes], bytes]

@@ -11,14 +11,11 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from bcp.plan.box import Box
-from bcp.plan.check import check_layout
 from bcp.plan.columns import Ints, matrix
-from bcp.plan.layout import Layout
-from bcp.plan.load.copies import copies
-from bcp.plan.load.reads import wants
-from bcp.plan.lookup import find, resolve
-from bcp.plan.segments import Segments
-from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta, TensorTable
+from bcp.plan.layout import Layout, check_layout, find, resolve
+from bcp.plan.read.copies import copies
+from bcp.plan.read.reads import wants
+from bcp.plan.shards import KINDS, Segments, ShardRow, ShardTable, TensorMeta, TensorTable
 
 DTYPES = {"uint8": 1, "int16": 2, "int32": 4, "int64": 8}
 

@@ -16,8 +16,8 @@ from typing import NoReturn
 import anyio
 
 from bcp._doctor.examination import examined
-from bcp._doctor.place import Place
-from bcp._doctor.times import Times
+from bcp._doctor.meeting import Place
+from bcp._doctor.report import Times
 from bcp.backends import resolve
 from bcp.errors import InputError
 

@@ -1,31 +1,225 @@
-"""The ranks meet in the job's store: they call the roll, and learn who leads which host."""
+"""The ranks meet in the job's store: they call the roll, and learn who leads which host.
+
+This process's place in the job, as a launcher gives it in the environment.
+
+The way to the job's store: a store that nobody serves, that is stopped or out of reach holds nobody up.
+
+The keys of one session in the job's store: each rank puts a few up, and others look at them.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import anyio
+from torch.distributed import HashStore, Store, TCPStore
 
-from bcp._doctor.board import Board
-from bcp._doctor.place import Place
-from bcp._doctor.report import Finding, FoundError
-from bcp._doctor.store import opened_store, store_help
-from bcp._doctor.times import Times, left
-from bcp._doctor.words import in_words, ranks_in_words
-from bcp.coordinators.hello import Abort
+from bcp._doctor.dial import connected, reason_of
+from bcp._doctor.report import Finding, FoundError, Times, in_words, left, ranks_in_words
 from bcp.coordinators.hosts import Host
-from bcp.coordinators.roll import Roll
-from bcp.coordinators.store_client import StoreClient
-from bcp.errors import PeerError
+from bcp.coordinators.messages import Abort
+from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
+from bcp.errors import InputError, PeerError
 
-__all__ = ["Meeting", "ToldError", "met"]
+__all__ = ["Board", "Meeting", "Place", "ToldError", "met"]
+
+_PORTS = range(1, 1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank, and where the job's store is.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks there are.
+        server: host and port of the store; None for a process alone, which needs none.
+        serves: whether this process serves the store, as rank 0 does without an agent of torchrun.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    server: tuple[str, int] | None = None
+    serves: bool = False
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """Read the place from the variables of ``init_method="env://"``.
+
+        Raises:
+            InputError: some are missing or wrong.
+
+        """
+        if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
+            return cls()
+        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        if rank not in range(world_size):
+            raise InputError(f"RANK={rank} has to be at least 0 and less than WORLD_SIZE={world_size}")
+        if world_size == 1:
+            return cls()
+        host, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT")
+        if not host or port not in _PORTS:
+            raise InputError(f"MASTER_ADDR={host!r} and MASTER_PORT={port} do not say where the job's store is")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, world_size, (host, port), serves=rank == 0 and not agent)
+
+    @property
+    def store(self) -> str:
+        """Return the store's name for people."""
+        return "the store" if self.server is None else "{}:{}".format(*self.server)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"{name}={text!r} is no number; start the doctor with a launcher as torchrun, or set RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT on every rank"
+        ) from None
+
+
+_RETRY_SECONDS = 0.2  # between two attempts to reach a store that is not there yet
+_NOT_OWN = "serves the store, and does not reach it at {}: that is another host, as it seems"
+_SILENT = "has connected to {}, where no store answers"
+
+
+async def opened_store(place: Place, times: Times) -> Store:
+    """Return a client of the job's store; serve it if that is this process's task.
+
+    Raises:
+        FoundError: the store cannot be reached or served.
+
+    """
+    if place.server is None:
+        return HashStore()
+    if not place.serves:
+        await _reached(place, times)
+    opening = StoreClient(HashStore())  # its thread is left alone when the connection hangs
+    make = partial(TCPStore, *place.server, None, is_master=place.serves, wait_for_workers=False)
+    try:
+        with anyio.fail_after(left(times.met)):
+            return await opening.call(make)
+    except TimeoutError:
+        raise _found(place, (_NOT_OWN if place.serves else _SILENT).format(place.store)) from None
+    except PeerError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, STORE_ERRORS) else error
+        verb = "serve" if place.serves else "use"
+        raise _found(place, f"cannot {verb} the store at {place.store}: {str(cause).splitlines()[0]}") from error
+
+
+async def _reached(place: Place, times: Times) -> None:
+    """Wait until something listens where the store is to be. A store comes later than the ranks, as a rule."""
+    assert place.server is not None  # noqa: S101 -- for mypy
+    last = "no answer"
+    with anyio.move_on_after(left(times.met)):
+        while True:
+            try:
+                _, writer = await connected(*place.server)
+            except OSError as error:
+                last = reason_of(error)
+            else:
+                writer.close()
+                return
+            await anyio.sleep(_RETRY_SECONDS)
+    raise _found(place, f"cannot reach the store at {place.store}: {last}")
+
+
+def store_help(place: Place) -> str:
+    """Return what to do where a rank has no store."""
+    if place.serves:
+        return "let MASTER_ADDR be the host of rank 0, and MASTER_PORT a port that is free there"
+    return (
+        "see whether rank 0 or torchrun's agent runs there, and whether MASTER_ADDR, MASTER_PORT and firewalls let "
+        "this host reach it"
+    )
+
+
+def _found(place: Place, text: str) -> FoundError:
+    return FoundError(Finding("store", text, store_help(place)))
+
+
+T = TypeVar("T")
+
+_AT_ONCE = 256  # keys in one look
+_LEAST_SECONDS = 0.3  # that a store has to answer, also at the end of a step
+_PAUSE = 0.05  # seconds between two looks, for up to 1,000 ranks; more look less often
+
+
+class Board:
+    """The store's keys below one prefix that no other session has. Every call is bounded by a deadline.
+
+    All methods raise :class:`~bcp.errors.PeerError` where the store fails or is silent.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str, world_size: int) -> None:
+        """Prepare; nothing is sent."""
+        self._client = client
+        self._prefix = prefix
+        self._pause = _PAUSE * max(1.0, world_size / 1000)
+
+    def __repr__(self) -> str:
+        """Show the place in the store."""
+        return f"<Board {self._prefix!r} in {self._client.name}>"
+
+    async def post(self, until: float, name: str, number: int, value: object) -> None:
+        """Put a value up under a name and a rank's number."""
+        await self.call(until, lambda: self._client.store.set(self._key(name, number), json.dumps(value)))
+
+    async def posted(self, until: float, name: str, numbers: Iterable[int]) -> dict[int, Any]:
+        """Wait until these ranks' values are there; return those that are when the time is up."""
+        wanted, found = list(numbers), dict[int, Any]()
+        while True:
+            late = not left(until)
+            found |= await self.call(until, partial(self._seen, name, wanted, late))
+            wanted = [number for number in wanted if number not in found]
+            if late or not wanted:
+                return found
+            await anyio.sleep(min(self._pause, left(until)))
+
+    async def count(self, until: float, name: str) -> None:
+        """Count this rank in."""
+        await self.call(until, lambda: self._client.store.add(self._key(name), 1))
+
+    async def counted(self, until: float, name: str, number: int) -> bool:
+        """Wait until so many have been counted in; return whether they have."""
+        while await self.call(until, lambda: self._client.store.add(self._key(name), 0)) < number:
+            if not left(until):
+                return False
+            await anyio.sleep(min(self._pause, left(until)))
+        return True
+
+    async def call(self, until: float, function: Callable[[], T]) -> T:
+        """Call a function in the client's thread."""
+        began = time.monotonic()
+        with anyio.move_on_after(max(left(until), _LEAST_SECONDS)):
+            return await self._client.call(function)
+        raise PeerError(0, f"{self._client.name} has not answered for {time.monotonic() - began:.1f} s")
+
+    def _seen(self, name: str, numbers: Sequence[int], late: bool) -> dict[int, Any]:  # noqa: FBT001 -- private
+        """Return values that are there; of a group that is not complete, only at the end. Blocks."""
+        found = dict[int, Any]()
+        for start in range(0, len(numbers), _AT_ONCE):
+            some = numbers[start : start + _AT_ONCE]
+            if not self._client.store.check([self._key(name, number) for number in some]):
+                some = [number for number in some if late and self._client.store.check([self._key(name, number)])]
+            if some:
+                values = self._client.store.multi_get([self._key(name, number) for number in some])
+                found |= {number: json.loads(bytes(value)) for number, value in zip(some, values, strict=True)}
+        return found
+
+    def _key(self, *names: object) -> str:
+        return "/".join((self._prefix, *map(str, names)))
+
 
 _PREFIX = "bcp-doctor"
 _LAST_WORD_SECONDS = 0.5  # that rank 0 stays so that others hear why it ends, for up to 1,000 ranks

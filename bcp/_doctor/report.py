@@ -1,9 +1,15 @@
-"""One rank's report to rank 0, as JSON in the store."""
+"""One rank's report to rank 0, as JSON in the store.
+
+Lists of ranks and hosts as people read them, however many there are.
+
+Until when each step may last, so that all steps together keep the timeout.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +17,97 @@ import torch
 
 from bcp._version import __version__
 
-__all__ = ["Finding", "FoundError", "Report", "Way"]
+__all__ = [
+    "Finding",
+    "FoundError",
+    "Report",
+    "Times",
+    "Way",
+    "in_words",
+    "left",
+    "ranks_in_words",
+    "span",
+    "while_short",
+]
+
+_MOST = 6  # names in one list
+
+
+def while_short(names: Sequence[str], most: int = _MOST) -> str:
+    """Join names with commas; of many, the first and how many more."""
+    more = len(names) - most
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"
+
+
+def in_words(what: str, names: Sequence[str]) -> str:
+    """Name things of a kind, as in ``"hosts h1, h2"``."""
+    return f"{what}{'s' * (len(names) != 1)} {while_short(names)}"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Name ranks, as in ``"ranks 0-7, 9"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    single = len(runs) == 1 and runs[0][0] == runs[0][1]
+    pieces = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' * (not single)} {while_short(pieces)}"
+
+
+def span(names: Sequence[str]) -> str:
+    """Name the first and the last of many."""
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} .. {names[-1]}"  # noqa: PLR2004 -- both ends are all
+
+
+_MEETING, _MEETING_OF_OTHERS = 0.5, 0.6  # parts of the timeout; others wait longer, to hear rank 0 say who is missing
+_ALL = 0.92  # the rest is for the end of the process
+_SHOWN, _LOOKED, _EXAMINED, _REPORTED = 0.3, 0.55, 0.65, 0.85  # parts of the time between the meeting and the end
+
+
+class Times:
+    """The deadlines of one rank, as ``time.monotonic()`` counts.
+
+    Attributes:
+        meeting_seconds: how long the meeting in the store may take.
+        met: when it has to be over.
+        shown: the same of what others look at: addresses and files.
+        looked: of looking at what others have shown.
+        examined: of all checks, and of what they clean up.
+        reported: of all ranks' reports.
+        judged: of rank 0's verdict.
+    """
+
+    def __init__(self, timeout: float, rank: int) -> None:
+        """Begin now."""
+        began = time.monotonic()
+        self.meeting_seconds = (_MEETING_OF_OTHERS if rank else _MEETING) * timeout
+        self.met = began + self.meeting_seconds
+        self._end = began + _ALL * timeout
+        self._longest = (_ALL - _MEETING) * timeout
+        self.meet()
+
+    def __repr__(self) -> str:
+        """Show how much time is left."""
+        return f"<Times: {left(self._end):.1f} s are left>"
+
+    def meet(self) -> None:
+        """Count from now, as all ranks do who have just met."""
+        met = time.monotonic()
+        seconds = min(self._longest, left(self._end))
+        self.shown = met + _SHOWN * seconds
+        self.looked = met + _LOOKED * seconds
+        self.examined = met + _EXAMINED * seconds
+        self.reported = met + _REPORTED * seconds
+        self.judged = met + seconds
+
+
+def left(deadline: float) -> float:
+    """Return the seconds until a deadline, 0 after it."""
+    return max(0.0, deadline - time.monotonic())
+
 
 _MOST_FINDINGS = 8  # of one rank; of more, the number is told
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from bcp._doctor.place import Place
-from bcp._doctor.report import Finding, Report
-from bcp._doctor.words import in_words, ranks_in_words, span, while_short
+from bcp._doctor.meeting import Place
+from bcp._doctor.report import Finding, Report, in_words, ranks_in_words, span, while_short
 
 __all__ = ["Job", "Screen", "ascii_only", "screen", "subject"]
 

@@ -1,29 +1,52 @@
 """Every rank writes a file, and every host looks for the files of the others: the folder has to be one for all.
 
 The files are in a folder of their own, whose name no checkpoint has, and are gone at the end.
+
+Work that may hang in the kernel, as that of a file system whose server is gone, and must not hold up the doctor.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
-from bcp._doctor.aside import aside
 from bcp._doctor.dial import reason_of
 from bcp._doctor.meeting import Meeting
-from bcp._doctor.report import Finding, Report
-from bcp._doctor.times import Times, left
-from bcp._doctor.words import in_words, while_short
+from bcp._doctor.report import Finding, Report, Times, in_words, left, while_short
 from bcp.backends import LocalBackend, child, resolve
 from bcp.errors import BcpError
-from bcp.pipeline import in_thread
 from bcp.protocols import Backend
+from bcp.runtime.event_loop import Loop
+from bcp.runtime.threads import in_thread
 
-__all__ = ["Shelf", "shelf_at", "tidied", "try_out"]
+__all__ = ["Shelf", "aside", "shelf_at", "tidied", "try_out"]
+
+T = TypeVar("T")
+
+_loops: list[Loop] = []
+
+
+async def aside(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """Let a coroutine run in an event loop on another thread; return its result.
+
+    Work that has to end and does not is left alone: its thread ends with the process, by
+    :func:`bcp._doctor.leave`.
+
+    Raises:
+        TimeoutError: it takes longer.
+
+    """
+    if not _loops:
+        _loops.append(Loop())
+    future = asyncio.run_coroutine_threadsafe(work, _loops[0].asyncio_loop)
+    with anyio.fail_after(seconds):
+        return await asyncio.wrap_future(future)
+
 
 _AT_ONCE = 16  # files that are being read
 _MOST_HOSTS = 64  # whose files one host looks for

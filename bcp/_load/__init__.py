@@ -1,13 +1,11 @@
 """The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
 
-from bcp._load.claims import check_stored
-from bcp._load.opening import fetch_receipts, open_checkpoint, say_if_replaced
+from bcp._load.objects import ask, needed_receipts, put_values
+from bcp._load.opening import check_stored, fetch_receipts, open_checkpoint, say_if_replaced
 from bcp._load.overlaps import put_shared
-from bcp._load.reads import Reading, budget_of, contents, plan_reads, read_items
+from bcp._load.reads import Reading, budget_of, contents, exchange, exchange_devices, plan_reads, read_items
 from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import Wanted
-from bcp._load.transport import exchange, exchange_devices
-from bcp._load.values import ask, needed_receipts, put_values
 
 __all__ = [
     "Reading",

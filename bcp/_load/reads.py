@@ -1,9 +1,16 @@
-"""The division of the reading among all ranks, once per load (paper sec. 3.3 steps 3 and 4, 4.1)."""
+"""The division of the reading among all ranks, once per load (paper sec. 3.3 steps 3 and 4, 4.1).
+
+How fast each rank can send, as far as the division of the reading has to know it.
+
+The way on which ranks send each other what they read for each other: chosen by ``LoadOptions(exchange=...)``.
+"""
 
 from __future__ import annotations
 
+import secrets
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
@@ -11,33 +18,118 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from bcp._agree import agree
-from bcp._load.claims import file_of
-from bcp._load.pace import MEASURED_BYTES, packed_rate, speeds
+from bcp._job import LoadJob
+from bcp._load.opening import file_of
 from bcp._load.targets import Wanted, both_names, some
 from bcp._load.units import check_wanted
+from bcp.coordinators.process_group import GroupExchange, join_group
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
-from bcp.metadata import Metadata, data_key
+from bcp.format.metadata import Metadata, data_key
+from bcp.format.receipt import FileReceipt, Receipt
 from bcp.options import LoadOptions
-from bcp.pipeline import Budget, planning
+from bcp.pipeline import Budget
 from bcp.plan.columns import Ints, concat
-from bcp.plan.layout import Layout
-from bcp.plan.load.assign import Assignment, Chunk, assign
-from bcp.plan.load.fill import Floats
-from bcp.plan.load.line import VERSIONS, BlockLine
-from bcp.plan.load.renamed import MASTER, Renamed
-from bcp.plan.load.share import Shared, share
-from bcp.plan.load.straight import Straight
-from bcp.plan.lookup import find, resolve, resolve_all, rows_of
+from bcp.plan.layout import Layout, find, resolve, resolve_all, rows_of
+from bcp.plan.read.copies import Assignment, Chunk, Straight, assign
+from bcp.plan.read.renamed import MASTER, Renamed
+from bcp.plan.read.share import VERSIONS, BlockLine, Floats, Shared, share
 from bcp.plan.shards import KINDS
 from bcp.plan.units import decode_claims, encode_claims
-from bcp.protocols import Agreement
-from bcp.receipt import FileReceipt, Receipt
-from bcp.stages.check import SEAL_BYTES
-from bcp.stages.load_items import ReadItem
+from bcp.protocols import Agreement, FailureReporter
+from bcp.runtime.device import Lanes
+from bcp.runtime.threads import planning
+from bcp.stages.items import ReadItem
+from bcp.stages.load import SEAL_BYTES, AllToAll
+from bcp.stages.memcpy import bytes_of
 
-__all__ = ["Reading", "budget_of", "contents", "key_of", "plan_reads", "read_items"]
+__all__ = [
+    "Reading",
+    "budget_of",
+    "contents",
+    "exchange",
+    "exchange_devices",
+    "key_of",
+    "packed_rate",
+    "plan_reads",
+    "read_items",
+    "speeds",
+]
+
+MEASURED_BYTES = 32 << 20
+"""Shared bytes a rank from which on the ranks measure their ways: below, the load takes no longer than measuring."""
+
+_RATE = struct.Struct("<d")
+_FAST = 0.75  # quantile of the ranks whose rate counts as full speed
+_SLOW = 0.4  # of that rate; faster ranks count as equals, since a measurement of some milliseconds varies
+_LEAST = 1e-3
+
+
+def packed_rate(rate: float) -> bytes:
+    """Return what a rank tells of its bandwidth."""
+    return _RATE.pack(rate)
+
+
+def speeds(told: Sequence[bytes]) -> Floats | None:
+    """Return the relative speed of each rank, 1 for most; None if no rank is slow.
+
+    Args:
+        told: :func:`packed_rate` of every rank.
+
+    """
+    rates = np.array([_RATE.unpack(each)[0] for each in told])
+    if np.isinf(rates).any():  # all ranks share a host
+        return None
+    relative = rates / np.quantile(rates, _FAST, method="nearest")
+    slow = relative < _SLOW
+    return np.where(slow, np.maximum(relative, _LEAST), 1.0) if slow.any() else None
+
+
+def exchange_devices(job: LoadJob, devices: Sequence[int]) -> list[int]:
+    """Return the indices of CUDA devices, and that on which chunks are exchanged, if there is one."""
+    own = job.exchange_device
+    return list(devices) if own is None or own.index is None else sorted({*devices, own.index})
+
+
+@asynccontextmanager
+async def exchange(job: LoadJob, agreement: Agreement, reading: Reading, lanes: Lanes) -> AsyncIterator[AllToAll]:
+    """Open what the rounds of a load run over; all ranks enter it, and leave it after their last round.
+
+    A process group lives as long as one load. One that was kept would hold threads, or device memory, in training.
+    """
+    if job.options.exchange == "sockets" or job.world_size == 1 or not reading.assignment.rounds:
+        yield partial(_over_sockets, agreement)
+        return
+    nonce = (await agree(agreement, "process group", job.rank, b"", _draw)).decode()
+    device = job.exchange_device
+    group = await join_group(nonce, job.rank, job.world_size, device=device, patience=job.options.timeout)
+    report = partial(_report, agreement)
+    over_group = GroupExchange(group, job.rank, device=device, on_stream=lanes.opened, report=report)
+    del group  # else this frame would keep its threads alive
+    failed = True
+    try:
+        yield over_group.all_to_all
+        failed = False
+    finally:
+        await over_group.aclose(failed=failed)
+
+
+async def _draw(_: Sequence[bytes]) -> bytes:
+    """Draw a name that no other group has, in this job or in an earlier one over the same store."""
+    return secrets.token_hex(16).encode()
+
+
+async def _over_sockets(agreement: Agreement, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
+    await agreement.all_to_all([*map(bytes_of, send)], [*map(bytes_of, receive)])
+
+
+async def _report(agreement: Agreement, rank: int, cause: str) -> Exception:
+    """Tell the others, or return an error that they are told of when this rank leaves the operation with it."""
+    if isinstance(agreement, FailureReporter):
+        return await agreement.report_failure(rank, cause)
+    return BcpError(cause)
 
 
 class _Asked(NamedTuple):

@@ -13,17 +13,16 @@ from bcp._job import LoadJob
 from bcp._load.reads import Reading, key_of
 from bcp._load.targets import Wanted
 from bcp.events import LoadReport
-from bcp.metadata import Metadata
+from bcp.format.metadata import Metadata
 from bcp.options import unchanged
-from bcp.pipeline import thread_count
-from bcp.plan.load.copies import check_complete, copies
-from bcp.plan.load.straight import straight
+from bcp.plan.read.copies import check_complete, copies, straight
 from bcp.protocols import ScatterReader, retries_of
-from bcp.stages.device import Lanes, stream_count
+from bcp.runtime.device import Lanes, stream_count
+from bcp.runtime.staging import Lease
+from bcp.runtime.threads import thread_count
 from bcp.stages.load import AllToAll, LoadContext
-from bcp.stages.memory import addresses, writable
+from bcp.stages.memcpy import addresses, writable
 from bcp.stages.place import Targets
-from bcp.stages.staging import Lease
 
 __all__ = ["everyone_is_done", "lay_out", "load_context", "report", "say_if_half_loaded"]
 

@@ -1,9 +1,15 @@
-"""The names that this rank wants, compared with the checkpoint before any target is touched."""
+"""The names that this rank wants, compared with the checkpoint before any target is touched.
+
+Advice for names that a checkpoint lacks: a prefix that one side has, or names that are nearly the same.
+"""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from operator import ne
 from typing import Any
 
@@ -11,25 +17,64 @@ import numpy as np
 import torch
 
 from bcp._job import LoadJob
-from bcp._load.near import advice
-from bcp._load.overlaps import Shared, without_overlaps
-from bcp._load.relocate import relocated
+from bcp._load.overlaps import Shared, relocated, without_overlaps
 from bcp._load.units import ReadState
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
-from bcp.metadata import Metadata
+from bcp.format.metadata import Metadata
+from bcp.format.receipt import Receipt
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
-from bcp.plan.load.pieces import fitted
-from bcp.plan.load.reads import Wants, wants
-from bcp.plan.load.renamed import MASTER, Renamed, renamed
-from bcp.plan.load.saved import Saved
+from bcp.plan.read.reads import Wants, fitted, wants
+from bcp.plan.read.renamed import MASTER, Renamed, Saved, renamed
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
-from bcp.planners.extras import check_changeable
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
-from bcp.receipt import Receipt
 from bcp.stages.load import require_codecs
+from bcp.state.objects import check_changeable
 
-__all__ = ["Wanted", "both_names", "extra_ranks", "find_targets", "some"]
+__all__ = ["Wanted", "advice", "both_names", "extra_ranks", "find_targets", "some"]
+
+EXAMINED = 3
+"""Missing names that are looked at: each costs a walk over all names of the checkpoint."""
+
+NEIGHBOURS = 100
+"""Names that are compared letter by letter, which takes 50 us each."""
+
+CLOSE = 0.7
+
+
+def advice(missing: Sequence[str], saved: Collection[str]) -> str:
+    """Say how names of the model that the checkpoint lacks might be meant; empty if there is no guess.
+
+    Args:
+        missing: FQNs that the target wants.
+        saved: FQNs that the checkpoint has.
+
+    """
+    known = saved if isinstance(saved, (set, frozenset)) else set(saved)
+    examined = missing[:EXAMINED]
+    first = examined[0]
+    for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in known for name in examined):
+            return f"the checkpoint has them without {prefix!r}: pass LoadOptions(rename=[('^', {prefix!r})])"
+    longer = min((name for name in known if name.endswith("." + first)), key=lambda name: (len(name), name), default="")
+    prefix = longer.removesuffix(first)
+    if prefix and all(prefix + name in known for name in examined):
+        pattern = "^" + re.escape(prefix)
+        return f"the checkpoint has them with {prefix!r} in front: pass LoadOptions(rename=[({pattern!r}, '')])"
+    ordered = sorted(known)
+    pairs = [(name, near) for name in examined for near in _near(name, ordered)]
+    return f"the checkpoint has {', '.join(f'{near!r} (for {name!r})' for name, near in pairs)}" if pairs else ""
+
+
+def _near(name: str, ordered: Sequence[str]) -> list[str]:
+    """Return the name of the checkpoint that is nearest, of those about where this one would stand."""
+    at = bisect_left(ordered, name)
+    ending = name.rpartition(".")[2]
+    alike = [other for other in ordered if other.endswith(ending) and abs(len(other) - len(name)) <= len(ending)]
+    return get_close_matches(
+        name, {*ordered[max(at - NEIGHBOURS // 2, 0) : at + NEIGHBOURS // 2], *alike[:NEIGHBOURS]}, 1, CLOSE
+    )
+
 
 SHOWN = 10  # names in an error message
 
@@ -40,7 +85,7 @@ class Wanted:
 
     Attributes:
         targets: live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of
-            these (see :func:`~bcp._load.relocate.relocated`).
+            these (see :func:`~bcp._load.overlaps.relocated`).
         saved: int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none.
         rows: the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind
             these of the tensors that ``renamed`` puts together.

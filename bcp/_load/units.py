@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bcp._job import LoadJob
-from bcp._load.claims import check_stored, checked, fetch, file_of, own_item
-from bcp._load.opening import fetch_receipts
+from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, StateError
-from bcp.metadata import Metadata
-from bcp.pipeline import Budget, Pipeline, Stage, in_thread
+from bcp.format.metadata import Metadata
+from bcp.format.receipt import Receipt
+from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS
 from bcp.plan.units import Claim, check_readers, unit_path
-from bcp.planners.sharded import remember, sharded_states
-from bcp.planners.unit_image import unit_in
 from bcp.protocols import ShardedState
-from bcp.receipt import Receipt
-from bcp.stages.load_items import ReadItem, Stored
+from bcp.runtime.threads import in_thread
+from bcp.stages.items import ReadItem, Stored
+from bcp.state.units import remember, sharded_states, unit_in
 
 __all__ = ["ReadState", "check_wanted", "put_units", "read_units", "saved_units", "unit_places"]
 

@@ -1,38 +1,59 @@
-"""Parts go out to files, receipts come in, and the report sums them up."""
+"""Parts go out to files, receipts come in, and the report sums them up.
+
+Units of sharded states in this rank's dataloader file: one behind the other, before its opaque object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from bcp._job import SaveJob
-from bcp._save.held import Held
+from bcp._save.leader import Opening, encode_written
+from bcp._save.local_state import Held
 from bcp._save.plan import SavePlan
-from bcp._save.root import Opening
 from bcp._save.snapshot import Snapshot
-from bcp._save.units import places, unit_ends, unit_rows
-from bcp._save.written import encode_written
 from bcp.events import SaveReport
-from bcp.metadata import EXTRA_NAME, data_key, receipt_key
+from bcp.format.metadata import EXTRA_NAME, data_key, receipt_key
+from bcp.format.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.options import SaveOptions
-from bcp.pipeline import planning, thread_count
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
-from bcp.plan.save.parts import DataFile, data_files
-from bcp.plan.save.writes import Writes
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, ShardRow, ShardTable, TensorMeta
-from bcp.planners.values import encode_values
+from bcp.plan.write.divide import Writes
+from bcp.plan.write.files import DataFile, data_files
 from bcp.protocols import Backend, ObjectKey, PartWriter, retries_of
-from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
-from bcp.stages.device import stream_count
+from bcp.runtime.device import stream_count
+from bcp.runtime.threads import planning, thread_count
 from bcp.stages.items import PartReceipt, WriteItem
-from bcp.stages.memory import addresses
+from bcp.stages.memcpy import addresses
+from bcp.state.values import encode_value, encode_values
 
 __all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+
+
+def unit_ends(held: Held, plan: SavePlan) -> list[int]:
+    """Return where each unit ends in the data section."""
+    return list(accumulate(held.units[path].nbytes for path in plan.units))
+
+
+def places(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
+    """Say where this rank's units lie in the data section: first byte and one past the last (paper sec. 3.2)."""
+    bounds = pairwise([0, *unit_ends(held, plan)])
+    return {("dataloader", path): encode_value(list(each)) for path, each in zip(plan.units, bounds, strict=True)}
+
+
+def unit_rows(held: Held, plan: SavePlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and memory of all that the units consist of, in the order of the file."""
+    for path in plan.units:
+        image = held.units[path]
+        yield from ((f"{path}#{number}", tensor) for number, tensor in enumerate(image.tensors))
+        yield path, torch.frombuffer(bytearray(image.tail), dtype=torch.uint8)
 
 
 def owned_values(job: SaveJob, held: Held, plan: SavePlan) -> dict[ObjectKey, str]:

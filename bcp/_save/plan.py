@@ -9,20 +9,19 @@ from threading import Lock
 
 from bcp._agree import agree, agree_shares
 from bcp._job import SaveJob
-from bcp._save.held import Held
-from bcp._save.root import Opening, Root
+from bcp._save.leader import Opening, Root
+from bcp._save.local_state import Held
 from bcp.errors import BcpError, InputError
 from bcp.options import SaveOptions
-from bcp.pipeline import planning
 from bcp.plan.cache import PlanCache
-from bcp.plan.save.parts import DataFile, data_files
-from bcp.plan.save.survey import Stated, Survey
-from bcp.plan.save.template import Factored, factor
-from bcp.plan.save.wire import DIGEST_BYTES, decode_share, digest
-from bcp.plan.save.writes import expand
 from bcp.plan.shards import ShardTable
 from bcp.plan.units import decode_claims, encode_shared
+from bcp.plan.write.divide import expand
+from bcp.plan.write.files import DataFile, data_files
+from bcp.plan.write.survey import DIGEST_BYTES, Stated, Survey, decode_share, digest
+from bcp.plan.write.world import Factored, factor
 from bcp.protocols import Agreement
+from bcp.runtime.threads import planning
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]
 

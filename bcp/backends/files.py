@@ -1,26 +1,51 @@
-"""Names and directories of local files: durable, and never outside of a root. Everything here blocks."""
+"""Names and directories of local files: durable, and never outside of a root. Everything here blocks.
+
+The system calls that Python has no name for.
+
+Shared file systems: their names, and the caches of their clients. Everything here blocks.
+
+A client of a file server keeps names, absent names and attributes for up to some minutes. It asks the server when it
+opens a file or a directory (close-to-open). It repeats a call if the answer was lost, and the second answer then tells
+of the first call's work: ENOENT for a rename, EEXIST for a link. A file or directory that another host has deleted is
+stale (ESTALE).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import re
 import secrets
 import stat
+import struct
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from bcp.backends.shared import certain, open_anew
+import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "TEMP_SUFFIX",
+    "Bytes",
+    "Tries",
+    "address",
+    "certain",
     "create_empty",
+    "direct_alignment",
+    "fallocate",
+    "file_system_type",
     "final_name",
+    "in_page_cache",
     "is_left_over",
+    "is_shared",
     "list_files",
     "list_folders",
-    "open_new",
+    "open_anew",
     "prune",
     "remove",
     "rename_written",
@@ -31,6 +56,161 @@ __all__ = [
     "unlink_all",
     "write_new",
 ]
+
+Bytes = npt.NDArray[np.uint8]
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_DIO_MEM_ALIGN = 0x98  # where it lies in struct statx; stx_dio_offset_align follows
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def address(view: memoryview) -> int:
+    """Return where the first byte of a buffer is in memory."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """Reserve the space of a file's first bytes; OSError where the file system cannot.
+
+    Not ``os.posix_fallocate``: where the file system cannot, the C library writes a byte to every 4 KiB itself.
+    """
+    if _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def file_system_type(path: Path | int) -> int:
+    """Return ``f_type`` of statfs(2), for a path or a descriptor; 0 if the file system does not say."""
+    answer = (ctypes.c_long * 32)()  # struct statfs has 15
+    failed = _libc.fstatfs(path, answer) if isinstance(path, int) else _libc.statfs(os.fsencode(path), answer)
+    return 0 if failed else answer[0] & 0xFFFFFFFF
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """Return the alignment that direct I/O needs: of addresses, and of offsets and lengths.
+
+    Zeros where it is not known: Linux before 6.1, and file systems that do not say.
+    """
+    answer = ctypes.create_string_buffer(256)
+    statx = getattr(_libc, "statx", None)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return 0, 0
+    (mask,) = struct.unpack_from("=I", answer)
+    if not mask & _STATX_DIOALIGN:
+        return 0, 0
+    memory, offset = struct.unpack_from("=II", answer, _STATX_DIO_MEM_ALIGN)
+    return memory, offset
+
+
+def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
+    """Say for one page in every ``step`` bytes from ``start``, both multiples of a page, whether it is in memory.
+
+    Reads nothing, and starts no read-ahead. True as well for files that are another user's and that this one may not
+    write: Linux does not tell about those.
+
+    Raises:
+        OSError: the file cannot be mapped.
+        ValueError: it ends before.
+
+    """
+    with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapped:
+        first = address(memoryview(mapped))
+        page = ctypes.c_ubyte()
+        found = []
+        for at in range(first, first + nbytes, step):
+            failed = _libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(1), ctypes.byref(page))
+            found.append(not failed and bool(page.value & 1))
+    return found
+
+
+T = TypeVar("T")
+
+_FUSE = 0x65735546
+_SHARED = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFE534D42: "SMB2",
+    0xFF534D42: "CIFS",
+    0x5346414F: "AFS",
+    0x6B414653: "kAFS",
+    0x01021997: "9P",
+    _FUSE: "FUSE",
+}
+"""``f_type`` of statfs(2). Not Lustre, CephFS, GPFS and other cluster file systems: they are made for direct I/O."""
+
+_LOCAL_FUSE = ("fuseblk", "fuse.fuse-overlayfs")
+"""FUSE file systems over a disk of this host; all others are taken for shared ones."""
+
+_STALE_TRIES = 3
+_known: dict[int, bool] = {}
+
+
+def is_shared(path: Path | int) -> bool:
+    """Return whether a file or directory, or its descriptor, is on a file server. The first call for each asks it."""
+    device = os.stat(path).st_dev  # noqa: PTH116 -- a descriptor, too
+    if device not in _known:
+        kind = file_system_type(path)
+        _known[device] = kind in _SHARED and not (kind == _FUSE and _mounted_as(device) in _LOCAL_FUSE)
+    return _known[device]
+
+
+def _mounted_as(device: int) -> str:
+    """Return the type of a mount, as in ``fuse.sshfs``; empty if it cannot be found."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == number:
+                return after.split()[0]
+    return ""
+
+
+def open_anew(folder: Path) -> None:
+    """Open a directory and close it: a client then asks the server for its names again."""
+    with suppress(OSError):  # it is absent, or may not be read
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+class Tries:
+    """Decides whether a call is to be made again, after an error that a client's memory may have caused.
+
+    Once for an absent file, a few times for a stale one. The directories above are opened anew before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Take the file that is looked for."""
+        self._path = path
+        self._absent = 1
+        self._stale = _STALE_TRIES - 1
+
+    def again(self, error: OSError) -> bool:
+        """Return whether to try again. Blocks."""
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            self._absent -= 1
+            left = self._absent
+        elif error.errno == errno.ESTALE:
+            self._stale -= 1
+            left = self._stale
+        else:
+            return False
+        if left < 0:
+            return False
+        for folder in reversed(self._path.parents):
+            open_anew(folder)
+        return True
+
+
+def certain(path: Path, call: Callable[[], T]) -> T:
+    """Return ``call()``, which finds or reads ``path``, whatever the client remembers. It begins anew each time."""
+    tries = Tries(path)
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if not tries.again(error):
+                raise
+
 
 TEMP_SUFFIX = ".bcp-tmp"
 """How the names of unfinished files end; such files are never listed."""

@@ -18,16 +18,14 @@ import anyio
 
 from bcp._log import log
 from bcp.backends import files, swap
-from bcp.backends.keys import check_key, check_prefix
+from bcp.backends.file_io import ReadWay, TempFile, WriteWay, fill
+from bcp.backends.files import Tries
+from bcp.backends.keys import Tiling, check_key, check_prefix
 from bcp.backends.probe import quickest
-from bcp.backends.reading import ReadWay, fill
-from bcp.backends.shared import Tries
-from bcp.backends.tiling import Tiling
-from bcp.backends.writing import TempFile, WriteWay
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.events import RequestEvent, Status, emit, told
-from bcp.pipeline import in_thread
 from bcp.protocols import Buffer, ObjectInfo, Unfinished, Version, flat_view
+from bcp.runtime.threads import in_thread
 
 __all__ = ["LocalBackend"]
 

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from bcp.backends.keys import check_key, check_prefix, content_version, scatter
-from bcp.backends.tiling import Tiling
+from bcp.backends.keys import Tiling, check_key, check_prefix, content_version, scatter
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, Version, flat_view
 

@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from bcp.backends.keys import check_key, check_prefix, scatter
-from bcp.pipeline import in_thread
 from bcp.protocols import (
     Backend,
     Buffer,
@@ -21,6 +20,7 @@ from bcp.protocols import (
     folders_of,
     retries_of,
 )
+from bcp.runtime.threads import in_thread
 
 __all__ = ["PrefixedBackend", "child"]
 

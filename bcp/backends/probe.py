@@ -11,9 +11,8 @@ from threading import Lock
 import numpy as np
 
 from bcp._log import log
-from bcp.backends.direct import bounce
-from bcp.backends.shared import is_shared
-from bcp.backends.writing import TempFile, WriteWay
+from bcp.backends.file_io import TempFile, WriteWay, bounce
+from bcp.backends.files import is_shared
 
 __all__ = ["quickest"]
 

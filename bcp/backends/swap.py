@@ -21,8 +21,8 @@ from pathlib import Path
 
 from bcp._log import log
 from bcp.backends import files
+from bcp.backends.files import certain, open_anew
 from bcp.backends.keys import content_version
-from bcp.backends.shared import certain, open_anew
 from bcp.protocols import Version
 
 __all__ = ["put_if", "version_of"]

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from bcp._log import log
-from bcp.coordinators.memory import grpc_coordinators, memory_coordinators
-from bcp.coordinators.solo import SoloCoordinator
+from bcp.coordinators.local import SoloCoordinator, grpc_coordinators, memory_coordinators
+from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store import StoreCoordinator
-from bcp.coordinators.tls import Tls
 from bcp.errors import InputError
 from bcp.protocols import Coordinator
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import anyio
 
 from bcp.coordinators.mesh import LANES, PROBE, PROBE_LEAST, PROBE_MOST, Card, Mesh
-from bcp.coordinators.wire import Wire
+from bcp.coordinators.sockets import Wire
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_pool
+from bcp.runtime.threads import in_pool
 
 __all__ = ["Blame", "Exchange"]
 

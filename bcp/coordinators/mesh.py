@@ -15,14 +15,12 @@ from typing import Any
 
 import anyio
 
-from bcp.coordinators.backoff import Backoff
 from bcp.coordinators.hosts import HINT, identity
-from bcp.coordinators.proof import proof
+from bcp.coordinators.sockets import TlsContexts, TlsWire, Wire, proof
+from bcp.coordinators.store_client import Backoff
 from bcp.coordinators.strangers import Stranger, Strangers
-from bcp.coordinators.tls import TlsContexts
-from bcp.coordinators.wire import TlsWire, Wire
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_pool
+from bcp.runtime.threads import in_pool
 
 __all__ = ["LANES", "PROBE", "PROBE_LEAST", "PROBE_MOST", "Card", "Mesh"]
 

@@ -10,12 +10,12 @@ from typing import Protocol, Self
 import anyio
 
 from bcp.coordinators.exchange import Exchange
-from bcp.coordinators.hello import Abort, Hello, describe
 from bcp.coordinators.mesh import Card, Mesh
-from bcp.coordinators.tls import Tls
+from bcp.coordinators.messages import Abort, Hello, describe
+from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_thread
 from bcp.protocols import Buffer, flat_view
+from bcp.runtime.threads import in_thread
 
 __all__ = ["CardOf", "Channel", "Operation"]
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from bcp.coordinators.group import store_of_job
+from bcp.coordinators.hosts import store_of_job
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import BcpError, InputError
-from bcp.pipeline import in_pool, in_thread
 from bcp.protocols import Coordinator
+from bcp.runtime.threads import in_pool, in_thread
 
 __all__ = ["GroupExchange", "exchange_device", "join_group"]
 

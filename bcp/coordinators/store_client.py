@@ -4,6 +4,8 @@ A call of a TCPStore client cannot be cancelled, and torch's own timeouts do not
 takes twice the process group's timeout. A server that is stopped lets clients connect and never answers, so every call
 but ``set`` blocks for ever (torch 2.13). So each client calls its store in one daemon thread. It is abandoned when it
 does not come back in time. The thread reads no tensor memory, and does not keep the process alive.
+
+Pauses between two attempts.
 """
 
 from __future__ import annotations
@@ -17,15 +19,42 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
+import anyio
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from bcp.errors import PeerError
 
-__all__ = ["STORE_ERRORS", "StoreClient", "innermost"]
+__all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "innermost"]
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses that double until they are as long as the longest.
+
+    Attributes:
+        pause: seconds of the next one.
+        longest: the limit; it may be changed between two pauses.
+    """
+
+    pause: float
+    longest: float
+
+    @classmethod
+    def of_store(cls, world_size: int) -> Backoff:
+        """Return the pauses between two looks at a store by each of ``world_size`` ranks."""
+        # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
+        return cls(0.001, 0.05 * max(1.0, world_size / 1000))
+
+    async def sleep(self) -> None:
+        """Pause."""
+        await anyio.sleep(self.pause)
+        self.pause = min(2 * self.pause, self.longest)
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

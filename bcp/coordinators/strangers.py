@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bcp._log import log
-from bcp.coordinators.wire import readable
+from bcp.coordinators.sockets import readable
 
 __all__ = ["Stranger", "Strangers", "named"]
 

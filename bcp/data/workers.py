@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bcp.data.messages import Line, pack_states, parcel, unpack_states
 from bcp.data.recipe import Recipe, Source
 from bcp.data.stream import Schedule, Windows
 from bcp.data.units import UnitState
-from bcp.data.worker import Job, run
+from bcp.data.worker import Job, Line, pack_states, parcel, run, unpack_states
 from bcp.errors import InputError, StageError
 
 __all__ = ["START_METHOD", "Workers"]

@@ -6,28 +6,9 @@ order, back-pressure, cancellation and "which item failed in which stage" are th
 
 from __future__ import annotations
 
-from bcp.pipeline.beside import beside
 from bcp.pipeline.budget import Budget
-from bcp.pipeline.garbage import failures_collected, planning, uncollected
+from bcp.pipeline.failure import beside
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
-from bcp.pipeline.threads import at_last, beginning_with, giving_way, in_pool, in_thread, on_loop, thread_count
 
-__all__ = [
-    "Budget",
-    "Item",
-    "Pipeline",
-    "Stage",
-    "at_last",
-    "beginning_with",
-    "beside",
-    "failures_collected",
-    "giving_way",
-    "in_pool",
-    "in_thread",
-    "on_loop",
-    "planning",
-    "tee",
-    "thread_count",
-    "uncollected",
-]
+__all__ = ["Budget", "Item", "Pipeline", "Stage", "beside", "tee"]

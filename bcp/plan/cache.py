@@ -16,8 +16,8 @@ def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
     """Return 16 bytes that name a division: it is a function of the ranks' tables, in rank order, and these options.
 
     Args:
-        digests: :func:`bcp.plan.save.wire.digest` of every rank's table, 16 bytes each, in the order of the ranks.
-        balance: as in :func:`bcp.plan.save.divide.divide`.
+        digests: :func:`bcp.plan.write.survey.digest` of every rank's table, 16 bytes each, in the order of the ranks.
+        balance: as in :func:`bcp.plan.write.divide.divide`.
         block_bytes: the same.
 
     """

@@ -8,11 +8,11 @@ from bcp.errors import InputError
 from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
 from bcp.planners.fsdp1 import Fsdp1Planner, holds_fsdp1
 from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dtensors, holds_ragged
-from bcp.planners.guard import check_unchanged, versions
 from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron
-from bcp.planners.plain import DdpPlanner, PlainPlanner
-from bcp.planners.seen import SeenStates
+from bcp.planners.torch_native import DdpPlanner, PlainPlanner
 from bcp.protocols import Planner, States
+from bcp.state.detection import SeenStates
+from bcp.state.guard import check_unchanged, versions
 
 __all__ = [
     "DdpPlanner",

@@ -17,17 +17,17 @@ from torch import nn
 
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
-from bcp.plan.load.saved import Saved
-from bcp.planners.dtensor import is_dtensor
-from bcp.planners.leaves import Leaves, probe
-from bcp.planners.model import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
-from bcp.planners.names import cleaner, dotted, walk
-from bcp.planners.optimizer import OPTIMIZER, Slot, optimizers_in, slots_of
-from bcp.planners.placement import Placement, Sharded, Span
-from bcp.planners.plain import PlainPlanner
-from bcp.planners.seen import SeenStates
-from bcp.planners.sharded_tensor import is_sharded_tensor
+from bcp.plan.read.renamed import Saved
+from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
+from bcp.state.detection import SeenStates
+from bcp.state.dtensor import is_dtensor
+from bcp.state.hooks import is_sharded_tensor
+from bcp.state.inventory import Leaves, probe
+from bcp.state.modules import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
+from bcp.state.names import cleaner, dotted, walk
+from bcp.state.optimizers import OPTIMIZER, Slot, optimizers_in, slots_of
+from bcp.state.placement import Placement, Sharded, Span
 
 if TYPE_CHECKING:  # as a torch without FSDP1 will do for everything else
     from torch.distributed.fsdp._flat_param import FlatParamHandle, _ShardParamInfo

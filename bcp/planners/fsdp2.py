@@ -9,16 +9,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bcp.errors import StateError
-from bcp.plan.load.saved import Saved
-from bcp.planners.dtensor import is_dtensor, is_ragged
-from bcp.planners.hooks import hooked_placement, unstated
-from bcp.planners.leaves import Leaves, probe
-from bcp.planners.optimizer import Slot
-from bcp.planners.placement import Placement
-from bcp.planners.plain import PlainPlanner
-from bcp.planners.ragged import ragged_placement
-from bcp.planners.seen import SeenStates
+from bcp.plan.read.renamed import Saved
+from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import States
+from bcp.state.detection import SeenStates
+from bcp.state.dtensor import is_dtensor, is_ragged
+from bcp.state.hooks import hooked_placement, ragged_placement, unstated
+from bcp.state.inventory import Leaves, probe
+from bcp.state.optimizers import Slot
+from bcp.state.placement import Placement
 
 __all__ = ["Fsdp2Planner", "VeScalePlanner", "holds_ddp", "holds_dtensors", "holds_ragged"]
 

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
 
-from bcp import _bridge
 from bcp._plain import plain
 from bcp.errors import BcpError
+from bcp.runtime import bridge as _bridge
 
 __all__ = ["Body", "adrive", "drive", "once"]
 

@@ -24,9 +24,9 @@ import anyio
 from bcp._log import log
 from bcp.backends import child
 from bcp.backends.keys import check_key
-from bcp.backends.objects.turns import in_turns
+from bcp.backends.objects.retry import in_turns
 from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 from bcp.policies import Entry
 from bcp.protocols import Backend, Sweeper, Version, folders_of
 from bcp.runs.ledger import LARGEST_STEP, Ledger, Life

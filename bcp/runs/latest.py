@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from bcp import _bridge
 from bcp._plain import plain
 from bcp.backends import resolve, shown
 from bcp.errors import BcpError, InputError
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.keeper import reason_against
 from bcp.runs.resuming import Trust
+from bcp.runtime import bridge as _bridge
 
 __all__ = ["alatest", "latest"]
 

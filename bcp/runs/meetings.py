@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
 from bcp._log import log
-from bcp.coordinators.group import private_connection
+from bcp.coordinators.hosts import private_connection
 from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
 from bcp.errors import InputError, PeerError
 from bcp.runs.preemption import Preemption

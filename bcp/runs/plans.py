@@ -3,21 +3,60 @@
 Policies that look at steps alone give the same answer on every rank. The others are asked on rank 0 only. It computes
 a step in the future from the measured seconds of a step, and the ranks learn that step while they train. Rank 0 looks
 again when twice as many steps have been measured.
+
+The position of a run, on one rank: its step, and the seconds that it took to come here.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bcp import _bridge
-from bcp._bridge import Background
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body
+from bcp.runtime import bridge as _bridge
+from bcp.runtime.bridge import Background
 
-__all__ = ["Plan", "Plans", "agreed", "horizon_of", "next_plan"]
+__all__ = ["Clock", "Plan", "Plans", "agreed", "horizon_of", "next_plan"]
+
+
+class Clock:
+    """Counts steps and seconds since the resumption; monotonic, so that no change of the host's time harms.
+
+    Attributes:
+        began: the resumption, in monotonic seconds.
+        step: the newest step that has ended.
+        restart: seconds that the resumption took; 0 for a new run.
+    """
+
+    def __init__(self) -> None:
+        """Begin now, at step 0."""
+        self.began = time.monotonic()
+        self.step = self._first = 0
+        self.restart = 0.0
+
+    def start(self, step: int, restart: float) -> None:
+        """Begin to count behind a step."""
+        self.began, self.step, self._first, self.restart = time.monotonic(), step, step, restart
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the resumption."""
+        return time.monotonic() - self.began
+
+    @property
+    def steps(self) -> int:
+        """Steps since the resumption."""
+        return self.step - self._first
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of a step since the resumption; 0 before the first one."""
+        return self.seconds / self.steps if self.steps else 0.0
+
 
 FARTHEST = 1_000
 """Most steps until rank 0 looks at its clock again."""

@@ -10,7 +10,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from bcp._bridge import Background
 from bcp._calls import Framework, load_call, save_call
 from bcp._log import log
 from bcp._pending import Pending
@@ -19,21 +18,20 @@ from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import BcpError, InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
-from bcp.pipeline import in_thread
 from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.calls import Body, adrive, drive, once
-from bcp.runs.clock import Clock
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.keeper import End, Keeper
 from bcp.runs.ledger import Ledger
 from bcp.runs.meetings import Meetings, meeting_place
-from bcp.runs.plans import Plan, Plans, agreed, horizon_of, next_plan
+from bcp.runs.plans import Clock, Plan, Plans, agreed, horizon_of, next_plan
 from bcp.runs.preemption import Preemption
 from bcp.runs.resuming import Resumed, Trust, resume
-from bcp.runs.saves import OnCommit, OnFailure, Saves, nothing
-from bcp.runs.standby import Standby, Watchdog
+from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.states import with_random_states
+from bcp.runtime.bridge import Background
+from bcp.runtime.threads import in_thread
 
 __all__ = ["Run"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from bcp.errors import InputError
 from bcp.planners.megatron import MegatronRng
-from bcp.planners.random_states import RngState
 from bcp.protocols import States
+from bcp.state.random_states import RngState
 
 __all__ = ["RANDOM_STATES", "with_random_states"]
 

@@ -11,11 +11,10 @@ import torch
 
 from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
-from bcp.plan.save.parts import Span
-from bcp.stages.device import SMALL_BYTES, Fence, accelerators, on_side_stream
-from bcp.stages.flat import INTEGER, flat_to_bytes, row_of, typed
+from bcp.plan.write.files import Span
+from bcp.runtime.device import SMALL_BYTES, Fence, accelerators, on_side_stream
 from bcp.stages.items import WriteItem
-from bcp.stages.memory import move
+from bcp.stages.memcpy import INTEGER, flat_to_bytes, move, row_of, typed
 
 __all__ = ["gather"]
 

@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from bcp.plan.columns import Ints
-from bcp.plan.load.assign import Chunk
-from bcp.plan.load.copies import Copies
-from bcp.plan.load.straight import Straight
-from bcp.stages.device import SMALL_BYTES, Lanes, Mark
-from bcp.stages.flat import INTEGER, block_of, torch_dtype, typed
-from bcp.stages.memory import bytes_at, move, written
+from bcp.plan.read.copies import Chunk, Copies, Straight
+from bcp.runtime.device import SMALL_BYTES, Lanes, Mark
+from bcp.stages.memcpy import INTEGER, block_of, bytes_at, move, torch_dtype, typed, written
 
 __all__ = ["Targets"]
 

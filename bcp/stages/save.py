@@ -15,14 +15,15 @@ import anyio
 import numpy as np
 
 from bcp.errors import BcpError
-from bcp.pipeline import Pipeline, Stage, in_thread
+from bcp.pipeline import Pipeline, Stage
 from bcp.protocols import Codec, LightWriter, PartWriter, flat_view
-from bcp.stages.check import digests
-from bcp.stages.device import Fence
-from bcp.stages.flat import bytes_of
+from bcp.runtime.device import Fence
+from bcp.runtime.staging import Lease
+from bcp.runtime.threads import in_thread
 from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
-from bcp.stages.staging import Lease
+from bcp.stages.load import digests
+from bcp.stages.memcpy import bytes_of
 
 __all__ = ["SaveContext", "Writers", "save_graph"]
 

@@ -15,10 +15,10 @@ from numbers import Real
 
 from opentelemetry import metrics
 
-from bcp import _loop
 from bcp._log import log
 from bcp.errors import InputError
 from bcp.events import Event, LoadReport, RequestEvent, SaveReport, StageEvent
+from bcp.runtime import event_loop as _loop
 from bcp.telemetry.watch import Watch
 
 __all__ = ["Alert", "Alerts"]

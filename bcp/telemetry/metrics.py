@@ -27,7 +27,7 @@ from bcp.events import (
     StageEvent,
     StageStart,
 )
-from bcp.telemetry.sdk import is_sdk
+from bcp.telemetry.settings import is_sdk
 from bcp.telemetry.watch import Watch
 
 __all__ = ["BOUNDARIES", "Metrics"]

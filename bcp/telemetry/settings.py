@@ -1,11 +1,22 @@
-"""The settings of telemetry in this process."""
+"""The settings of telemetry in this process.
+
+The one question that traces and metrics ask before they do anything: has the application installed an SDK?
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
 
-__all__ = ["COARSE", "GROUPS", "MOST_SPANS", "Settings", "settings"]
+__all__ = ["COARSE", "GROUPS", "MOST_SPANS", "is_sdk", "settings"]
+
+_API = ("opentelemetry.trace", "opentelemetry.metrics")
+
+
+def is_sdk(provider: object) -> bool:
+    """Return whether a provider of tracers or meters does anything: the API's own ones do nothing."""
+    return not type(provider).__module__.startswith(_API)
+
 
 COARSE = frozenset({"operation", "phase"})
 """Groups of spans that are on by default."""

@@ -23,8 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from bcp._version import __version__
 from bcp.errors import PeerError, StageError
 from bcp.events import PHASES, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent, told
-from bcp.telemetry.sdk import is_sdk
-from bcp.telemetry.settings import settings
+from bcp.telemetry.settings import is_sdk, settings
 from bcp.telemetry.watch import Watch
 
 __all__ = ["Spans"]

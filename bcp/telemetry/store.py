@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from bcp.arrow_size import decoded_nbytes
 from bcp.errors import CorruptError, FormatVersionError
+from bcp.format.container import decoded_nbytes
 from bcp.protocols import Buffer, ObjectInfo
 from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 

@@ -14,7 +14,7 @@ import torch
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
-from bcp.coordinators.memory import memory_coordinators
+from bcp.coordinators.local import memory_coordinators
 from bcp.testing.storage_fakes import CountingBackend
 from benchmarks.figures import Figures
 

@@ -277,7 +277,7 @@ async def obstore_kit(place: Place) -> Kit:
     import obstore  # noqa: PLC0415 -- an extra
     from obstore.store import S3Store  # noqa: PLC0415 -- as above
 
-    from bcp.backends.objects.crc32c import checksum  # noqa: PLC0415 -- as above
+    from bcp.backends.objects.parts import checksum  # noqa: PLC0415 -- as above
 
     store = S3Store(
         "bucket", endpoint=place.url, region="us-east-1", access_key_id="key", secret_access_key="secret",  # noqa: S106

@@ -7,7 +7,7 @@ import re
 from itertools import count
 from typing import Any
 
-from bcp.backends.objects.crc32c import combined, encoded
+from bcp.backends.objects.parts import combined, encoded
 from benchmarks.storage.counting import PAYLOAD, Client, CountingServer, Request, Stored
 from benchmarks.storage.payload import payload_crc
 

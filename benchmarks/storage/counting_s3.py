@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from bcp.backends.objects.crc32c import combined, encoded
+from bcp.backends.objects.parts import combined, encoded
 from benchmarks.storage.counting import PAYLOAD, Client, CountingServer, Request, Stored
 
 __all__ = ["CountingS3"]

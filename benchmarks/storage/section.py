@@ -188,7 +188,7 @@ class Section:
 
 def check_written(way: Way, name: str, nbytes: int, counted: int, objects: Mapping[str, Stored]) -> None:
     """Refuse a write unless the server has received all of the payload, in order and nothing twice."""
-    from bcp.backends.objects.crc32c import combined  # noqa: PLC0415 -- a package of extras
+    from bcp.backends.objects.parts import combined  # noqa: PLC0415 -- a package of extras
 
     mine = [objects[one] for one in sorted(objects) if one == name or one.startswith(f"{name}/")]
     if len(mine) != len(objects) or sum(one.nbytes for one in mine) != nbytes or counted != nbytes:

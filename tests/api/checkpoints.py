@@ -16,8 +16,8 @@ from anyio import to_thread
 from torch import nn
 
 import bcp
-from bcp.metadata import Metadata, decode_metadata
-from bcp.receipt import decode_receipt
+from bcp.format.metadata import Metadata, decode_metadata
+from bcp.format.receipt import decode_receipt
 
 MIB = 1 << 20
 SECONDS = 30.0

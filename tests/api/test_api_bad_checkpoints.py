@@ -16,8 +16,8 @@ from torch import nn
 
 import bcp
 from bcp.backends import LocalBackend
-from bcp.metadata import decode_metadata, encode_layout, encode_metadata
-from bcp.receipt import decode_receipt, encode_receipt, receipt_digest
+from bcp.format.metadata import decode_metadata, encode_layout, encode_metadata
+from bcp.format.receipt import decode_receipt, encode_receipt, receipt_digest
 from bcp.testing.storage_fakes import FaultyBackend
 
 

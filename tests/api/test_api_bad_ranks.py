@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 import bcp
 from bcp.backends import MemoryBackend
 from bcp.coordinators import SoloCoordinator, StoreCoordinator, memory_coordinators
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import Coordinator
 
 QUICKLY = 2.0

@@ -14,7 +14,7 @@ import torch
 from checkpoints import model, training
 
 import bcp
-from bcp._load.near import advice
+from bcp._load.targets import advice
 
 # -- tracebacks --------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bcp
-from bcp._save.memory import staging_nbytes
+from bcp._save.snapshot import staging_nbytes
 from bcp.backends import MemoryBackend
 from bcp.events import Event, StageEvent
 from bcp.protocols import Buffer, LightWriter, PartWriter

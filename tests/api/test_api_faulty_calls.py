@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import bcp
-from bcp.backends import LocalBackend, writing
-from bcp.stages import staging
+from bcp.backends import LocalBackend
+from bcp.backends import file_io as writing
+from bcp.runtime import staging
 
 CALLS = ["open", "pwrite", "fsync", "fstat", "rename", "symlink", "unlink", "mkdir", "scandir", "stat", "rmdir"]
 OTHERS = ["fallocate", "fopen"]

@@ -19,10 +19,10 @@ import torch
 from checkpoints import model, training
 
 import bcp
-from bcp.container import digest, encode_table, read_table, seal
-from bcp.metadata import COMMIT, decode_metadata, encode_layout, encode_metadata, receipt_key
-from bcp.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
-from bcp.stages.staging import Lease
+from bcp.format.container import digest, encode_table, read_table, seal
+from bcp.format.metadata import COMMIT, decode_metadata, encode_layout, encode_metadata, receipt_key
+from bcp.format.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
+from bcp.runtime.staging import Lease
 
 GIB = 1 << 30
 ZLIB = bcp.Codec("zlib", zlib.compress, zlib.decompress)

@@ -12,8 +12,8 @@ from torch import nn
 
 import bcp
 from bcp.backends import LocalBackend
-from bcp.pipeline import in_thread
-from bcp.planners.steps import StepHold, torch_optimizers
+from bcp.runtime.threads import in_thread
+from bcp.state.guard import StepHold, torch_optimizers
 from bcp.testing.storage_fakes import CountingBackend
 
 

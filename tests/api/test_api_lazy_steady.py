@@ -16,9 +16,9 @@ from torch import nn, optim
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import bcp
-from bcp._save.steady import Steady
-from bcp.planners import steps
-from bcp.planners.steps import StepHold, torch_optimizers
+from bcp._save.snapshot import Steady
+from bcp.state import guard as steps
+from bcp.state.guard import StepHold, torch_optimizers
 
 
 @contextmanager
@@ -272,7 +272,7 @@ def test_memory_that_is_replaced_in_place_fails_the_save(tmp_path: Path) -> None
 FORKED = """
 import os
 import torch
-from bcp.planners.steps import StepHold
+from bcp.state.guard import StepHold
 
 parameter = torch.nn.Parameter(torch.zeros(3))
 optimizer = torch.optim.SGD([parameter], lr=0.1)

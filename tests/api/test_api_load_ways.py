@@ -14,7 +14,7 @@ from checkpoints import MIB, equal, flip, tensors, training
 
 import bcp
 from bcp.backends import LocalBackend
-from bcp.stages import staging
+from bcp.runtime import staging
 from bcp.testing.storage_fakes import CountingBackend
 
 ZSTD = bcp.Codec(

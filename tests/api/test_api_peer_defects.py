@@ -23,10 +23,10 @@ from ranks import Ranks
 from torch import nn
 
 import bcp
-from bcp._save import root as save_root
+from bcp._save import leader as save_root
 from bcp.backends import LocalBackend
 from bcp.plan.box import Box
-from bcp.plan.load.reads import wants
+from bcp.plan.read.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 

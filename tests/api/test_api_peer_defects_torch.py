@@ -22,9 +22,9 @@ from ranks import Ranks
 
 import bcp
 from bcp.backends.files import temp_path
-from bcp.metadata import data_key
+from bcp.format.metadata import data_key
 from bcp.plan.box import Box
-from bcp.plan.load.reads import wants
+from bcp.plan.read.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 
 # -- torch_checkpointing -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import bcp
-from bcp.stages.staging import StagingPool, shared_pool
+from bcp.runtime.staging import StagingPool, shared_pool
 
 MIB = 1 << 20
 

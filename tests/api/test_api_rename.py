@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 import bcp
 from bcp.plan.box import Box
-from bcp.plan.load.moved import Moved
-from bcp.plan.load.saved import Saved
+from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renames import Moved
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LoadTargets, LocalShards, States
 

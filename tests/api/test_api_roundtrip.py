@@ -20,7 +20,7 @@ from torch import nn
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
-from bcp.layout_file import encode_layout
+from bcp.format.layout_file import encode_layout
 
 if "stranger" not in sys.modules:  # it lives beside the format's own tests, and is no part of a package
     spec = importlib.util.spec_from_file_location("stranger", Path(__file__).parents[1] / "metadata" / "stranger.py")

@@ -21,10 +21,10 @@ from safetensors import safe_open
 
 import bcp
 from bcp.backends import LocalBackend
-from bcp.coordinators.memory import memory_coordinators
-from bcp.metadata import decode_metadata
+from bcp.coordinators.local import memory_coordinators
+from bcp.format.metadata import decode_metadata
+from bcp.format.receipt import decode_receipt
 from bcp.protocols import Buffer, ShardedState
-from bcp.receipt import decode_receipt
 
 UNITS = 12
 

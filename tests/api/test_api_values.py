@@ -17,8 +17,8 @@ from api.checkpoints import entries, model
 from torch import nn
 
 import bcp
-from bcp.planners.extras import restore
-from bcp.stages import device
+from bcp.runtime import device
+from bcp.state.objects import restore
 
 Point = collections.namedtuple("Point", "x y")  # noqa: PYI024 -- one of the types to be tried
 

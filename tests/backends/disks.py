@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bcp.backends.libc import address, in_page_cache
+from bcp.backends.files import address, in_page_cache
 
 PAGE = 4096
 ODD = 48  # where the bytes of a large bytes object begin in their page

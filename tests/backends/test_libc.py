@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from disks import PAGE, can_drop, drop
 
-from bcp.backends import libc
+from bcp.backends import files as libc
 
 
 def test_fallocate_reserves_space(tmp_path: Path) -> None:

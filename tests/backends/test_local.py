@@ -12,7 +12,8 @@ from typing import Any
 import anyio
 import pytest
 
-from bcp.backends import LocalBackend, files, writing
+from bcp.backends import LocalBackend, files
+from bcp.backends import file_io as writing
 from bcp.errors import InputError, StorageError
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ import pytest
 from disks import StrictDisk, memory, names, noise
 
 from bcp.backends import LocalBackend, probe
+from bcp.backends.file_io import WriteWay
 from bcp.backends.probe import quickest
-from bcp.backends.writing import WriteWay
 
 pytestmark = pytest.mark.anyio
 

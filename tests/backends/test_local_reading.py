@@ -11,8 +11,10 @@ from disks import ODD, PAGE, StrictDisk, cached, can_drop, drop, memory, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bcp.backends import LocalBackend, direct, reading
-from bcp.backends.reading import ReadWay, fill
+from bcp.backends import LocalBackend
+from bcp.backends import file_io as direct
+from bcp.backends import file_io as reading
+from bcp.backends.file_io import ReadWay, fill
 from bcp.errors import CorruptError
 
 pytestmark = pytest.mark.anyio

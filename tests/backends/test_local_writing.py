@@ -13,8 +13,9 @@ from disks import ODD, PAGE, StrictDisk, cached, can_drop, memory, names, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bcp.backends import LocalBackend, direct
-from bcp.backends.writing import TempFile, WriteWay
+from bcp.backends import LocalBackend
+from bcp.backends import file_io as direct
+from bcp.backends.file_io import TempFile, WriteWay
 from bcp.errors import InputError, StorageError
 
 pytestmark = pytest.mark.anyio

@@ -15,7 +15,7 @@ from interleave import Dead, Scripted, Turns, orders
 
 from bcp.backends import swap
 from bcp.backends.keys import content_version
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 
 NAME = "metadata.arrow"
 CALLS = ("symlink", "link", "rename", "unlink", "readlink", "stat")

@@ -15,8 +15,9 @@ from typing import NoReturn
 import anyio
 import pytest
 
-from bcp import _bridge, _loop
-from bcp.pipeline import in_thread
+from bcp.runtime import bridge as _bridge
+from bcp.runtime import event_loop as _loop
+from bcp.runtime.threads import in_thread
 
 Started = Callable[[], None]
 

@@ -15,9 +15,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import bcp.coordinators
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
-from bcp.coordinators.group import private_connection, reconnected
-from bcp.coordinators.liveness import LEFT, Liveness
-from bcp.coordinators.tree.vigil import Vigil
+from bcp.coordinators.hosts import private_connection, reconnected
+from bcp.coordinators.messages import LEFT, Liveness
+from bcp.coordinators.tree.operation_state import Vigil
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bcp._load.pace import packed_rate, speeds
+from bcp._load.reads import packed_rate, speeds
 from bcp.coordinators.exchange import Exchange, _flows
 from bcp.coordinators.mesh import Card, _listen
 

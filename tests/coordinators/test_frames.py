@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.coordinators.hello import Abort
-from bcp.coordinators.tree.frames import (
+from bcp.coordinators.messages import Abort
+from bcp.coordinators.tree.messages import (
     Frame,
     FrameError,
     Kind,
+    Values,
     abort_of,
     body_of_abort,
     pack_number,
     unpack_number,
 )
-from bcp.coordinators.tree.values import Values
 
 numbers = st.integers(0, 2**63 - 1)
 members = st.lists(st.sampled_from([b"", b"a", b"b", b"longer" * 40, b"\0"]) | st.binary(max_size=3), min_size=1)

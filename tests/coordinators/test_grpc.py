@@ -20,16 +20,13 @@ from logs import captured_logs
 from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
-from bcp.coordinators.group import private_connection
-from bcp.coordinators.hello import Hello
-from bcp.coordinators.tree.edge import METHOD, SERVICE, metadata_of, proof_of
-from bcp.coordinators.tree.frames import Frame, Kind, pack_number
-from bcp.coordinators.tree.link import Link
+from bcp.coordinators.hosts import private_connection
+from bcp.coordinators.messages import Hello
+from bcp.coordinators.tree.messages import Frame, Kind, pack_number
 from bcp.coordinators.tree.node import Node
-from bcp.coordinators.tree.rendezvous import Addresses, Invitation, MemoryRendezvous
+from bcp.coordinators.tree.rendezvous import Addresses, Invitation, MemoryRendezvous, StoreRendezvous, Tree
 from bcp.coordinators.tree.server import credentials_of
-from bcp.coordinators.tree.store_rendezvous import StoreRendezvous
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.transport import METHOD, SERVICE, Link, metadata_of, proof_of
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks

@@ -3,8 +3,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from bcp.coordinators.hello import Hello
-from bcp.coordinators.tree.link import Link, Traffic
+from bcp.coordinators.messages import Hello
+from bcp.coordinators.tree.transport import Link, Traffic
 
 pytestmark = pytest.mark.anyio
 

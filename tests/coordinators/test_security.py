@@ -33,12 +33,11 @@ import bcp
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, Tls, strangers
 from bcp.coordinators.exchange import Exchange
 from bcp.coordinators.mesh import Card, Mesh
-from bcp.coordinators.tree.gate import behind
-from bcp.coordinators.tree.rendezvous import MemoryRendezvous
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.rendezvous import MemoryRendezvous, Tree
+from bcp.coordinators.tree.server import behind
 from bcp.errors import CorruptError, InputError, PeerError
 from bcp.protocols import Agreement
-from bcp.stages.load_items import Loaded
+from bcp.stages.items import Loaded
 from bcp.testing.coordinator_suite import run_ranks
 
 pytestmark = pytest.mark.anyio
@@ -643,7 +642,7 @@ import anyio, torch
 import bcp
 from bcp.coordinators import GrpcCoordinator, mesh
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.rendezvous import Tree
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 2, 16))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.coordinators.tree.topology import Place, Tree
+from bcp.coordinators.tree.rendezvous import Place, Tree
 from bcp.errors import InputError
 
 hosts_of_ranks = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=80)

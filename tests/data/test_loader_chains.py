@@ -20,7 +20,7 @@ import pytest
 from feeding import Fed, alike, everything, load, make_sources, save, seeded, step
 
 import bcp
-from bcp.coordinators.memory import memory_coordinators
+from bcp.coordinators.local import memory_coordinators
 from bcp.data import SampleId, Source, TokenLoader
 
 TIMES = int(os.environ.get("BCP_CHAINS", "1"))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from late_machine import Machine
 
-from bcp.stages import memory as plain
-from bcp.stages import staging
+from bcp.runtime import staging
+from bcp.stages import memcpy as plain
 
 
 def of_bcp(this: Machine) -> dict[tuple[object, str], object]:

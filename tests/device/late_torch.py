@@ -20,7 +20,7 @@ from late_slots import Slots
 from late_streams import Event, Stream, device_index
 from late_tensors import Patches, of_tensors
 
-from bcp import _accelerator
+from bcp.runtime import accelerator as _accelerator
 
 
 class _Error(enum.IntEnum):

@@ -23,10 +23,10 @@ from torch import nn
 
 import bcp
 from bcp.backends.memory import MemoryBackend
-from bcp.pipeline import in_thread
 from bcp.planners.megatron.rng import MegatronRng
-from bcp.stages.flat import flat_to_bytes
-from bcp.stages.staging import shared_pool
+from bcp.runtime.staging import shared_pool
+from bcp.runtime.threads import in_thread
+from bcp.stages.memcpy import flat_to_bytes
 
 MIB = 1 << 20
 SAVES = pytest.mark.parametrize("how", ["save", "background", "asave"])

@@ -17,9 +17,9 @@ from late import accelerators, launch
 from torch import nn
 
 import bcp
-from bcp._save import memory as save_memory
-from bcp.stages import device
-from bcp.stages.staging import shared_pool
+from bcp._save import snapshot as save_memory
+from bcp.runtime import device
+from bcp.runtime.staging import shared_pool
 
 MIB = 1 << 20
 
@@ -122,7 +122,7 @@ def test_a_child_keeps_the_addresses_that_it_inherits(tmp_path: Path) -> None:
 
 def _survives(held: torch.Tensor, address: int) -> bool:
     """Let go of inherited memory in the child: nothing may be unmapped there, where other memory may lie by now."""
-    from bcp.stages import staging  # noqa: PLC0415 -- the child's
+    from bcp.runtime import staging  # noqa: PLC0415 -- the child's
 
     kept = [array.ctypes.data for array in staging._inherited if array is not None]
     del held

@@ -16,9 +16,9 @@ from late import accelerators, launch, sleep
 from torch import nn
 
 import bcp
-from bcp import _accelerator
+from bcp.runtime import accelerator as _accelerator
+from bcp.runtime.staging import shared_pool
 from bcp.stages import gather
-from bcp.stages.staging import shared_pool
 
 KINDS = pytest.mark.parametrize("kind", ["cuda", "xpu"])
 POISONED = torch.full((4,), late.POISON, dtype=torch.uint8).view(torch.float32).item()

@@ -18,7 +18,7 @@ from late import accelerators
 
 import bcp
 from bcp import _calls
-from bcp._load import transport
+from bcp._load import reads as transport
 from bcp.coordinators import memory_coordinators
 from bcp.protocols import Coordinator
 

@@ -6,8 +6,8 @@ import changed_layouts
 import pytest
 from ranks import Ranks
 
+from bcp._save import leader as save_root
 from bcp._save import plan as save_plan
-from bcp._save import root as save_root
 
 pytestmark = pytest.mark.dist
 

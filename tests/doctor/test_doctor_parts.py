@@ -15,16 +15,12 @@ from torch.distributed import HashStore
 
 from bcp.__main__ import main
 from bcp._doctor import storage
-from bcp._doctor.board import Board
 from bcp._doctor.dial import Door, UnreachedError, answering, knock
 from bcp._doctor.examination import _judge, _judged
-from bcp._doctor.meeting import Meeting
-from bcp._doctor.place import Place
-from bcp._doctor.report import Finding, Report, Way
+from bcp._doctor.meeting import Board, Meeting, Place
+from bcp._doctor.report import Finding, Report, Times, Way, ranks_in_words
 from bcp._doctor.screen import Job, screen
-from bcp._doctor.times import Times
-from bcp._doctor.words import ranks_in_words
-from bcp.coordinators.roll import Roll
+from bcp.coordinators.roll_call import Roll
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import PeerError
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
-from bcp.planners.leaves import Leaves
 from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron, rng
 from bcp.planners.megatron.model import Pieces, add_model
 from bcp.planners.megatron.pieces import Piece, flat_placement, fresh_placement, named, pieces_of
 from bcp.planners.megatron.slots import optimizers_of
-from bcp.planners.placement import Span
+from bcp.state.inventory import Leaves
+from bcp.state.placement import Span
 
 
 @dataclass

@@ -27,9 +27,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 import bcp
-from bcp._save import root
+from bcp._save import leader as root
 from bcp.coordinators import GrpcCoordinator, StoreCoordinator, coordinator
-from bcp.metadata import METADATA_KEY, decode_metadata
+from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.protocols import Coordinator
 from benchmarks.network import Network
 

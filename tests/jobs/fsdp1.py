@@ -27,7 +27,7 @@ from watch import Seen
 import bcp
 from bcp.planners import versions
 from bcp.planners.fsdp1 import Fsdp1Planner
-from bcp.stages.staging import shared_pool
+from bcp.runtime.staging import shared_pool
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 import bcp
 from bcp.backends import resolve
 from bcp.coordinators import GrpcCoordinator
-from bcp.coordinators.tree.store_rendezvous import StoreRendezvous
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 from bcp.protocols import Agreement, Buffer
 from bcp.testing.storage_fakes import FaultyBackend
 

@@ -32,9 +32,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import bcp
-from bcp._save.steady import Steady
-from bcp.pipeline import in_thread
-from bcp.planners import planner, steps
+from bcp._save.snapshot import Steady
+from bcp.planners import planner
+from bcp.runtime.threads import in_thread
+from bcp.state import guard as steps
 
 FIRST = 2
 """How many steps are taken before the save."""

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import bcp
 from bcp.plan.box import Box
-from bcp.plan.load.saved import Saved
+from bcp.plan.read.renamed import Saved
 from bcp.planners.megatron import MegatronPlanner, MegatronRng
 
 

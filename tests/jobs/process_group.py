@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import bcp
 from bcp import _calls
-from bcp._load import transport
+from bcp._load import reads as transport
 from bcp.coordinators import GrpcCoordinator
 from bcp.coordinators.process_group import GroupExchange
 from bcp.protocols import Coordinator

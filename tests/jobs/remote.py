@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import bcp
 from bcp.backends import resolve
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB

@@ -27,10 +27,10 @@ import xxhash
 from torch import nn
 
 import bcp
-from bcp.container import encode_table, read_tables, seal
-from bcp.layout_file import LAYOUT_TABLES
-from bcp.metadata import COMMIT
-from bcp.receipt import BLOCKS, FILES, OBJECTS, RECEIPT
+from bcp.format.container import encode_table, read_tables, seal
+from bcp.format.layout_file import LAYOUT_TABLES
+from bcp.format.metadata import COMMIT
+from bcp.format.receipt import BLOCKS, FILES, OBJECTS, RECEIPT
 
 Table = dict[str, list[Any]]
 TRAILER = 24

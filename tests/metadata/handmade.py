@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from bcp.metadata import Commit, data_key, encode_layout, encode_metadata, receipt_key
+from bcp.format.metadata import Commit, data_key, encode_layout, encode_metadata, receipt_key
+from bcp.format.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.plan.layout import Layout
-from bcp.plan.segments import Segments
-from bcp.plan.shards import TensorMeta, TensorTable
-from bcp.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
+from bcp.plan.shards import Segments, TensorMeta, TensorTable
 
 OPERATION = "0123456789abcdef"
 BLOCK_BYTES = 16

@@ -13,11 +13,10 @@ import pyarrow as pa
 import pytest
 from test_forged import FACTS, STORED, TABLES, assembled, encoded
 
-from bcp.arrow_size import decoded_nbytes, most_decoded
-from bcp.container import encode_table, read_tables, seal
 from bcp.errors import CorruptError
-from bcp.receipt import BLOCKS, FILES, OBJECTS, RECEIPT, Receipt, decode_receipt, encode_receipt
-from bcp.receipt import MAGIC as RECEIPTS
+from bcp.format.container import decoded_nbytes, encode_table, most_decoded, read_tables, seal
+from bcp.format.receipt import BLOCKS, FILES, OBJECTS, RECEIPT, Receipt, decode_receipt, encode_receipt
+from bcp.format.receipt import MAGIC as RECEIPTS
 
 OPERATION = "0123456789abcdef"
 MANY = 20_000_000
@@ -27,8 +26,8 @@ MOST_GROWTH = 64 << 20
 CHILD = """
 import json, resource, sys
 from bcp.errors import CorruptError
-from bcp.metadata import decode_metadata
-from bcp.receipt import decode_receipt
+from bcp.format.metadata import decode_metadata
+from bcp.format.receipt import decode_receipt
 
 soft = 1 << 34
 resource.setrlimit(resource.RLIMIT_AS, (soft, soft))

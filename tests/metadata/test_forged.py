@@ -13,14 +13,13 @@ from handmade import LAYOUT, commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bcp.container import GRID, INT, encode_table, read_tables, seal, translated
 from bcp.errors import CorruptError
-from bcp.layout_file import LAYOUT_TABLES
-from bcp.metadata import COMMIT, MAGIC, decode_metadata, encode_layout, encode_metadata
+from bcp.format.container import GRID, INT, encode_table, read_tables, seal, translated
+from bcp.format.layout_file import LAYOUT_TABLES
+from bcp.format.metadata import COMMIT, MAGIC, decode_metadata, encode_layout, encode_metadata
 from bcp.plan.box import Box
-from bcp.plan.check import check_segments
-from bcp.plan.layout import Layout
-from bcp.plan.load.reads import wants
+from bcp.plan.layout import Layout, check_segments
+from bcp.plan.read.reads import wants
 from bcp.plan.shards import ShardRow, ShardTable
 
 TABLES = {of.metadata[b"bcp.table"].decode(): of for of in (COMMIT, *LAYOUT_TABLES)}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from handmade import LAYOUT, OPERATION, TENSORS, commit, ints
 
-from bcp import metadata
-from bcp.container import digest, seal
 from bcp.errors import CheckpointError, CorruptError, FormatVersionError, InputError, NotACheckpointError
-from bcp.metadata import (
+from bcp.format import metadata
+from bcp.format.container import digest, seal
+from bcp.format.metadata import (
     data_key,
     decode_layout,
     decode_metadata,
@@ -24,8 +24,7 @@ from bcp.metadata import (
 from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
-from bcp.plan.segments import Segments
-from bcp.plan.shards import TensorMeta, TensorTable
+from bcp.plan.shards import Segments, TensorMeta, TensorTable
 
 RECEIPTS = b"a" * 16 + b"\x00" * 16
 DATA = encode_metadata(encode_layout(LAYOUT), commit(RECEIPTS))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.errors import CheckpointError, CorruptError, FormatVersionError, NotACheckpointError
-from bcp.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
+from bcp.format.receipt import Blocks, FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
 
 WHERE = "receipts/00003.arrow"
 DIGESTS = [bytes([k]) * 16 for k in range(256)]

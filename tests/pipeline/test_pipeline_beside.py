@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from bcp.pipeline import beside, in_thread
+from bcp.pipeline import beside
+from bcp.runtime.threads import in_thread
 
 pytestmark = pytest.mark.anyio
 

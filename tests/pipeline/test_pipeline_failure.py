@@ -14,7 +14,8 @@ from goods import Crate, crates, nothing_left
 
 from bcp.errors import StageError, StorageError
 from bcp.events import Event, StageEvent
-from bcp.pipeline import Budget, Pipeline, Stage, in_thread, tee
+from bcp.pipeline import Budget, Pipeline, Stage, tee
+from bcp.runtime.threads import in_thread
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from bcp.pipeline import planning, uncollected
+from bcp.runtime.threads import planning, uncollected
 
 pytestmark = pytest.mark.anyio
 

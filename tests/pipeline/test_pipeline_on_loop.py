@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from bcp.pipeline import on_loop
+from bcp.runtime.threads import on_loop
 
 pytestmark = pytest.mark.anyio
 

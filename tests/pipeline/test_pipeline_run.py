@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from bcp.errors import InputError
 from bcp.events import BudgetEvent, Event, RetryEvent, StageEvent, StageStart
-from bcp.pipeline import Budget, Pipeline, Stage, in_thread
+from bcp.pipeline import Budget, Pipeline, Stage
+from bcp.runtime.threads import in_thread
 
 pytestmark = pytest.mark.anyio
 

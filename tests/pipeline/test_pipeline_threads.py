@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 import anyio
 import pytest
 
-from bcp.pipeline import at_last, beginning_with, giving_way, in_thread, thread_count, threads
-from bcp.pipeline.threads import MAX_THREADS
+from bcp.runtime import threads
+from bcp.runtime.threads import MAX_THREADS, at_last, beginning_with, giving_way, in_thread, thread_count
 
 pytestmark = pytest.mark.anyio
 

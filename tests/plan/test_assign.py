@@ -16,11 +16,9 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
-from bcp.plan.load import share as sharing
-from bcp.plan.load.assign import Assignment, assign
-from bcp.plan.load.fill import Sets, Strip, begins, fill
-from bcp.plan.load.line import BlockLine
-from bcp.plan.load.share import Shared, share
+from bcp.plan.read import share as sharing
+from bcp.plan.read.copies import Assignment, assign
+from bcp.plan.read.share import BlockLine, Sets, Shared, Strip, begins, fill, share
 
 MIB = 1 << 20
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
-from bcp.plan.save.balance import BALANCES, Cuts, _water_fill, split, worst_fit
-from bcp.plan.save.merge import Shards, merge_shards
-from bcp.plan.save.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.divide import BALANCES, Cuts, _water_fill, split, worst_fit
+from bcp.plan.write.merge import Shards, merge_shards, merge_tensors
 
 Held = list[tuple[tuple[int, ...], int, set[int]]]  # shape, itemsize, ranks
 

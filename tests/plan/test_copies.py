@@ -14,7 +14,7 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
-from bcp.plan.load.copies import Copies, check_complete, copies
+from bcp.plan.read.copies import Copies, check_complete, copies
 from bcp.plan.shards import ShardRow, ShardTable
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.save.cover import check_cover
-from bcp.plan.save.merge import merge_shards
-from bcp.plan.save.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.cover import check_cover
+from bcp.plan.write.merge import merge_shards, merge_tensors
 
 
 def meta(shape: tuple[int, ...], fqn: str = "w", tied_to: str = "") -> TensorMeta:

@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.plan.box import Box, flat_boxes
+from bcp.plan.box import Box, Boxes, decompose, flat_boxes, indices, swept
 from bcp.plan.columns import matrix
-from bcp.plan.flat import Boxes, decompose, indices, swept
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -18,8 +18,8 @@ from safetensors.torch import load
 from bcp.errors import CoverageError, StateError
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
-from bcp.plan.save.parts import data_files
 from bcp.plan.shards import KINDS, ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.files import data_files
 
 DTYPES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "int8": 1, "bool": 1}
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from bcp.plan.box import Box
-from bcp.plan.save.header import DTYPE_CODES, Entry, entry, entry_name, header
 from bcp.plan.shards import TensorMeta
+from bcp.plan.write.files import DTYPE_CODES, Entry, entry, entry_name, header
 
 
 def parse(head: bytes) -> dict[str, dict[str, object]]:

@@ -6,8 +6,8 @@ from safetensors.torch import load
 
 from bcp.errors import InputError
 from bcp.plan.box import Box
-from bcp.plan.save.parts import DataFile, Span, data_files
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.files import DataFile, Span, data_files
 
 
 def files_of(*metas: TensorMeta, part_bytes: int = 4096) -> list[DataFile]:

@@ -6,8 +6,8 @@ import pytest
 
 from bcp.plan.box import Box
 from bcp.plan.cache import PlanCache, plan_id
-from bcp.plan.save.wire import digest
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.survey import digest
 
 W = TensorMeta("model", "w", "float32", 4, (8, 4))
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
-from bcp.plan.save.divide import Division
-from bcp.plan.save.template import factor
-from bcp.plan.save.wire import (
+from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.divide import SHARE, Division
+from bcp.plan.write.survey import (
     decode_catalogue,
     decode_flat,
     decode_share,
@@ -22,8 +22,7 @@ from bcp.plan.save.wire import (
     encode_shares,
     encode_slots,
 )
-from bcp.plan.save.writes import SHARE
-from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.world import factor
 
 W = TensorMeta("model", "w", "float32", 4, (4, 6), (6, 1), "cuda", requires_grad=True)
 ROWS = [ShardRow(W, Box((0, 0), (2, 6))), ShardRow(W, Box((2, 0), (2, 6)), 1, 7)]

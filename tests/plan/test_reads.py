@@ -13,13 +13,9 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
-from bcp.plan.check import check_layout
-from bcp.plan.layout import Layout
-from bcp.plan.load.pieces import LATELY, Pieces, pieces_of
-from bcp.plan.load.reads import Wants, wants
-from bcp.plan.lookup import find, find_all, names, resolve, resolve_all
-from bcp.plan.segments import Segments
-from bcp.plan.shards import ShardRow, ShardTable, TensorTable
+from bcp.plan.layout import Layout, check_layout, find, find_all, names, resolve, resolve_all
+from bcp.plan.read.reads import LATELY, Pieces, Wants, pieces_of, wants
+from bcp.plan.shards import Segments, ShardRow, ShardTable, TensorTable
 
 
 def element_boundaries(saved: Saved, file: int) -> list[int]:

@@ -17,8 +17,8 @@ from bcp.errors import CoverageError, InputError
 from bcp.options import LoadOptions
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
-from bcp.plan.load.moved import Cut, Moved
-from bcp.plan.load.renamed import Renamed, renamed
+from bcp.plan.read.renamed import Renamed, renamed
+from bcp.plan.read.renames import Cut, Moved
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
 
 BOTH = ("model", "optimizer")

@@ -12,9 +12,8 @@ from saved import Memory, Piece, checkpoints, meta, save, targets
 
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
-from bcp.plan.load import straight as module
-from bcp.plan.load.copies import Copies, Runs, copies
-from bcp.plan.load.straight import Bools, apart, straight
+from bcp.plan.read import copies as module
+from bcp.plan.read.copies import Bools, Copies, Runs, apart, copies, straight
 from bcp.plan.shards import ShardRow, ShardTable
 
 SHAPE = (8, 8)

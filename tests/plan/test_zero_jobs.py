@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from bcp.errors import CoverageError
 from bcp.plan.box import Box
-from bcp.plan.save.merge import merge_shards
-from bcp.plan.save.names import merge_tensors
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.write.merge import merge_shards, merge_tensors
 
 STATES = ("exp_avg", "exp_avg_sq", "master")
 

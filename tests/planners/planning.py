@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from bcp.plan.layout import Layout
-from bcp.plan.load.saved import Saved
+from bcp.plan.read.renamed import Saved
 from bcp.plan.shards import TensorMeta, TensorTable
-from bcp.planners.forms import PLAIN
 from bcp.protocols import LoadTargets, LocalShards
+from bcp.state.tensor_specs import PLAIN
 
 Name = tuple[str, str]
 Piece = tuple[TensorMeta, tuple[int, ...], tuple[int, ...], torch.Tensor]

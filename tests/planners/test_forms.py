@@ -19,15 +19,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
-from bcp.plan.save.wire import digest
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.planners import Fsdp2Planner, forms, stock
-from bcp.planners.forms import Form
-from bcp.planners.leaves import Leaves
-from bcp.planners.placement import Placement, Sharded, Span
-from bcp.planners.tables import Rows
-from bcp.planners.ties import firsts_of
+from bcp.plan.write.survey import digest
+from bcp.planners import Fsdp2Planner
 from bcp.protocols import LocalShards
+from bcp.state import shard_table as stock
+from bcp.state import tensor_specs as forms
+from bcp.state.inventory import Leaves
+from bcp.state.placement import Placement, Sharded, Span
+from bcp.state.shard_table import Rows
+from bcp.state.tensor_specs import Form, firsts_of
 
 FSDP2 = Fsdp2Planner()
 

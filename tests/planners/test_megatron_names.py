@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import bcp
 from bcp.errors import CoverageError, FqnMismatchError, InputError
-from bcp.planners.megatron_names import MegatronNames
+from bcp.interop.megatron_names import MegatronNames
 
 HIDDEN, HEADS, GROUPS, SIZE, FFN, VOCABULARY, PADDED, EXPERTS = 32, 4, 2, 8, 24, 50, 64, 3
 Shapes = dict[str, tuple[int, ...]]

@@ -18,9 +18,9 @@ import torch
 from alike import exactly_alike, state_of
 
 from bcp.errors import CheckpointError, StateError
-from bcp.planners import native
-from bcp.planners.packed import pack, unpack
-from bcp.planners.values import decode_value, encode_value
+from bcp.state import native_values as native
+from bcp.state.packed import pack, unpack
+from bcp.state.values import decode_value, encode_value
 
 Point = collections.namedtuple("Point", "x y")  # noqa: PYI024 -- one of the types to be tried
 
@@ -406,7 +406,7 @@ def test_seeds_and_integers_that_take_hours_are_refused(name):
 
 
 def test_a_form_of_a_later_version_is_refused(monkeypatch):
-    monkeypatch.setattr("bcp.planners.packed.take_apart", lambda _: ("quaternion", 1))
+    monkeypatch.setattr("bcp.state.packed.take_apart", lambda _: ("quaternion", 1))
     data = pack({"a": np.arange(4)})
     with pytest.raises(CheckpointError, match=r"x cannot be read: .*'quaternion', which this bcp does not know"):
         unpack(data, trust=False, where="x")

@@ -7,12 +7,12 @@ from torch import nn, optim
 
 from bcp.errors import MismatchError, StateError
 from bcp.plan.box import Box
-from bcp.plan.load.saved import Saved
-from bcp.planners.leaves import Leaves
-from bcp.planners.optimizer import Slot, add_slots
-from bcp.planners.optimizer_load import slot_targets
-from bcp.planners.placement import Placement, Sharded, Span
+from bcp.plan.read.renamed import Saved
 from bcp.protocols import LoadTargets
+from bcp.state.inventory import Leaves
+from bcp.state.optimizer_restore import slot_targets
+from bcp.state.optimizers import Slot, add_slots
+from bcp.state.placement import Placement, Sharded, Span
 
 WHOLE = Box.whole((3, 4))
 

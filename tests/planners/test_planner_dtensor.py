@@ -21,9 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner, planner
-from bcp.planners.cuts import Cut, chunk, decoded, runs_of
-from bcp.planners.dtensor import _order, stated_orders
 from bcp.protocols import LocalShards
+from bcp.state.dtensor import Cut, _order, chunk, decoded, runs_of, stated_orders
 
 FSDP2 = Fsdp2Planner()
 dist_test = pytest.mark.dist

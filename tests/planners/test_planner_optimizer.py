@@ -10,11 +10,11 @@ from torch import nn, optim
 from bcp.errors import MismatchError, StateError
 from bcp.plan.box import Box
 from bcp.planners import PlainPlanner
-from bcp.planners.leaves import Leaves
-from bcp.planners.optimizer import Slot
-from bcp.planners.optimizer_load import scalar_device, slot_targets
-from bcp.planners.placement import Placement, Span
 from bcp.protocols import LoadTargets
+from bcp.state.inventory import Leaves
+from bcp.state.optimizer_restore import scalar_device, slot_targets
+from bcp.state.optimizers import Slot
+from bcp.state.placement import Placement, Span
 
 PLAIN = PlainPlanner()
 

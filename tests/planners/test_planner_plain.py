@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from bcp import planners
 from bcp.errors import InputError, StateChangedError, StateError
 from bcp.planners import PlainPlanner, check_unchanged, planner, register, versions
-from bcp.planners.leaves import probe
+from bcp.state.inventory import probe
 
 PLAIN = PlainPlanner()
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.errors import CheckpointError, StateError
-from bcp.planners import values
-from bcp.planners.extras import collect, restore
-from bcp.planners.packed import pack, unpack
-from bcp.planners.values import decode_value, decode_values, encode_value, encode_values
+from bcp.state import values
+from bcp.state.objects import collect, restore
+from bcp.state.packed import pack, unpack
+from bcp.state.values import decode_value, decode_values, encode_value, encode_values
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(

@@ -29,8 +29,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bcp.errors import StateError
 from bcp.plan.box import flat_boxes
 from bcp.planners import VeScalePlanner, planner
-from bcp.planners.dtensor import is_ragged
-from bcp.planners.ragged import ragged_placement
+from bcp.state.dtensor import is_ragged
+from bcp.state.hooks import ragged_placement
 
 VESCALE = VeScalePlanner()
 

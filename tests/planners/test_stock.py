@@ -15,14 +15,16 @@ import torch
 from planning import names, saved_by
 from torch import nn, optim
 
-from bcp._save.held import take_stock
+from bcp._save.local_state import take_stock
 from bcp.errors import StateError
 from bcp.options import SaveOptions
-from bcp.plan.save.wire import digest
-from bcp.planners import PlainPlanner, forms, stock
+from bcp.plan.write.survey import digest
+from bcp.planners import PlainPlanner
 from bcp.protocols import LocalShards, States
-from bcp.stages.device import Caller
-from bcp.stages.memory import bytes_at
+from bcp.runtime.device import Caller
+from bcp.stages.memcpy import bytes_at
+from bcp.state import shard_table as stock
+from bcp.state import tensor_specs as forms
 
 PLAIN = PlainPlanner()
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn, optim
 
-from bcp.plan.save.wire import digest
-from bcp.planners import PlainPlanner, forms, stock
+from bcp.plan.write.survey import digest
+from bcp.planners import PlainPlanner
 from bcp.protocols import LocalShards, States
+from bcp.state import shard_table as stock
+from bcp.state import tensor_specs as forms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = [(), (0,), (3,), (2, 3), (3, 2), (2, 0)]

@@ -10,7 +10,7 @@ from alike import exactly_alike
 
 import bcp
 from bcp.errors import CheckpointError
-from bcp.planners.unit_image import ALIGNMENT, image_of, unit_in
+from bcp.state.units import ALIGNMENT, image_of, unit_in
 
 
 def written(state: Any, *, trust: bool = False) -> torch.Tensor:

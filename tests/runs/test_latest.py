@@ -10,7 +10,7 @@ import torch
 from logs import captured_logs
 
 import bcp
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 
 
 def states() -> dict[str, torch.nn.Module]:

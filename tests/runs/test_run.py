@@ -16,7 +16,7 @@ from torch import nn
 
 import bcp
 from bcp import policies
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 from bcp.runs.folder import step_name
 
 STEPS = 12

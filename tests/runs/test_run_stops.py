@@ -11,7 +11,7 @@ import pytest
 import run_jobs
 from by_torchrun import torchrun
 
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 
 STEPS = 45
 AT = {situation: 21 if situation == "save" else 25 for situation in run_jobs.SITUATIONS}

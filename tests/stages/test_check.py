@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bcp.errors import CorruptError
-from bcp.plan.load.assign import Chunk
-from bcp.receipt import Blocks, FileReceipt
-from bcp.stages.check import check
-from bcp.stages.load_items import ReadItem, Stored
+from bcp.format.receipt import Blocks, FileReceipt
+from bcp.plan.read.copies import Chunk
+from bcp.stages.items import ReadItem, Stored
+from bcp.stages.load import check
 
 
 def cut(data: bytes, at: set[int]) -> list[bytes]:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.stages.flat import flat_to_bytes, torch_dtype, typed
+from bcp.stages.memcpy import flat_to_bytes, torch_dtype, typed
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple), step=st.integers(1, 3))

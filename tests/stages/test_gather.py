@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bcp.plan.save.parts import data_files
-from bcp.plan.save.writes import Writes
-from bcp.planners.plain import PlainPlanner
+from bcp.plan.write.divide import Writes
+from bcp.plan.write.files import data_files
+from bcp.planners.torch_native import PlainPlanner
 from bcp.stages.gather import SMALL_BYTES, gather
 from bcp.stages.items import WriteItem
-from bcp.stages.memory import addresses
+from bcp.stages.memcpy import addresses
 
 DTYPES = [
     torch.float32,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bcp.errors import InputError
-from bcp.stages import device
-from bcp.stages.device import Caller, Lanes, Mark, accelerators, on_side_stream, stream_count
+from bcp.runtime import device
+from bcp.runtime.device import Caller, Lanes, Mark, accelerators, on_side_stream, stream_count
 
 pytestmark = pytest.mark.anyio
 

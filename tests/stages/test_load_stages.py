@@ -23,8 +23,8 @@ from bcp.plan.shards import ShardRow, ShardTable
 from bcp.protocols import Buffer, Codec
 from bcp.stages import load as stages
 from bcp.stages import place
+from bcp.stages.items import Loaded, ReadItem
 from bcp.stages.load import LoadContext
-from bcp.stages.load_items import Loaded, ReadItem
 
 TORCH = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
 FORMS = ("plain", "strided", "cast", "inside")

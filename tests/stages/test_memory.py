@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.stages import memory
-from bcp.stages.memory import ALIKE, CACHED_BYTES, HOLD_BYTES, addresses, bytes_at, move, writable, written
+from bcp.stages import memcpy as memory
+from bcp.stages.memcpy import ALIKE, CACHED_BYTES, HOLD_BYTES, addresses, bytes_at, move, writable, written
 
 
 def table_of(*tensors: torch.Tensor) -> ShardTable:

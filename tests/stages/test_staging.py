@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bcp.stages.staging import PATIENCE, StagingPool
+from bcp.runtime.staging import PATIENCE, StagingPool
 
 
 def test_the_second_save_finds_every_buffer_of_the_first() -> None:

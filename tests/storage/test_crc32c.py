@@ -5,7 +5,7 @@ from random import Random
 import google_crc32c
 import pytest
 
-from bcp.backends.objects.crc32c import checksum, combined, encoded
+from bcp.backends.objects.parts import checksum, combined, encoded
 
 
 def test_the_crc_of_a_concatenation_follows_from_those_of_its_pieces() -> None:

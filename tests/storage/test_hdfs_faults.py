@@ -22,7 +22,7 @@ from bcp.backends.hdfs.client import Hdfs, Stream
 from bcp.backends.objects import ObjectBackend
 from bcp.errors import BcpError
 from bcp.events import RetryEvent
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import RetryPolicy
 
 pytest_plugins = ["servers.hdfs_fixtures"]

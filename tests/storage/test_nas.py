@@ -24,11 +24,12 @@ from left_over import without_recordings
 from servers.nfs import Mount
 
 import bcp
-from bcp._save.written import check_written, encode_written
-from bcp.backends import LocalBackend, local, probe, shared
+from bcp._save.leader import check_written, encode_written
+from bcp.backends import LocalBackend, local, probe
+from bcp.backends import files as shared
 from bcp.coordinators import SoloCoordinator, memory_coordinators
 from bcp.errors import ExistsError, StorageError
-from bcp.metadata import METADATA_KEY, data_key, receipt_key
+from bcp.format.metadata import METADATA_KEY, data_key, receipt_key
 from bcp.options import SaveOptions
 from bcp.protocols import Backend
 from bcp.testing.backend_suite import BackendSuite

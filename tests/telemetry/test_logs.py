@@ -18,8 +18,8 @@ import torch
 
 import bcp
 from bcp._log import log
-from bcp.coordinators.memory import memory_coordinators
-from bcp.pipeline import in_thread
+from bcp.coordinators.local import memory_coordinators
+from bcp.runtime.threads import in_thread
 from bcp.telemetry.settings import COARSE, settings
 
 STATE = {"model": {"w": torch.ones(1000)}}

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import bcp
 from bcp.events import PhaseEvent, observed_by
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 from bcp.telemetry import measure
 
 STATE = {"model": {"w": torch.ones(1000)}}

@@ -14,10 +14,8 @@ from telemetry.synthetic import Case, made
 
 from bcp.errors import InputError, MissingExtraError
 from bcp.telemetry.page import assemble, data, page
-from bcp.telemetry.page.columns import KINDS, columns_of, lane_keys, lanes_of
-from bcp.telemetry.page.data import data_of
-from bcp.telemetry.page.heat import places_of
-from bcp.telemetry.page.payload import packed
+from bcp.telemetry.page.data import data_of, packed
+from bcp.telemetry.page.heat import KINDS, columns_of, lane_keys, lanes_of, places_of
 from bcp.telemetry.page.storage import latencies_of, slowest_of, throughput_of, verbs_of
 from bcp.telemetry.recording import EVENTS, Recording
 

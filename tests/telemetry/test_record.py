@@ -18,7 +18,7 @@ import bcp
 from bcp import _record
 from bcp.backends import LocalBackend
 from bcp.backends.objects import ObjectBackend, RequestError
-from bcp.planners import topology
+from bcp.state import placement as topology
 from bcp.telemetry.recording import Recording
 from bcp.telemetry.store import KEPT, decode
 from bcp.testing.storage_fakes import FaultyBackend

@@ -14,15 +14,12 @@ import pytest
 from interleave import Dead, Turns, orders
 
 import bcp
-from bcp._save.rivals import not_replaced
-from bcp._save.root import Opening, Root
-from bcp._save.undo import undone_on_error
-from bcp._save.written import encode_written
+from bcp._save.leader import Opening, Root, encode_written, not_replaced, undone_on_error
 from bcp.backends import LocalBackend, MemoryBackend, swap
-from bcp.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
+from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
+from bcp.format.receipt import receipt_digest
 from bcp.options import SaveOptions
 from bcp.protocols import Backend
-from bcp.receipt import receipt_digest
 from bcp.testing.storage_fakes import CountingBackend
 
 PRIVATE = ("write_part", "open_write", "put")

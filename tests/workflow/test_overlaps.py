@@ -10,9 +10,9 @@ import torch
 
 import bcp
 from bcp._load.overlaps import without_overlaps
-from bcp.metadata import decode_metadata
+from bcp.format.metadata import decode_metadata
 from bcp.plan.box import Box
-from bcp.plan.load.renamed import Renamed, renamed
+from bcp.plan.read.renamed import Renamed, renamed
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LocalShards
 

@@ -20,12 +20,12 @@ from bcp._load.reads import plan_reads
 from bcp._load.targets import Wanted
 from bcp.coordinators import memory_coordinators
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, PeerError, ShapeMismatchError
-from bcp.metadata import Commit, Metadata
+from bcp.format.metadata import Commit, Metadata
 from bcp.options import LoadOptions
 from bcp.plan.box import Box
-from bcp.plan.load.reads import wants
-from bcp.plan.load.renamed import renamed
-from bcp.plan.lookup import find_all
+from bcp.plan.layout import find_all
+from bcp.plan.read.reads import wants
+from bcp.plan.read.renamed import renamed
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.testing.storage_fakes import CountingBackend
 

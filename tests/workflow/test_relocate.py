@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved import boxes, meta, slices
 
-from bcp._load.relocate import relocated
+from bcp._load.overlaps import relocated
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
-from bcp.plan.load.moved import Moved
-from bcp.plan.load.renamed import renamed
+from bcp.plan.read.renamed import renamed
+from bcp.plan.read.renames import Moved
 from bcp.plan.shards import ShardRow, ShardTable, TensorTable
 from bcp.protocols import LocalShards
-from bcp.stages.flat import block_of
+from bcp.stages.memcpy import block_of
 
 SIZE = 7  # of every dimension of saved tensors: no block of a target is longer
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import bcp
-from bcp._save.sample import BLOCK_BYTES, MOST, MOST_BLOCKS, Sample
+from bcp._save.snapshot import BLOCK_BYTES, MOST, MOST_BLOCKS, Sample
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LocalShards
-from bcp.stages.memory import addresses
+from bcp.stages.memcpy import addresses
 
 
 def sampled(tensors: Sequence[torch.Tensor]) -> Sample:

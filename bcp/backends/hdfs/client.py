@@ -12,14 +12,13 @@ import anyio
 
 from bcp.backends.hdfs.cluster import Cluster, FileState, NameNodes, ServiceAbsentError, user_name
 from bcp.backends.hdfs.faults import HdfsError, hdfs_errors
-from bcp.backends.hdfs.native import hdfs_native, native_client, wait_after_fork
-from bcp.backends.hdfs.transfers import transfer_loop
+from bcp.backends.hdfs.native import hdfs_native, native_client, transfer_loop, wait_after_fork
 from bcp.backends.hdfs.wire import Call
 from bcp.backends.keys import scatter
 from bcp.backends.objects.session import PerLoop
 from bcp.errors import InputError
-from bcp.pipeline import on_loop
 from bcp.protocols import flat_view
+from bcp.runtime.threads import on_loop
 
 __all__ = [
     "BLOCK_BYTES",

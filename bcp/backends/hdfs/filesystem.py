@@ -22,8 +22,8 @@ from bcp.backends.hdfs.client import BLOCK_BYTES, COPY_BYTES, SECONDS, Hdfs, Set
 from bcp.backends.hdfs.cluster import find_cluster
 from bcp.backends.hdfs.store import as_root
 from bcp.backends.hdfs.subfiles import SubFiles, temp_name
-from bcp.pipeline import in_thread
 from bcp.protocols import flat_view
+from bcp.runtime.threads import in_thread
 
 __all__ = ["HdfsFile", "HdfsFileSystem"]
 

@@ -11,15 +11,13 @@ from typing import Any, TypeVar
 import anyio
 
 from bcp._log import log
-from bcp.backends.keys import check_key, check_prefix, scatter
-from bcp.backends.objects.grid import Grid
-from bcp.backends.objects.retry import Retries
+from bcp.backends.keys import Tiling, check_key, check_prefix, scatter
+from bcp.backends.objects.parts import Grid
+from bcp.backends.objects.retry import Retries, in_turns
 from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
-from bcp.backends.objects.turns import in_turns
-from bcp.backends.tiling import Tiling
 from bcp.errors import CorruptError, StorageError
-from bcp.pipeline import in_thread
 from bcp.protocols import Buffer, ObjectInfo, RetryPolicy, Unfinished, Version, flat_view
+from bcp.runtime.threads import in_thread
 
 __all__ = ["ObjectBackend"]
 

@@ -30,8 +30,8 @@ from yarl import URL
 
 from bcp.backends.objects.session import PerLoop
 from bcp.backends.objects.store import ConditionError, RequestError
-from bcp.pipeline import in_thread
 from bcp.protocols import Version
+from bcp.runtime.threads import in_thread
 
 __all__ = ["Answer", "GcsHttp"]
 

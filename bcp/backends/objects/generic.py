@@ -24,8 +24,8 @@ from bcp.backends.keys import content_version
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Upload
 from bcp.errors import BcpError, InputError, MissingExtraError
-from bcp.pipeline import in_pool
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
+from bcp.runtime.threads import in_pool
 
 __all__ = ["FsspecStore", "open_generic"]
 

@@ -1,6 +1,8 @@
 """Requests that fail are made again: with growing pauses, within bounds, and fewer at a time if the server is busy.
 
 In one place for all stores, so that no client library below has to retry, and none does.
+
+Calls of which some are made at a time.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -21,9 +23,42 @@ from bcp.errors import StorageError
 from bcp.events import RequestEvent, RetryEvent, Status, emit, told
 from bcp.protocols import RetryPolicy
 
-__all__ = ["Limiter", "Retries"]
+__all__ = ["Limiter", "Retries", "in_turns"]
 
 T = TypeVar("T")
+AT_ONCE = 16
+
+
+async def in_turns(calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Make calls, some at a time; return their results in order.
+
+    A transient error does not end the other calls, so that the next attempt finds more of the work done. It is raised
+    after them. Any other error ends those that have not begun.
+    """
+    waiting = list(enumerate(calls))[::-1]
+    results: dict[int, T] = {}
+    transient: list[RequestError] = []
+    final: list[Exception] = []
+
+    async def work() -> None:
+        while waiting and not final:
+            number, call = waiting.pop()
+            try:
+                results[number] = await call()
+            except Exception as error:  # noqa: BLE001 -- raised below
+                if isinstance(error, RequestError) and error.transient:
+                    transient.append(error)
+                else:
+                    final.append(error)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(min(AT_ONCE, len(waiting))):
+            group.start_soon(work)
+    if errors := final + transient:
+        raise errors[0]
+    return [results[number] for number in sorted(results)]
+
+
 _Tell = Callable[[Status, str], None]
 MIB = 1 << 20
 UNREACHED_SECONDS = 30.0

@@ -10,13 +10,12 @@ from typing import Any
 import aiohttp
 
 from bcp._log import log
-from bcp.backends.objects.crc32c import checksum, encoded
-from bcp.backends.objects.s3_client import Client, Options, connected, content_of, etag_of
-from bcp.backends.objects.s3_errors import S3Error, Secrets, error_of
+from bcp.backends.objects.parts import checksum, encoded
+from bcp.backends.objects.retry import in_turns
+from bcp.backends.objects.s3_client import Client, Options, S3Error, Secrets, connected, content_of, error_of, etag_of
 from bcp.backends.objects.s3_upload import S3Upload
 from bcp.backends.objects.session import PerLoop
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat
-from bcp.backends.objects.turns import in_turns
 from bcp.protocols import ObjectInfo, Unfinished, Version
 
 __all__ = ["S3Store"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from bcp.backends.objects.crc32c import checksum, combined, encoded
-from bcp.backends.objects.s3_client import etag_of
-from bcp.backends.objects.s3_errors import S3Error
+from bcp.backends.objects.parts import checksum, combined, encoded
+from bcp.backends.objects.s3_client import S3Error, etag_of
 from bcp.errors import CorruptError
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from bcp.backends.objects.s3_store import S3Store

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from bcp.coordinators.backoff import Backoff
-from bcp.coordinators.hello import Abort, Hello, agrees, error_of
+from bcp.coordinators.messages import Abort, Hello, agrees, error_of
 from bcp.coordinators.operation import CardOf
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store.watch import Watch
+from bcp.coordinators.store_client import Backoff
 
 __all__ = ["StoreChannel"]
 

@@ -14,16 +14,16 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed import Store
 
-from bcp.coordinators.group import GroupSeat
-from bcp.coordinators.hello import Hello
+from bcp.coordinators.hosts import GroupSeat
+from bcp.coordinators.messages import Hello
 from bcp.coordinators.operation import Operation
-from bcp.coordinators.roll import Roll
+from bcp.coordinators.roll_call import Roll
 from bcp.coordinators.store.channel import StoreChannel
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_thread
 from bcp.protocols import Agreement
+from bcp.runtime.threads import in_thread
 
 __all__ = ["StoreCoordinator"]
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bcp.coordinators.hello import Abort, Hello
-from bcp.coordinators.liveness import LEFT
-from bcp.coordinators.roll import Roll
+from bcp.coordinators.messages import LEFT, Abort, Hello
+from bcp.coordinators.roll_call import Roll
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -9,8 +9,7 @@ from typing import TypeVar, TypeVarTuple
 
 import anyio
 
-from bcp.coordinators.hello import Abort, Hello, agrees, different, error_of
-from bcp.coordinators.liveness import Liveness
+from bcp.coordinators.messages import Abort, Hello, Liveness, agrees, different, error_of
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
 

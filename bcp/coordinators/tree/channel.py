@@ -9,14 +9,13 @@ from functools import partial
 
 import anyio
 
-from bcp.coordinators.hello import Abort, Hello, error_of
+from bcp.coordinators.messages import Abort, Hello, error_of
 from bcp.coordinators.operation import CardOf
-from bcp.coordinators.tree.frames import Frame, Kind
 from bcp.coordinators.tree.loop import Loop
+from bcp.coordinators.tree.messages import Frame, Kind, Values
 from bcp.coordinators.tree.node import Node
-from bcp.coordinators.tree.round import Round
-from bcp.coordinators.tree.seat import Part
-from bcp.coordinators.tree.values import Values
+from bcp.coordinators.tree.operation_state import Round
+from bcp.coordinators.tree.relay import Part
 from bcp.errors import InputError
 
 __all__ = ["GrpcChannel"]

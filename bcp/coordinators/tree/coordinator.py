@@ -12,20 +12,17 @@ from weakref import finalize
 
 import torch.distributed as dist
 
-from bcp.coordinators.group import GroupSeat
-from bcp.coordinators.hello import Hello
+from bcp.coordinators.hosts import GroupSeat
+from bcp.coordinators.messages import Hello
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.tree.channel import GrpcChannel
-from bcp.coordinators.tree.edge import Tls
-from bcp.coordinators.tree.link import Traffic
 from bcp.coordinators.tree.loop import Loop, current_loop
 from bcp.coordinators.tree.node import Node
-from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendezvous
-from bcp.coordinators.tree.store_rendezvous import StoreRendezvous
-from bcp.coordinators.tree.topology import Tree
+from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendezvous, StoreRendezvous, Tree
+from bcp.coordinators.tree.transport import Tls, Traffic
 from bcp.errors import InputError
-from bcp.pipeline import in_thread
 from bcp.protocols import Agreement
+from bcp.runtime.threads import in_thread
 
 __all__ = ["FANOUT", "GrpcCoordinator"]
 

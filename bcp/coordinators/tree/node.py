@@ -7,20 +7,17 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from bcp.coordinators.backoff import Backoff
-from bcp.coordinators.hello import Abort, Hello, describe
-from bcp.coordinators.tls import Tls
-from bcp.coordinators.tree.dial import RefusedError, dial
-from bcp.coordinators.tree.frames import Frame, Kind, body_of_abort, pack_number
-from bcp.coordinators.tree.gate import behind
-from bcp.coordinators.tree.link import Link, Traffic
-from bcp.coordinators.tree.rendezvous import Invitation, Rendezvous
-from bcp.coordinators.tree.round import Round
-from bcp.coordinators.tree.seat import Part
-from bcp.coordinators.tree.server import Server, credentials_of
-from bcp.coordinators.tree.topology import Place
+from bcp.coordinators.messages import Abort, Hello, describe
+from bcp.coordinators.sockets import Tls
+from bcp.coordinators.store_client import Backoff
+from bcp.coordinators.tree.messages import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.tree.operation_state import Round
+from bcp.coordinators.tree.relay import Part
+from bcp.coordinators.tree.rendezvous import Invitation, Place, Rendezvous
+from bcp.coordinators.tree.server import Server, behind, credentials_of
+from bcp.coordinators.tree.transport import Link, RefusedError, Traffic, dial
 from bcp.errors import InputError, PeerError
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 
 __all__ = ["Node"]
 

@@ -1,4 +1,9 @@
-"""How a rank finds its place in the tree and its parent's address."""
+"""A rendezvous over a torch Store: a key or two a rank, at the first operation only.
+
+A tree of ranks, in which the ranks of one host are together. Pure topology.
+
+How a rank finds its place in the tree and its parent's address.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,116 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from bcp.coordinators.hello import Abort
-from bcp.coordinators.proof import new_token
-from bcp.coordinators.tree.topology import Place, Tree
+from bcp.coordinators.hosts import Host
+from bcp.coordinators.messages import Abort
+from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.sockets import new_token
+from bcp.coordinators.store_client import Backoff, StoreClient
 from bcp.errors import InputError
+from bcp.runtime.threads import in_thread
 
-__all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Rendezvous"]
+__all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Place", "Rendezvous", "StoreRendezvous", "Tree"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's place in the tree.
+
+    Attributes:
+        rank: this rank.
+        world_size: how many ranks there are.
+        parent: the rank above it; None for rank 0.
+        children: the ranks right below it.
+        sizes: how many ranks each child stands for, itself included.
+        order: all ranks as a walk through the tree meets them: a rank, then each of its children's subtrees. Rank 0
+            alone has to know it, and it is empty for all others.
+    """
+
+    rank: int
+    world_size: int
+    parent: int | None
+    children: tuple[int, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many ranks this one stands for, itself included."""
+        return 1 + sum(self.sizes)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks that this one talks to."""
+        return self.children if self.parent is None else (self.parent, *self.children)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The tree, with rank 0 at its root.
+
+    The lowest rank of each host leads it. The ranks of a host hang below their leader, and the leaders below
+    rank 0, both with the same fan-out: a leader has at most ``fanout`` children on its host and ``fanout`` leaders.
+
+    Attributes:
+        parents: the rank above each rank; None for rank 0.
+        children: the ranks below each rank, ascending in each of the two kinds.
+    """
+
+    parents: tuple[int | None, ...]
+    children: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, hosts: Sequence[str], fanout: int) -> Tree:
+        """Grow the tree of the ranks that live on these hosts, one a rank.
+
+        100,000 ranks take 0.1 s. Raises InputError where there is no rank, or the fan-out is less than 1.
+        """
+        if not hosts or fanout < 1:
+            raise InputError(f"{len(hosts)} ranks, fan-out {fanout}: both have to be at least 1")
+        on_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            on_host.setdefault(host, []).append(rank)
+        parents: list[int | None] = [None] * len(hosts)
+        children: list[list[int]] = [[] for _ in hosts]
+        for ranks in (*on_host.values(), [ranks[0] for ranks in on_host.values()]):
+            for position, rank in enumerate(ranks[1:]):
+                parent = ranks[position // fanout]
+                parents[rank] = parent
+                children[parent].append(rank)
+        return cls(tuple(parents), tuple(map(tuple, children)))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All ranks, each one right before its children's subtrees."""
+        order: list[int] = []
+        waiting = [0]
+        while waiting:
+            rank = waiting.pop()
+            order.append(rank)
+            waiting.extend(reversed(self.children[rank]))
+        return tuple(order)
+
+    def places(self) -> list[Place]:
+        """Return every rank's place."""
+        order = self.order
+        sizes = [1] * len(order)
+        for rank in reversed(order):
+            if (parent := self.parents[rank]) is not None:
+                sizes[parent] += sizes[rank]
+        return [
+            Place(
+                rank,
+                len(order),
+                self.parents[rank],
+                children,
+                tuple(sizes[child] for child in children),
+                order if rank == 0 else (),
+            )
+            for rank, children in enumerate(self.children)
+        ]
+
 
 Ended = Callable[[int, Abort], None]
 """Called with an operation's number and why it has ended."""
@@ -193,3 +300,114 @@ class MemoryRendezvous:
         """Say nothing: no server stands between the ranks."""
         del seconds
         return ""
+
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_ANNOUNCE_SECONDS = 5.0  # how long a rank tries to tell the others that an operation has ended
+
+
+class StoreRendezvous:
+    """Every rank says on which host it is; rank 0 grows the tree and tells every rank its place.
+
+    A silent store is waited for without a limit: an operation's round ends that wait, after the operation's timeout.
+    No call waits for a key. A rank's keys are those of the roll call, and its address if it has children.
+    """
+
+    def __init__(
+        self,
+        store: Store | StoreClient,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        fanout: int,
+        address: str | None = None,
+    ) -> None:
+        """Prepare; nothing is sent before :meth:`invitation`.
+
+        Args:
+            store: a connection that nobody waits on.
+            prefix: of our keys.
+            rank: this rank.
+            world_size: how many there are.
+            fanout: of the tree.
+            address: this host's in the job's network; None: see :mod:`bcp.coordinators.hosts`.
+
+        """
+        self._client = StoreClient.of(store)
+        self._rank = rank
+        self._world_size = world_size
+        self._fanout = fanout
+        self._first: Place | None = None  # rank 0's own, with the order of all
+        self._addresses: dict[int, str] = {}  # as they were found: later connections need no store
+        self._doors: dict[int, str] = {}
+        self._roll = Roll(self._client, prefix, rank, world_size, address=address, texts=self._grow)
+
+    def __repr__(self) -> str:
+        """Show the place in the store."""
+        return f"<StoreRendezvous, {self._roll!r}>"
+
+    async def invitation(self, ended: Ended) -> Invitation:
+        """Say where this rank is, and wait for its place; on rank 0, wait for all hosts and grow the tree."""
+        answer = await self._roll.answered(ended)
+        await in_thread(self._roll.address)  # a rank that no other host can reach says so at once, children or not
+        parent, children, sizes, hosts = json.loads(answer.text)
+        place = self._first or Place(self._rank, self._world_size, parent, tuple(children), tuple(sizes))
+        return Invitation(place, answer.token, answer.session, dict(zip(place.neighbours, hosts, strict=True)))
+
+    def bind_address(self) -> str:
+        """Return this host's address in the job's network."""
+        address = self._roll.address()
+        return f"[{address}]:0" if ":" in address else f"{address}:0"
+
+    async def publish(self, port: int, door: str) -> None:
+        """Let the children know where this rank listens."""
+        await self._client.call(self._set, self._roll.key("door", self._rank), door)
+        address = self.bind_address().rpartition(":")[0]
+        await self._client.call(self._set, self._roll.key("address", self._rank), f"{address}:{port}")
+
+    async def address_of(self, rank: int) -> str:
+        """Return where a rank listens, once it does."""
+        if rank in self._addresses:
+            return self._addresses[rank]
+        key, backoff = self._roll.key("address", rank), Backoff.of_store(self._world_size)
+        while (address := await self._client.call(self._get, key)) is None:
+            await backoff.sleep()
+        self._doors[rank] = (await self._client.call(self._get, self._roll.key("door", rank)) or b"").decode()
+        self._addresses[rank] = address.decode()
+        return self._addresses[rank]
+
+    async def door_of(self, rank: int) -> str:
+        """Return the door of a rank whose address is known."""
+        return self._doors[rank]
+
+    async def announce(self, number: int, abort: Abort) -> None:
+        """Tell those who still wait for their place that an operation has ended."""
+        await self._client.call(self._roll.tell, number, abort, seconds=_ANNOUNCE_SECONDS)
+
+    def absent(self) -> int | None:
+        """Return the lowest rank that has not come; only rank 0 knows of others than rank 0."""
+        return self._roll.absent()
+
+    def silence(self, seconds: float) -> str:
+        """Say that the store has not answered for so many seconds or more, or nothing."""
+        return self._client.silence(seconds)
+
+    def _grow(self, hosts: Sequence[Host]) -> list[str]:
+        """Return every rank's place in the tree, as text."""
+        places = Tree.of([host.identity for host in hosts], self._fanout).places()
+        self._first = places[0]
+        names = [host.name for host in hosts]
+        return [
+            json.dumps([place.parent, place.children, place.sizes, [names[rank] for rank in place.neighbours]])
+            for place in places
+        ]
+
+    def _set(self, key: str, text: str) -> None:
+        self._client.store.set(key, text)
+
+    def _get(self, key: str) -> bytes | None:
+        """Return a value, or None where there is none yet."""
+        return bytes(self._client.store.get(key)) if self._client.store.check([key]) else None

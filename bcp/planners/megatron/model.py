@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from bcp.errors import StateError
-from bcp.plan.load.saved import Saved
-from bcp.planners.hooks import ATTACH, MEGATRON_FSDP
-from bcp.planners.leaves import Leaves
+from bcp.plan.read.renamed import Saved
 from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
-from bcp.planners.model import Finish, put
-from bcp.planners.names import Path, dotted, walk
-from bcp.planners.placement import Placement, Sharded
 from bcp.protocols import ObjectKey
+from bcp.state.hooks import ATTACH, MEGATRON_FSDP
+from bcp.state.inventory import Leaves
+from bcp.state.modules import Finish, put
+from bcp.state.names import Path, dotted, walk
+from bcp.state.placement import Placement, Sharded
 
 __all__ = ["MODEL", "Pieces", "add_model", "has_base", "unwrapped"]
 

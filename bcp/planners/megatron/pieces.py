@@ -19,8 +19,8 @@ import torch
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
-from bcp.planners.names import walk
-from bcp.planners.placement import Placement, Span
+from bcp.state.names import walk
+from bcp.state.placement import Placement, Span
 
 __all__ = ["Piece", "flat_placement", "fresh_placement", "named", "pieces_of", "whole_placement"]
 

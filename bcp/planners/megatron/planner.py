@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from bcp.errors import InputError, StateError
-from bcp.plan.load.saved import Saved
-from bcp.planners.leaves import Leaves
+from bcp.plan.read.renamed import Saved
 from bcp.planners.megatron.model import MODEL, Pieces, add_model, unwrapped
 from bcp.planners.megatron.slots import fresh_in, optimizers_of, scalers_of, slots_of
-from bcp.planners.model import Finish
-from bcp.planners.names import walk
-from bcp.planners.optimizer import OPTIMIZER, Slot
-from bcp.planners.plain import PlainPlanner
-from bcp.planners.seen import SeenStates
+from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
+from bcp.state.detection import SeenStates
+from bcp.state.inventory import Leaves
+from bcp.state.modules import Finish
+from bcp.state.names import walk
+from bcp.state.optimizers import OPTIMIZER, Slot
 
 __all__ = ["MegatronPlanner", "holds_megatron"]
 
@@ -66,10 +66,10 @@ class MegatronPlanner(PlainPlanner):
 
     name = "megatron"
 
-    def __init__(self) -> None:  # noqa: D107 -- nothing to say
+    def __init__(self) -> None:
         self._pieces = Pieces()
 
-    def __repr__(self) -> str:  # noqa: D105 -- shows the state
+    def __repr__(self) -> str:
         return f"MegatronPlanner({len(self._pieces.by_id)} local tensors)"
 
     def probe(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bcp.planners.random_states import set_tracked, tracked
+from bcp.state.random_states import set_tracked, tracked
 
 __all__ = ["MegatronRng"]
 

@@ -11,9 +11,9 @@ import torch
 from bcp.errors import InputError, StateError
 from bcp.planners.megatron.model import Pieces, has_base
 from bcp.planners.megatron.pieces import flat_placement, whole_placement
-from bcp.planners.names import dotted, walk
-from bcp.planners.optimizer import Slot, counts_in_group
-from bcp.planners.placement import Sharded
+from bcp.state.names import dotted, walk
+from bcp.state.optimizers import Slot, counts_in_group
+from bcp.state.placement import Sharded
 
 __all__ = ["fresh_in", "optimizers_of", "scalers_of", "slots_of"]
 

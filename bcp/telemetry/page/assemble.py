@@ -8,8 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 from bcp.errors import InputError, MissingExtraError
-from bcp.telemetry.page.data import data_of
-from bcp.telemetry.page.payload import packed, squeezed
+from bcp.telemetry.page.data import data_of, packed, squeezed
 from bcp.telemetry.recording import Recording
 
 __all__ = ["page"]

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bcp.telemetry.page.columns import KINDS, STATUSES, Columns, Numbers
-from bcp.telemetry.page.heat import IDLE
+from bcp.telemetry.page.heat import IDLE, KINDS, STATUSES, Columns, Numbers
 from bcp.telemetry.recording import Recording
 
 __all__ = ["Latency", "Throughput", "latencies_of", "slowest_of", "throughput_of", "verbs_of"]

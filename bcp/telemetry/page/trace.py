@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bcp.telemetry.page.columns import KINDS, STATUSES, Columns, columns_of, lane_keys, lanes_of
+from bcp.telemetry.page.heat import KINDS, STATUSES, Columns, columns_of, lane_keys, lanes_of
 from bcp.telemetry.recording import RankRecord, Recording
 
 __all__ = ["trace_json"]

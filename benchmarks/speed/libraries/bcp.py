@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import bcp
-from bcp._save.memory import PARTS_IN_FLIGHT
+from bcp._save.snapshot import PARTS_IN_FLIGHT
 from benchmarks.speed.libraries import BCP_ASYNC, BCP_LAZY, BCP_LOAD, BCP_SAVE, Facts, Library
 from benchmarks.speed.state import State
 from benchmarks.speed.train import Background

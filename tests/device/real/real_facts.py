@@ -10,8 +10,8 @@ import torch
 from real_backend import Backend
 from real_support import LARGE, busy, later, own_streams, scenario, synchronize
 
-from bcp import _accelerator
-from bcp.stages import device
+from bcp.runtime import accelerator as _accelerator
+from bcp.runtime import device
 
 POISON = 0xCC
 

@@ -16,7 +16,7 @@ from real_backend import Backend
 from real_support import LARGE, MIB, WAYS, all_are, each, later, loaded, mixed, patched, save, scenario, synchronize
 
 import bcp
-from bcp import _accelerator
+from bcp.runtime import accelerator as _accelerator
 from bcp.stages import gather
 from bcp.stages.place import Targets
 

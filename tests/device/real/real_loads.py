@@ -11,7 +11,7 @@ from real_support import LARGE, WAYS, all_are, busy, each, like, loaded, mixed, 
 from torch import nn
 
 import bcp
-from bcp.stages import device
+from bcp.runtime import device
 
 
 @scenario

@@ -29,7 +29,7 @@ from real_support import (
 from torch import nn
 
 import bcp
-from bcp.stages import device
+from bcp.runtime import device
 
 
 @each(*WAYS)

@@ -25,7 +25,7 @@ from gpu.scenarios.scale import (
 from torch.utils.data import DataLoader
 
 import bcp
-from bcp.stages.staging import shared_pool
+from bcp.runtime.staging import shared_pool
 
 
 def forked_workers(path: Path, scale: Scale) -> None:

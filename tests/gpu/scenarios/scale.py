@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import bcp
-from bcp.pipeline import in_thread
-from bcp.stages.staging import shared_pool
+from bcp.runtime.staging import shared_pool
+from bcp.runtime.threads import in_thread
 
 MIB = 1 << 20
 POOL = 32

@@ -1,0 +1,94 @@
+"""The local state of a rank: shards, values, opaque objects and units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from bcp._job import SaveJob
+from bcp.plan.columns import Ints
+from bcp.plan.shards import ShardTable
+from bcp.plan.units import encode_claims
+from bcp.protocols import LocalShards
+from bcp.stages.memcpy import addresses
+from bcp.state.objects import check_changeable, collect
+from bcp.state.packed import pack
+from bcp.state.random_states import undisturbed
+from bcp.state.units import Image, collect_units, opaque_states
+
+__all__ = ["Held", "take_stock"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The local state of this rank: shards of tensors, values, and opaque objects as bytes.
+
+    Attributes:
+        framework: name of the planner.
+        shards: the planner's shards; the table names the extras too.
+        address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
+        extras: kind -> packed object.
+        units: images of the shared parts and units of the rank's sharded states, by path.
+        shared: digests of the parts of these states that are equal on all ranks, by the states' names.
+    """
+
+    framework: str
+    shards: LocalShards
+    address: Ints
+    extras: Mapping[str, bytes]
+    units: Mapping[str, Image]
+    shared: Mapping[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors, packed objects and units, replicas included."""
+        units = sum(image.nbytes for image in self.units.values())
+        return int(self.shards.table.nbytes.sum()) + sum(map(len, self.extras.values())) + units
+
+
+def take_stock(job: SaveJob) -> Held:
+    """Ask the planner for this rank's shards, and pack the opaque objects and units.
+
+    Copies that the caller has queued from a device to host memory are over when this returns.
+    """
+    opaque = opaque_states(job.states)
+    for kind, value in opaque.items():
+        check_changeable(value, kind)
+    with job.caller.streams_in_use(), undisturbed(*opaque.values()) as random_states:
+        planner = job.planner()
+        shards = planner.local_shards(job.states)
+        collected = {kind: collect(value, kind, random_states) for kind, value in opaque.items()}
+        if job.caller.streams:
+            values = list({id(value): value for value in shards.objects.values()}.values())
+            job.caller.wait_for_copies_to([*shards.tensors, *_tensors(values), *_tensors(collected)])
+        extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
+        units = collect_units(job.states, trust=job.options.trust)
+    address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
+    table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
+    return Held(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nested value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _tensors(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _tensors(child)
+
+
+_latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()
+
+
+def _with_extras(table: ShardTable, extras: Sequence[str], units: str) -> ShardTable:
+    """Return the table with these extras: if it can be that of the last time, it need not be digested again."""
+    latest = _latest.get(table)
+    if latest is None or latest.extras != extras or latest.units != units:
+        latest = _latest[table] = replace(table, extras=extras, units=units)
+    return latest

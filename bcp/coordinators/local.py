@@ -1,0 +1,88 @@
+"""Ranks that live in one process: for tests and measurements.
+
+One rank that agrees with itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore
+
+from bcp.coordinators.store import StoreCoordinator
+from bcp.coordinators.tree.rendezvous import Tree
+from bcp.errors import InputError
+from bcp.protocols import Agreement, Buffer, Coordinator, flat_view
+from bcp.runtime.threads import in_thread
+
+__all__ = ["SoloCoordinator", "grpc_coordinators", "memory_coordinators"]
+
+
+class SoloCoordinator:
+    """Rank 0 of 1: a :class:`~bcp.protocols.Coordinator` without a channel, whose operations never time out."""
+
+    rank = 0
+    world_size = 1
+
+    def __repr__(self) -> str:
+        """Show what it is."""
+        return "SoloCoordinator()"
+
+    @asynccontextmanager
+    async def begin(self, what: str, timeout: float) -> AsyncIterator[Agreement]:  # noqa: ASYNC109 -- the protocol's
+        """Begin an operation; nobody else takes part in it."""
+        del what, timeout
+        yield _Alone()
+
+
+class _Alone:
+    """An operation of one rank."""
+
+    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+        """Call ``divide`` in a thread."""
+        del step
+        [answer] = await in_thread(divide, [mine])
+        return answer
+
+    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+        """Await ``decide``."""
+        del step
+        return await decide([mine])
+
+    async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
+        """Copy the bytes that are sent."""
+        [outgoing], [incoming] = map(flat_view, send), map(flat_view, receive)
+        if len(outgoing) != len(incoming):
+            raise InputError(f"one rank expects {len(incoming)} bytes of itself, and sends itself {len(outgoing)}")
+        incoming[:] = outgoing
+
+    async def bandwidth(self) -> float:
+        """Return inf: there is no other host."""
+        return math.inf
+
+
+if TYPE_CHECKING:
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator
+
+
+def memory_coordinators(world_size: int) -> list[Coordinator]:
+    """Return a coordinator for each of so many ranks, which may be tasks, threads or loops of this process.
+
+    They are the real ones, over a store in memory, and behave the same in everything.
+    """
+    store = HashStore()
+    return [StoreCoordinator(store, rank, world_size) for rank in range(world_size)]
+
+
+def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | None = None) -> list[GrpcCoordinator]:
+    """Return a coordinator over gRPC for each of so many ranks of this process; needs grpcio.
+
+    They connect over the loopback, and behave as in a job in everything. ``hosts`` names each rank's host, to shape
+    the tree; None: all ranks are on one.
+    """
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
+
+    return GrpcCoordinator.in_memory(Tree.of(["host"] * world_size if hosts is None else hosts, fanout))

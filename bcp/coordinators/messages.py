@@ -1,0 +1,122 @@
+"""Signs of life of ranks: judges silence by the times of the last signs, with the clock as an argument.
+
+Messages of ranks about themselves, and about the end of an operation.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import anyio
+
+from bcp.errors import InputError, PeerError
+from bcp.protocols import REFUSED
+
+__all__ = ["LEFT", "Abort", "Hello", "Liveness", "agrees", "describe", "different", "error_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """One rank that takes part in an operation."""
+
+    rank: int
+    what: str
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, rank: int, what: str) -> Hello:
+        """Return this process's hello."""
+        return cls(rank, what, socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        """Name the rank for a person."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Why the operation ended: ``rank`` is to blame; ``disagreement`` where the ranks' inputs do not fit together."""
+
+    rank: int
+    message: str
+    disagreement: bool = False
+
+
+def error_of(abort: Abort) -> InputError | PeerError:
+    """Return the error that an abort is for a rank that is told of it."""
+    return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)
+
+
+def agrees(mine: str, theirs: str) -> bool:
+    """Say whether two ranks do the same, as far as they can say; one whose arguments were refused cannot."""
+    return mine == theirs or REFUSED in (mine, theirs)
+
+
+def different(rank: int, mine: str, other: int, theirs: str) -> Abort:
+    """Return the abort of an operation in which ``other`` does something else than ``rank``."""
+    message = (
+        f"the ranks are doing different things: rank {rank}: {mine}; rank {other}: {theirs}; "
+        "every rank has to make the same calls of bcp in the same order, with the same paths"
+    )
+    return Abort(other, message, disagreement=True)
+
+
+def describe(error: BaseException) -> str:
+    """Return how an error is told to the other ranks."""
+    if isinstance(error, anyio.get_cancelled_exc_class()):
+        return "the operation was cancelled there"
+    return f"{type(error).__name__}: {error}"
+
+
+LEFT = b"left"
+"""The sign of life of a rank that has left the operation."""
+
+
+@dataclass(slots=True)
+class _Sign:
+    """The last sign of life of a rank: what it was, and when it was first seen, in seconds."""
+
+    value: bytes | None
+    since: float
+
+
+class Liveness:
+    """The signs of life of the ranks that this rank watches.
+
+    A rank's sign changes while it lives. Ages are counted from when this rank *saw* a change, so clocks of
+    other hosts do not matter, and a watcher that was itself asleep blames nobody for it.
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        """Watch these ranks; a rank that gives no sign at all is late, counted from ``now``."""
+        self._signs = {rank: _Sign(None, now) for rank in ranks}
+
+    def __repr__(self) -> str:
+        """Show how many are here and how many have left."""
+        joined = sum(sign.value is not None for sign in self._signs.values())
+        return f"<Liveness of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
+
+    @property
+    def left(self) -> set[int]:
+        """The ranks that have left."""
+        return {rank for rank, sign in self._signs.items() if sign.value == LEFT}
+
+    @property
+    def watched(self) -> list[int]:
+        """The ranks that have not left."""
+        return [rank for rank, sign in self._signs.items() if sign.value != LEFT]
+
+    def note(self, rank: int, value: bytes | None, now: float) -> None:
+        """Take note of a rank's sign, or of None where it has given none yet."""
+        if value != self._signs[rank].value:
+            self._signs[rank] = _Sign(value, now)
+
+    def lost(self, timeout: float, now: float) -> tuple[int, float, bool] | None:
+        """Return (rank, seconds, whether it had ever begun) of the rank that is silent longest, or None."""
+        late = [(now - sign.since, rank) for rank, sign in self._signs.items() if sign.value != LEFT]
+        seconds, rank = max(late, default=(0.0, -1))
+        return (rank, seconds, self._signs[rank].value is not None) if seconds > timeout else None

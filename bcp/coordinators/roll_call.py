@@ -1,0 +1,424 @@
+"""One rank's roll call, whichever its part.
+
+The keys of a roll call, and the answer that it ends with.
+
+Rank 0's part in the roll call.
+
+The part of every other rank in the roll call.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch.distributed import TCPStore
+
+from bcp.coordinators.hosts import Host, address_of, here, stated_address
+from bcp.coordinators.messages import Abort
+from bcp.coordinators.sockets import new_token
+from bcp.coordinators.store_client import Backoff, StoreClient, innermost
+from bcp.errors import PeerError
+
+__all__ = ["Ended", "Roll"]
+
+AT_ONCE = 256
+"""Keys in one look."""
+
+
+class Ended(NamedTuple):
+    """An operation that has ended, and why."""
+
+    number: int
+    abort: Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Facts that rank 0 tells a rank once all are there.
+
+    Attributes:
+        session: of these processes; no others have had it.
+        token: their secret.
+        first: hostname of rank 0.
+        elsewhere: some of the job's other hosts.
+        text: rank 0's words for this rank alone.
+    """
+
+    session: str
+    token: str = field(repr=False)
+    first: str
+    elsewhere: tuple[Host, ...]
+    text: str
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Answer:
+        """Undo ``dataclasses.asdict``, from JSON."""
+        return cls(**{**data, "elsewhere": tuple(map(Host.of, data["elsewhere"]))})
+
+
+class Keys:
+    """Keys below a prefix, whose values are JSON. All calls but :meth:`name` block until the store has answered."""
+
+    def __init__(self, client: StoreClient, prefix: str) -> None:
+        """Prepare; nothing is sent."""
+        self._client = client
+        self._prefix = prefix
+
+    def __repr__(self) -> str:
+        """Show the prefix."""
+        return f"<Keys {self._prefix!r}>"
+
+    def name(self, *names: object) -> str:
+        """Return a whole key."""
+        return "/".join((self._prefix, *map(str, names)))
+
+    def set(self, value: object, *names: object) -> None:
+        """Set a key."""
+        self._client.store.set(self.name(*names), json.dumps(value))
+
+    def set_all(self, values: Mapping[int, object], name: str) -> None:
+        """Set a key of each rank."""
+        keys, texts = [self.name(name, rank) for rank in values], list(map(json.dumps, values.values()))
+        self._client.store.multi_set(keys, texts)  # type: ignore[attr-defined]  # torch's stub lacks it
+
+    def get(self, *names: object) -> Any | None:
+        """Return a value, or None if there is none yet."""
+        found = self.get_all([self.name(*names)])
+        return found[0] if found else None
+
+    def get_all(self, keys: list[str]) -> list[Any]:
+        """Return the values of all these keys if they are all there, else nothing."""
+        store = self._client.store
+        return [json.loads(bytes(value)) for value in store.multi_get(keys)] if store.check(keys) else []
+
+    def delete(self, *names: object) -> None:
+        """Delete a key, if the store can."""
+        with suppress(RuntimeError, NotImplementedError):
+            self._client.store.delete_key(self.name(*names))
+
+
+_ELSEWHERE = 3  # other hosts that a rank is told of
+_TICK_SECONDS = 0.25  # how often rank 0 shows that it still waits
+
+
+class Caller:
+    """Shows a nonce, counts the ranks that repeat it, and answers all once they are there.
+
+    Attributes:
+        heard: the last operation that another rank has ended meanwhile.
+        hosts: the hosts of ranks 1, 2 and so on, as far as they have come.
+    """
+
+    def __init__(self, keys: Keys, world_size: int, texts: Callable[[Sequence[Host]], Sequence[str]]) -> None:
+        """Prepare; ``texts`` returns rank 0's words for each rank, given the hosts of all."""
+        self.heard: Ended | None = None
+        self.hosts: list[Host] = []
+        self._keys = keys
+        self._world_size = world_size
+        self._texts = texts
+        self._nonce = secrets.token_hex(8)
+        self._nonces: list[str] = []  # of ranks 1, 2 and so on
+        self._told: Ended | None = None
+        self._ticks = 0
+        self._ticked = float("-inf")
+
+    def __repr__(self) -> str:
+        """Show how many ranks are there."""
+        return f"<Caller: {1 + len(self.hosts)} of {self._world_size} ranks are there>"
+
+    def look(self, host: Host) -> Answer | None:
+        """Show a sign of life, count the ranks, and answer all once they are there; return the answer to itself."""
+        if time.monotonic() - self._ticked > _TICK_SECONDS:
+            self._tick()
+        self._count()
+        self._listen()
+        if len(self.hosts) < self._world_size - 1:
+            return None
+        return self._answer([host, *self.hosts])
+
+    def tell(self, ended: Ended) -> None:
+        """Let the ranks that wait for their answer know that an operation has ended."""
+        self._told = ended
+        self._tick()
+
+    def absent(self) -> int:
+        """Return the lowest rank that has not come."""
+        return len(self.hosts) + 1
+
+    def present(self) -> dict[int, Host]:
+        """Return the hosts of all ranks that have come, also those behind an absent one; asks for each of them."""
+        found = {}
+        for rank in range(1, self._world_size):
+            _, root, host = self._keys.get("here", rank) or (None, None, {})
+            if root == self._nonce:
+                found[rank] = Host.of(host)
+        return found
+
+    def _answer(self, hosts: Sequence[Host]) -> Answer:
+        session, token, sample = secrets.token_hex(8), new_token(), _sample(hosts)
+        answers = [
+            Answer(session, token, hosts[0].name, _elsewhere(own, sample), text)
+            for own, text in zip(hosts, self._texts(hosts), strict=True)
+        ]
+        for start in range(1, self._world_size, AT_ONCE):
+            ranks = range(start, min(start + AT_ONCE, self._world_size))
+            self._keys.set_all({rank: [self._nonces[rank - 1], asdict(answers[rank])] for rank in ranks}, "answer")
+        return answers[0]
+
+    def _tick(self) -> None:
+        """Show that this process is alive, and the operation that has ended."""
+        self._ticked, self._ticks = time.monotonic(), self._ticks + 1
+        told = None if self._told is None else [self._told.number, asdict(self._told.abort)]
+        self._keys.set([self._nonce, self._ticks, told], "root")
+
+    def _count(self) -> None:
+        """Move on over the ranks that have come; each is looked for until it repeats this rank's nonce."""
+        while (rank := len(self.hosts) + 1) < self._world_size:
+            upcoming = [self._keys.name("here", each) for each in range(rank, min(rank + AT_ONCE, self._world_size))]
+            found = self._keys.get_all(upcoming) or self._keys.get_all(upcoming[:1])
+            if not found:
+                return
+            for nonce, root, host in found:
+                if root != self._nonce:
+                    return
+                self._nonces.append(nonce)
+                self.hosts.append(Host.of(host))
+
+    def _listen(self) -> None:
+        """Hear of an operation that a rank has ended, and pass it on."""
+        root, number, abort = self._keys.get("ended") or (None, 0, {})
+        if root == self._nonce and self.heard != (ended := Ended(number, Abort(**abort))):
+            self.heard = ended
+            self.tell(ended)
+
+
+def _sample(hosts: Sequence[Host]) -> list[Host]:
+    """Return a few different hosts, one more than a rank is told of: its own may be among them."""
+    different: dict[str, Host] = {}
+    for host in hosts:
+        if len(different) > _ELSEWHERE:
+            break
+        different.setdefault(host.identity, host)
+    return list(different.values())
+
+
+def _elsewhere(own: Host, sample: Sequence[Host]) -> tuple[Host, ...]:
+    return tuple(host for host in sample if host.identity != own.identity)[:_ELSEWHERE]
+
+
+_SILENT_SECONDS = 5.0  # how long rank 0 may show nothing before it counts as absent
+
+
+class Member:
+    """Shows itself beside rank 0's nonce, and looks for rank 0's answer.
+
+    Attributes:
+        heard: the last operation that another rank has ended meanwhile.
+    """
+
+    def __init__(self, keys: Keys, rank: int) -> None:
+        """Prepare."""
+        self.heard: Ended | None = None
+        self._keys = keys
+        self._rank = rank
+        self._nonce = secrets.token_hex(8)
+        self._told: Ended | None = None
+        self._root: str | None = None  # rank 0's nonce, as seen last
+        self._ticks = 0  # rank 0's, as seen last
+        self._alive: float | None = None  # when rank 0 was last known to be alive
+        self._looked = False
+
+    def __repr__(self) -> str:
+        """Show the rank."""
+        return f"<Member {self._rank}, {'rank 0 was never seen' if self._root is None else 'rank 0 was seen'}>"
+
+    def look(self, host: Host) -> Answer | None:
+        """Show this rank beside the present rank 0's nonce; return the answer if it is there."""
+        shown = self._look_at_root(host)
+        nonce, data = self._keys.get("answer", self._rank) or (None, {})
+        answer = Answer.of(data) if nonce == self._nonce else None
+        if shown is not None and (self._alive is not None or answer is not None):
+            self.heard = shown
+        return answer
+
+    def tell(self, ended: Ended) -> None:
+        """Let rank 0 know that an operation has ended, and so all others."""
+        self._told = ended
+        self._keys.set([self._root, ended.number, asdict(ended.abort)], "ended")
+
+    def absent(self) -> int | None:
+        """Return 0 if rank 0 shows no sign of life; a member knows of no other rank."""
+        silent = self._alive is None or time.monotonic() - self._alive > _SILENT_SECONDS
+        return 0 if silent else None
+
+    def _look_at_root(self, host: Host) -> Ended | None:
+        """Look for rank 0's sign of life, and show this rank to a new one; return what rank 0 tells."""
+        first, self._looked = not self._looked, True
+        shown = self._keys.get("root")
+        if shown is None:
+            return None
+        root, ticks, told = shown
+        if root != self._root:
+            self._root = root
+            if self._told is not None:
+                self.tell(self._told)
+            self._keys.set([self._nonce, root, asdict(host)], "here", self._rank)
+            alive = not first  # the first look may find an earlier process's
+        else:
+            alive = ticks != self._ticks
+        self._ticks = ticks
+        if alive:
+            self._alive = time.monotonic()
+        return None if told is None else Ended(told[0], Abort(**told[1]))
+
+
+_ATTENTION_PAUSE = 0.05  # seconds between two looks in the background
+_ATTENTION_SECONDS = 60.0  # how long a store may be silent before nobody looks in the background any more
+
+
+class Roll:
+    """One rank's part in the roll call: looks, one after another, until there is an answer.
+
+    :meth:`look`, :meth:`present` and :meth:`tell` block until the store has answered, and are called in the client's
+    thread.
+
+    Attributes:
+        client: calls the store.
+        answer: rank 0's answer, once it is there.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        *,
+        address: str | None = None,
+        texts: Callable[[Sequence[Host]], Sequence[str]] = lambda hosts: [""] * len(hosts),
+    ) -> None:
+        """Prepare; nothing is sent.
+
+        Args:
+            client: calls the store.
+            prefix: of our keys.
+            rank: this rank.
+            world_size: how many there are.
+            address: this host's in the job's network, if the caller states it.
+            texts: returns on rank 0 the words for each rank, given the hosts of all.
+
+        """
+        self.client = client
+        self.answer: Answer | None = None
+        self._rank = rank
+        self._world_size = world_size
+        self._given_address = address
+        self._stated = ""
+        self._host: Host | None = None
+        self._keys = Keys(client, prefix)
+        self._part = Caller(self._keys, world_size, texts) if rank == 0 else Member(self._keys, rank)
+        self._attendant: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        """Show the place in the store."""
+        return f"<Roll of rank {self._rank} of {self._world_size}, {self._keys!r}>"
+
+    @property
+    def heard(self) -> Ended | None:
+        """The last operation that a rank has ended before there was an answer."""
+        return self._part.heard
+
+    def key(self, *names: object) -> str:
+        """Return a key that no other session has; there has to be an answer."""
+        assert self.answer is not None  # noqa: S101 -- for mypy
+        return self._keys.name(self.answer.session, *names)
+
+    def name(self, rank: int) -> str:
+        """Name a rank for messages, with its host if that is known."""
+        host = ""
+        if rank == 0:
+            host = "" if self.answer is None else self.answer.first
+        elif isinstance(self._part, Caller) and rank <= len(self._part.hosts):
+            host = self._part.hosts[rank - 1].name
+        return f"rank {rank} (host {host})" if host else f"rank {rank}"
+
+    async def answered(self, heard: Callable[[int, Abort], None]) -> Answer:
+        """Look until there is an answer; pass on which operations have ended meanwhile. Waits without a limit."""
+        backoff, known = Backoff.of_store(self._world_size), self.heard
+        while True:
+            answer = await self.client.call(self.look)
+            if self.heard is not None and self.heard != known:
+                known = self.heard
+                heard(*known)
+            if answer is not None:
+                return answer
+            await backoff.sleep()
+
+    def look(self) -> Answer | None:
+        """Look once; return this rank's answer if it is there."""
+        if self.answer is None:
+            if self._host is None:
+                self._stated = stated_address(self._given_address)
+                self._host = here(self._server(), self._stated)
+            self.answer = self._part.look(self._host)
+        return self.answer
+
+    def attend(self) -> None:
+        """Go on looking in the background until there is an answer: later ranks have to hear which operation ended."""
+        if self._attendant is None:
+            self._attendant = threading.Thread(target=_attend, args=[ref(self)], name="bcp-roll", daemon=True)
+            self._attendant.start()
+
+    def address(self) -> str:
+        """Return the address at which this rank listens; there has to be an answer.
+
+        Raises:
+            InputError: this host has none that the others reach.
+
+        """
+        assert self._host is not None  # noqa: S101 -- for mypy: the first look has set both
+        assert self.answer is not None  # noqa: S101 -- same
+        return address_of(self._host, self.answer.elsewhere, self._stated)
+
+    def absent(self) -> int | None:
+        """Return the lowest rank that is not known to be there; only rank 0 knows of others than rank 0."""
+        return None if self.answer is not None else self._part.absent()
+
+    def present(self) -> dict[int, Host]:
+        """Return on rank 0 the hosts of the ranks that have come; on others, this rank's own. Blocks."""
+        own = {} if self._host is None else {self._rank: self._host}
+        return own | (self._part.present() if isinstance(self._part, Caller) else {})
+
+    def tell(self, number: int, abort: Abort) -> None:
+        """Let the ranks that wait for their answer know that an operation has ended."""
+        self._part.tell(Ended(number, abort))
+
+    def forget(self) -> None:
+        """Delete the keys, if the store can; nobody may look any more."""
+        for name in ("root", "ended"):
+            self._keys.delete(name)
+        for rank in range(self._world_size):
+            for name in ("here", "answer"):
+                self._keys.delete(name, rank)
+
+    def _server(self) -> tuple[str, int] | None:
+        inner = innermost(self.client.shared)
+        return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
+
+
+def _attend(roll_of: ref[Roll]) -> None:
+    """Look now and then, as long as somebody has the roll and the store answers."""
+    with suppress(PeerError):
+        while (roll := roll_of()) is not None:
+            if roll.client.call_blocking(roll.look, seconds=_ATTENTION_SECONDS) is not None:
+                return
+            del roll
+            time.sleep(_ATTENTION_PAUSE)

@@ -1,0 +1,269 @@
+"""Frames of an edge of the tree, as bytes.
+
+A frame is its kind, the number of the operation, the number of the step, and a body that depends on the kind. Numbers
+are varints (7 bits a byte, the lowest first), so that most frames are 3 bytes and their body.
+
+Payloads of many ranks, with each distinct value once: the form in which they go up and down the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_digest
+
+from bcp.coordinators.messages import Abort
+
+__all__ = [
+    "DIGEST_BYTES",
+    "Frame",
+    "FrameError",
+    "Kind",
+    "Values",
+    "abort_of",
+    "body_of_abort",
+    "bytes_of",
+    "digest_of",
+    "joined",
+    "pack_number",
+    "pieces_of",
+    "text_of",
+    "unpack_number",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """A sequence of byte strings of which many are equal.
+
+    On the wire they are the number of distinct values, their lengths, their bytes, and for each member of the sequence
+    an index of 1, 2 or 4 bytes; none if all are equal. How many members there are is not written: it is known.
+
+    Attributes:
+        distinct: the values, in the order of their first appearance.
+        which: for each member the index of its value.
+    """
+
+    distinct: tuple[bytes, ...]
+    which: NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        """Return how many members the sequence has."""
+        return len(self.which)
+
+    @classmethod
+    def of(cls, members: Iterable[bytes]) -> Values:
+        """Find the distinct values."""
+        known: dict[bytes, int] = {}
+        which = [known.setdefault(member, len(known)) for member in members]
+        return cls(tuple(known), np.array(which, np.uint32))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Values]) -> Values:
+        """Put sequences one behind the other. Costs no Python step for a member, only for a distinct value."""
+        known: dict[bytes, int] = {}
+        which = []
+        for piece in pieces:
+            table = np.array([known.setdefault(value, len(known)) for value in piece.distinct], np.uint32)
+            which.append(table[piece.which])
+        return cls(tuple(known), np.concatenate(which) if which else np.zeros(0, np.uint32))
+
+    def split(self, sizes: Sequence[int]) -> list[Values]:
+        """Return the pieces of these sizes; the reverse of :meth:`joined`."""
+        pieces = np.split(self.which, np.cumsum(sizes)[:-1])
+        return [self._of_indices(piece) for piece in pieces]
+
+    def members(self) -> list[bytes]:
+        """Return the whole sequence."""
+        return [self.distinct[index] for index in self.which.tolist()]
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        lengths = b"".join(pack_number(len(value)) for value in self.distinct)
+        which = self.which.astype(_width(len(self.distinct))).tobytes() if len(self.distinct) > 1 else b""
+        return b"".join((pack_number(len(self.distinct)), lengths, *self.distinct, which))
+
+    @classmethod
+    def unpack(cls, data: bytes, count: int) -> Values:
+        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.messages.FrameError`."""
+        size, at = unpack_number(data, 0)
+        if not (0 < size <= count and size <= len(data)):
+            raise FrameError(f"{size} distinct values for {count} ranks, in {len(data)} bytes")
+        lengths = []
+        for _ in range(size):
+            length, at = unpack_number(data, at)
+            lengths.append(length)
+        width = _width(size)
+        expected = at + sum(lengths) + (count * width.itemsize if size > 1 else 0)
+        if len(data) != expected:
+            raise FrameError(f"values of {count} ranks in {len(data)} bytes instead of {expected}")
+        distinct = []
+        for length in lengths:
+            distinct.append(data[at : at + length])
+            at += length
+        which = np.frombuffer(data, width, offset=at) if size > 1 else np.zeros(count, width)
+        if which.max() >= size:
+            raise FrameError(f"value {which.max()} of {size} distinct ones")
+        return cls(tuple(distinct), which.astype(np.uint32))
+
+    def _of_indices(self, which: NDArray[np.uint32]) -> Values:
+        """Return the members that have these indices."""
+        if len(self.distinct) == 1:
+            return Values(self.distinct, which)
+        used, first, inverse = np.unique(which, return_index=True, return_inverse=True)
+        by_appearance = np.argsort(first)
+        rank_of = np.empty_like(by_appearance)
+        rank_of[by_appearance] = np.arange(len(used))
+        distinct = tuple(self.distinct[index] for index in used[by_appearance].tolist())
+        return Values(distinct, rank_of[inverse].astype(np.uint32))
+
+
+def _width(size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the smallest type that tells so many values apart."""
+    return np.dtype("<u1") if size <= 1 << 8 else np.dtype("<u2") if size <= 1 << 16 else np.dtype("<u4")
+
+
+DIGEST_BYTES = 4
+"""Length of a digest of an operation's name. Different names agree once in 4 billion times, and are mistakes anyway."""
+
+PIECE_BYTES = 64 << 10
+"""Length of a piece of a large frame. Each piece is a sign of life, and takes 2.6 s at 0.2 Mbit/s."""
+
+_LONGEST_NUMBER = 9  # bytes: 63 bits
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame, or one that makes no sense: the other side is damaged, or is not what it says it is."""
+
+
+class Kind(IntEnum):
+    """The meaning of a frame.
+
+    Attributes:
+        JOIN: this rank has begun the operation; body: a digest of what it is doing.
+        BEAT: a sign of life.
+        LEFT: this rank has left the operation in peace, and all that it had to say has been said.
+        UP: what the ranks of a subtree give in a step; body: a digest of the step's verb, and Values.
+        DOWN: the answer to a step, the same for all.
+        EACH: the answers to a step, for the ranks of a subtree; body: Values.
+        SAY: this rank's own words for the step, for one that differs; step 0 is the operation.
+        ABORT: the operation has ended; body: see ``body_of_abort``.
+        OLD: the operation is over on this rank; body: the number of the next one.
+        BYE: this rank talks no more.
+    """
+
+    JOIN = 1
+    BEAT = 2
+    LEFT = 3
+    UP = 4
+    DOWN = 5
+    EACH = 6
+    SAY = 7
+    ABORT = 8
+    OLD = 9
+    BYE = 10
+
+
+_KINDS = frozenset(Kind)
+_PIECE, _LAST = 254, 255
+"""First bytes of messages that carry the next bytes of a frame, and its last ones; no frame begins so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message between neighbours."""
+
+    kind: Kind
+    operation: int = 0
+    step: int = 0
+    body: bytes = b""
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        return b"".join((bytes((self.kind,)), pack_number(self.operation), pack_number(self.step), self.body))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Frame:
+        """Read a frame. Raises :class:`FrameError`."""
+        if not data or data[0] not in _KINDS:
+            raise FrameError(f"a frame of {len(data)} bytes that begins with {data[:1].hex()!r} is of no known kind")
+        operation, at = unpack_number(data, 1)
+        step, at = unpack_number(data, at)
+        return cls(Kind(data[0]), operation, step, data[at:])
+
+
+def pieces_of(frame: bytes) -> Iterator[bytes]:
+    """Yield the messages that carry a frame: itself, or its pieces if it is long."""
+    if len(frame) <= PIECE_BYTES:
+        yield frame
+        return
+    for start in range(0, len(frame), PIECE_BYTES):
+        kind = _PIECE if start + PIECE_BYTES < len(frame) else _LAST
+        yield bytes((kind,)) + frame[start : start + PIECE_BYTES]
+
+
+def joined(message: bytes, begun: list[bytes]) -> bytes | None:
+    """Return the frame that is complete with a message; ``begun`` are the pieces so far, and one more afterwards.
+
+    A frame that begins ends one that is not complete: its sender has dropped the rest.
+    """
+    kind = message[0] if message else None
+    if kind not in (_PIECE, _LAST):
+        begun.clear()
+        return message
+    begun.append(message[1:])
+    if kind == _PIECE:
+        return None
+    frame = b"".join(begun)
+    begun.clear()
+    return frame
+
+
+def digest_of(text: str) -> bytes:
+    """Return what is sent in place of a text that is expected to be the same everywhere."""
+    return xxh3_64_digest(bytes_of(text))[:DIGEST_BYTES]
+
+
+def pack_number(number: int) -> bytes:
+    """Write a number from 0 to 2**63 - 1."""
+    packed = bytearray()
+    while number > 0x7F:  # noqa: PLR2004 -- 7 bits
+        packed.append(number & 0x7F | 0x80)
+        number >>= 7
+    packed.append(number)
+    return bytes(packed)
+
+
+def unpack_number(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a place, and the place behind it. Raises :class:`FrameError`."""
+    number = 0
+    for position in range(at, min(at + _LONGEST_NUMBER, len(data))):
+        number |= (data[position] & 0x7F) << 7 * (position - at)
+        if data[position] < 0x80:  # noqa: PLR2004 -- the last byte
+            return number, position + 1
+    raise FrameError(f"a frame of {len(data)} bytes has no number at byte {at}")
+
+
+def body_of_abort(abort: Abort) -> bytes:
+    """Write down why an operation ended."""
+    return bytes((abort.disagreement,)) + pack_number(abort.rank) + bytes_of(abort.message)
+
+
+def abort_of(body: bytes) -> Abort:
+    """Read why an operation ended. Raises :class:`FrameError`."""
+    rank, at = unpack_number(body, 1)
+    return Abort(rank, text_of(body[at:]), disagreement=bool(body[0]))
+
+
+def bytes_of(text: str) -> bytes:
+    """Write a text; file names in it may be no Unicode."""
+    return text.encode(errors="backslashreplace")
+
+
+def text_of(body: bytes) -> str:
+    """Read a text; what is no UTF-8 is shown as such, since it is for people only."""
+    return body.decode(errors="backslashreplace")

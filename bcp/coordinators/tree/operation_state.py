@@ -1,0 +1,320 @@
+"""One rank's node in one operation: what it passes on, and who it watches. No I/O: frames in, frames out.
+
+One rank's watch over its neighbours in one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bcp.coordinators.messages import LEFT, Abort, Liveness, different
+from bcp.coordinators.tree.messages import (
+    Frame,
+    FrameError,
+    Kind,
+    Values,
+    abort_of,
+    body_of_abort,
+    bytes_of,
+    digest_of,
+    text_of,
+    unpack_number,
+)
+from bcp.coordinators.tree.relay import Part, Relay, Seat
+from bcp.protocols import REFUSED
+
+__all__ = ["Round", "Vigil"]
+
+
+class Vigil:
+    """Signs of life, counted on a clock that stands still while this rank itself sleeps.
+
+    A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up:
+    it must not judge by the time that it has missed.
+
+    Attributes:
+        awake: seconds that this rank has been awake since it began.
+        timeout: seconds that a neighbour may be late or silent.
+    """
+
+    def __init__(self, timeout: float, pause: float, now: float) -> None:
+        """Begin at ``now`` seconds; :meth:`look` will be called every ``pause`` seconds, as long as this rank lives."""
+        self.awake = 0.0
+        self.timeout = timeout
+        self._pause = pause
+        self._looked = now
+        self._signs = 0
+        self._liveness = Liveness((), 0.0)
+
+    def __repr__(self) -> str:
+        """Show the clock, and who is here."""
+        return f"<Vigil for {self.awake:.1f} s, {self._liveness!r}>"
+
+    def watch(self, neighbours: Iterable[int]) -> None:
+        """Watch these ranks from now on; they are late if they give no sign within the timeout."""
+        self._liveness = Liveness(neighbours, self.awake)
+
+    def note(self, rank: int) -> None:
+        """Take note of a sign of life."""
+        self._signs += 1
+        self._liveness.note(rank, str(self._signs).encode(), self.awake)
+
+    def leave(self, rank: int) -> None:
+        """Watch a rank no more."""
+        self._liveness.note(rank, LEFT, self.awake)
+
+    def look(self, now: float) -> tuple[int, float, bool] | None:
+        """Return (rank, seconds, whether it had ever begun) of the rank that is late or silent longest, or None."""
+        self.awake += min(now - self._looked, 2 * self._pause)
+        self._looked = now
+        return self._liveness.lost(self.timeout, self.awake)
+
+
+class Round:
+    """The operation of one number on one node.
+
+    It begins with the first frame of a neighbour or with this node's own rank, whichever comes first. Neighbours'
+    frames are kept until the rank has come as far.
+
+    Attributes:
+        number: the operation's number.
+        part: what this node's rank does; None until it has begun.
+        ended: why the operation has ended, if it has.
+        left: whether this node's rank has left.
+        gone: neighbours that have left, or whose connection broke.
+    """
+
+    def __init__(self, number: int, seat: Seat) -> None:
+        """Prepare; nothing is sent."""
+        self.number = number
+        self.part: Part | None = None
+        self.ended: Abort | None = None
+        self.left = False
+        self.gone: set[int] = set()
+        self._seat = seat
+        self._relay = Relay(number, seat, self.gone, blame=self.blame, hand_over=self._hand_over)
+        self._digests: dict[int, bytes] = {}
+        self._vigil: Vigil | None = None
+
+    def __repr__(self) -> str:
+        """Show number and state."""
+        state = "ended" if self.ended else "left" if self.left else "under way" if self.part else "not begun"
+        return f"<Round {self.number} of rank {self._seat.rank}: {state}, {len(self.gone)} neighbours gone>"
+
+    @property
+    def over(self) -> bool:
+        """Say whether nothing can come any more."""
+        place = self._seat.place
+        return self.left and place is not None and self.gone.issuperset(place.neighbours)
+
+    # -- this node's own rank -----------------------------------------------------------------
+
+    def begin(self, part: Part, now: float) -> None:
+        """Let this node's rank begin, at ``now`` seconds."""
+        self.part = part
+        if self.ended is not None:
+            part.end(self.ended)
+            return
+        self._vigil = Vigil(part.timeout, part.beat, now)
+        if self._seat.place is not None:
+            self._introduce()
+
+    def resume(self) -> None:
+        """Say all that would have been said, had this node had its place in the tree from the beginning."""
+        if self.ended is not None:
+            self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
+        elif self.part is not None:
+            self._introduce()
+            self._relay.advance()
+        if self.left:
+            self._tell_all(Frame(Kind.LEFT, self.number))
+
+    def give(self, number: int, verb: str, mine: bytes) -> None:
+        """Take what this node's rank gives in a step."""
+        if self.ended is None:
+            self._relay.give(number, verb, mine)
+
+    def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
+        """On rank 0: answer a step, with ``frame`` for all or ``answers`` in walk order."""
+        if self.ended is None:
+            self._relay.reply(number, frame, answers)
+
+    def beat(self, now: float) -> None:
+        """Give a sign of life, and look for those of the neighbours."""
+        if self._vigil is None:
+            return
+        lost = self._vigil.look(now)
+        place = self._seat.place
+        if place is None:
+            self._look_for_absent(self._vigil)
+            return
+        for rank in place.neighbours:
+            if rank not in self.gone and self._seat.connected(rank):
+                self._seat.send(rank, Frame(Kind.BEAT, self.number))
+        if lost is not None:
+            rank, seconds, joined = lost
+            if joined:
+                self.blame(rank, f"{self._seat.name(rank)} has given no sign of life for {seconds:.1f} s")
+            elif not self._blame_server(self._vigil):
+                self.blame(rank, f"{self._late(rank, seconds)}{self._seat.trouble(rank)}")
+
+    def leave(self) -> None:
+        """Let this node's rank leave; an error that it leaves with has been told before."""
+        self.left = True
+        if self._seat.place is not None:
+            self._tell_all(Frame(Kind.LEFT, self.number))
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def end(self, abort: Abort, source: int | None = None) -> None:
+        """End the operation for this rank and the whole tree; ``source`` is the neighbour that said so."""
+        if self.ended is not None:
+            return
+        self.ended = abort
+        self._vigil = None
+        self._relay.stop()
+        if self.part is not None and not self.left:
+            self.part.end(abort)
+        if self._seat.place is not None:
+            self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(abort)), but=source)
+        elif source is None:
+            self._seat.announce(self.number, abort)
+
+    def blame(self, rank: int, cause: str) -> None:
+        """End the operation because of a rank; names what this rank was doing."""
+        doing = f"operation {self.number}" if self.part is None else repr(self.part.what)
+        verb = self._relay.verb
+        waits = "" if verb is None else f", while rank {self._seat.rank} was in {verb}"
+        self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}"))
+
+    def lose(self, rank: int, cause: str) -> None:
+        """Take note that the connection to a neighbour broke; the end, unless it had left."""
+        if rank not in self.gone:
+            self.gone.add(rank)
+            if not (self.left and rank == self._parent):  # who has all answers needs nobody above
+                self.blame(rank, cause)
+
+    # -- the neighbours -----------------------------------------------------------------------
+
+    def take(self, rank: int, frame: Frame) -> None:
+        """Take a neighbour's frame. Raises :class:`FrameError` where it makes no sense."""
+        match frame.kind:
+            case Kind.JOIN:
+                self._take_join(rank, frame)
+            case Kind.BEAT:
+                self._note(rank)
+            case Kind.LEFT:
+                self._take_leave(rank)
+            case Kind.SAY:
+                self._take_words(rank, frame)
+            case Kind.ABORT:
+                self.end(abort_of(frame.body), source=rank)
+            case Kind.OLD:
+                self._take_old(rank, frame)
+            case _ if self.ended is None:
+                self._take_step(rank, frame)
+
+    def sign(self, rank: int) -> None:
+        """Take note that a neighbour is sending a long frame."""
+        if rank in self._digests:
+            self._note(rank)
+
+    def _take_step(self, rank: int, frame: Frame) -> None:
+        """Take what belongs to a step."""
+        match frame.kind:
+            case Kind.UP:
+                self._note(rank)  # a subtree is complete only when the child's own rank has given its part
+                self._relay.take_up(rank, frame)
+            case Kind.DOWN | Kind.EACH:
+                self._relay.take_down(rank, frame)
+            case _:
+                raise FrameError(f"a frame {frame.kind.name} in the middle of an operation")
+
+    def _take_join(self, rank: int, frame: Frame) -> None:
+        """Watch a neighbour that has begun; it may have to hear that there is no need."""
+        self._digests[rank] = frame.body
+        self._note(rank)
+        self._compare(rank)
+        if self.ended is not None:
+            self._seat.send(rank, Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
+
+    def _take_leave(self, rank: int) -> None:
+        """Expect nothing more of a neighbour; blame it if this rank waits for it."""
+        self.gone.add(rank)
+        if self._vigil is not None:
+            self._vigil.leave(rank)
+        self._relay.advance()
+
+    def _take_old(self, rank: int, frame: Frame) -> None:
+        """End the operation: a neighbour has it behind itself."""
+        current, _ = unpack_number(frame.body, 0)
+        where = f"{self._seat.name(rank)}, which is at operation {current}"
+        self.blame(rank, f"operation {self.number} is over already on {where}: an old operation id")
+
+    def _take_words(self, rank: int, frame: Frame) -> None:
+        """Compare a neighbour's own words with this rank's; they end the operation if they differ."""
+        what = None if self.part is None else self.part.what
+        mine = what if frame.step == 0 else self._relay.verb_of(frame.step)
+        if mine is not None and self.ended is None and bytes_of(mine) != frame.body:
+            self.end(different(self._seat.rank, mine, rank, text_of(frame.body)))
+
+    # -- what follows -------------------------------------------------------------------------
+
+    @property
+    def _parent(self) -> int | None:
+        return None if self._seat.place is None else self._seat.place.parent
+
+    def _introduce(self) -> None:
+        """Say what this rank is doing, and watch the neighbours from now on."""
+        place, part, vigil = self._seat.place, self.part, self._vigil
+        if place is None or part is None or vigil is None:
+            return
+        vigil.watch(place.neighbours)
+        self._tell_all(Frame(Kind.JOIN, self.number, body=digest_of(part.what)))
+        for rank in self._digests:
+            vigil.note(rank)
+            self._compare(rank)
+        for rank in self.gone:
+            vigil.leave(rank)
+
+    def _compare(self, rank: int) -> None:
+        """If a neighbour is doing something else, tell it what this rank does; it does the same."""
+        if self.part is None or self.ended is not None or self.part.what == REFUSED:
+            return
+        if self._digests[rank] not in (digest_of(self.part.what), digest_of(REFUSED)):
+            self._relay.hold()  # its own words are on their way, and end the operation
+            self._seat.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.part.what)))
+
+    def _hand_over(self, step: int, answer: bytes | Values) -> None:
+        if self.part is not None and not self.left:
+            self.part.hand_over(step, answer)
+
+    def _tell_all(self, frame: Frame, but: int | None = None) -> None:
+        for rank in () if self._seat.place is None else self._seat.place.neighbours:
+            if rank != but:
+                self._seat.send(rank, frame)
+
+    def _note(self, rank: int) -> None:
+        """Take note of a neighbour's sign of life."""
+        if self._vigil is not None:  # there are neighbours, so this node has its place, and has said what it does
+            self._vigil.note(rank)
+
+    def _late(self, rank: int, seconds: float) -> str:
+        return f"{self._seat.name(rank)} has not begun it {seconds:.1f} s after rank {self._seat.rank}"
+
+    def _look_for_absent(self, vigil: Vigil) -> None:
+        """Blame who keeps this rank waiting for its place in the tree, once the time is over."""
+        if vigil.awake <= vigil.timeout or self._blame_server(vigil):
+            return
+        absent = self._seat.absent()
+        if absent is not None:
+            self.blame(absent, f"{self._late(absent, vigil.awake)}{self._seat.trouble(absent)}")
+        elif vigil.awake > 2 * vigil.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
+            self.blame(0, f"rank 0 has not told the others their places in the tree after {vigil.awake:.1f} s")
+
+    def _blame_server(self, vigil: Vigil) -> bool:
+        """Blame who serves the store if that, and no rank, has kept this one waiting; return whether it has."""
+        silence = self._seat.silence(vigil.timeout / 2)  # a store that was heard since then is not why
+        if silence:
+            self.blame(0, silence)
+        return bool(silence)

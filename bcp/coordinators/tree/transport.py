@@ -1,0 +1,378 @@
+"""The child's end: one stream to the parent.
+
+gRPC, imported in the one way that suits a process that forks; import it from here.
+
+Code of both ends of a gRPC stream: introduction, credentials, and the frames that go to and fro.
+
+One edge of the tree: what is still to be sent over it, whether it is up, and what has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from bcp.coordinators.hosts import HINT
+from bcp.coordinators.messages import Hello
+from bcp.coordinators.sockets import Tls, proof
+from bcp.coordinators.tree.messages import FrameError, joined, pieces_of
+
+__all__ = [
+    "METHOD",
+    "SERVICE",
+    "CredentialsError",
+    "Link",
+    "Receive",
+    "RefusedError",
+    "Tls",
+    "Traffic",
+    "converse",
+    "dial",
+    "grpc",
+    "hello_of",
+    "metadata_of",
+    "proof_of",
+    "server_credentials",
+    "server_options",
+]
+
+# Before the import, which reads it. gRPC's own handlers cannot work while a loop is polling: with them, every fork, as
+# of a dataloader's workers, prints "skipping fork() handlers" and nothing else happens (grpcio 1.85).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+SERVICE, METHOD = "bcp.Coordinator", "Join"
+
+Receive = Callable[[int, bytes], bool]
+"""Takes a neighbour's frame; says whether there will be more."""
+
+_UNLIMITED = -1
+_COMMON: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", _UNLIMITED),
+    ("grpc.max_receive_message_length", _UNLIMITED),
+    # A host that lost its power or its network closes no connection. In an operation it falls silent; this is for the
+    # time between two, and has patience, since a process that was stopped for a minute is not dead.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 120_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", 120_000),  # 60 s by default, and counts as well
+]
+
+
+class CredentialsError(ValueError):
+    """The other side lacks what it needs to come in; the message says what."""
+
+
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Return the credentials of a rank with children."""
+    return grpc.ssl_server_credentials([(tls.key, tls.certificate)], root_certificates=tls.ca, require_client_auth=True)
+
+
+def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
+    """Return the credentials of a rank with a parent."""
+    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+
+
+def server_options(children: int) -> Sequence[tuple[str, int]]:
+    """Return the options of a server for so many children."""
+    return [
+        *_COMMON,
+        # above 1,000 calls that are not accepted yet gRPC drops some, above 3,000 all; they would see CANCELLED
+        ("grpc.server.max_pending_requests", 2 * children + 1_000),
+        ("grpc.server.max_pending_requests_hard_limit", 4 * children + 3_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+def channel_options(tls: Tls | None) -> Sequence[tuple[str, int | str]]:
+    """Return the options of a channel."""
+    name = [] if tls is None or tls.target_name is None else [("grpc.ssl_target_name_override", tls.target_name)]
+    # a pool of its own: channels of one process to one address would share a connection
+    return [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), *name]
+
+
+def metadata_of(hello: Hello) -> list[tuple[str, str]]:
+    """Return how a rank introduces itself."""
+    host = hello.host.encode("ascii", "backslashreplace").decode()
+    return [("bcp-rank", str(hello.rank)), ("bcp-host", host), ("bcp-pid", str(hello.pid))]
+
+
+def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> Hello:
+    """Return who introduced itself so. Raises :class:`CredentialsError`."""
+    said = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
+    try:
+        return Hello(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
+    except (KeyError, ValueError) as error:
+        raise CredentialsError("it does not say which rank it is, so it is no coordinator of this bcp") from error
+
+
+def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
+    """Return the proof by which a side of a new stream shows that it knows the job's token.
+
+    Args:
+        token: the job's.
+        side: "child" or "parent".
+        said: the child's metadata, with its nonce.
+        parent: rank of the parent.
+        challenge: the parent's nonce.
+
+    """
+    facts = [said.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
+    return proof(token.encode(), side, parent, challenge, *facts)
+
+
+async def converse(
+    link: Link,
+    connection: object,
+    read: Callable[[], Awaitable[Any]],
+    write: Callable[[bytes], Awaitable[None]],
+    receive: Receive,
+) -> str | None:
+    """Send what the link has and take what comes, until one side ends it.
+
+    Returns why it ended, or None if the other side has said goodbye. Errors of the transport come through.
+    """
+    pump = asyncio.create_task(link.pump(connection, write))
+    try:
+        while True:
+            data = await read()
+            if data is grpc.aio.EOF:
+                return "the other side closed it"
+            if link.connection is not connection:
+                return "the rank has connected anew"
+            if not receive(link.rank, data):
+                return None
+    except FrameError as error:
+        return f"what came over it makes no sense: {error}"
+    finally:
+        pump.cancel()
+        await asyncio.wait([pump])
+        if not pump.cancelled():
+            pump.exception()  # the reader has met the same error, or the end
+
+
+class Traffic(NamedTuple):
+    """Bytes and messages of one edge since it was made: our frames, without what gRPC and TCP add."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+
+
+class Link:
+    """This rank's end of the edge to one neighbour; lives on the coordinators' loop.
+
+    It outlives connections. Frames that are sent before the first one wait for it; those that wait or are on their way
+    when one breaks are lost, which ends their operations.
+
+    Attributes:
+        rank: the neighbour.
+        hello: who the neighbour is, once it has been connected.
+        connection: the present one, an object of the transport's own; None while there is none.
+        trouble: why there is none, for messages; empty where nothing is known.
+        awaited: that it broke, as an object of its own, while the neighbour may come back; None otherwise.
+        given_up: what to say of a neighbour that has not come back; empty where there is no reason to.
+    """
+
+    def __init__(self, rank: int, host: str = "") -> None:
+        """Make an end that is not connected; ``host`` is the neighbour's, as far as it is known."""
+        self.rank = rank
+        self._host = host
+        self.hello: Hello | None = None
+        self.connection: object | None = None
+        self.trouble = ""
+        self.awaited: object | None = None
+        self.given_up = ""
+        self._sent, self._received = [0, 0], [0, 0]
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._begun: list[bytes] = []  # pieces of a frame that is coming
+        self._writing = False
+        self._watchers: list[asyncio.Future[None]] = []
+
+    def __repr__(self) -> str:
+        """Show the neighbour, and whether it is there."""
+        state = "up" if self.connection is not None else "down"
+        return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
+
+    def __str__(self) -> str:
+        """Name the neighbour, with host and process where they are known."""
+        if self.hello is not None:
+            return str(self.hello)
+        return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages that have passed."""
+        (sent, messages_sent), (received, messages_received) = self._sent, self._received
+        return Traffic(sent, received, messages_sent, messages_received)
+
+    @property
+    def empty(self) -> bool:
+        """Say whether all frames have been handed to the transport."""
+        return not self._waiting and not self._writing
+
+    def send(self, operation: int, frame: bytes) -> None:
+        """Send a frame of an operation, after all earlier ones."""
+        self._waiting.extend((operation, piece) for piece in pieces_of(frame))
+        self._wake()
+
+    def drop(self, operation: int) -> None:
+        """Forget the frames of an operation that still wait, and what is left of one."""
+        self._waiting = deque(each for each in self._waiting if each[0] != operation)
+
+    def received(self, message: bytes) -> bytes | None:
+        """Count a message, and return the frame that is complete with it."""
+        self._received[0] += len(message)
+        self._received[1] += 1
+        return joined(message, self._begun)
+
+    def up(self, connection: object, hello: Hello) -> None:
+        """Take note of a new connection."""
+        self.connection, self.hello, self.trouble = connection, hello, ""
+        self.awaited, self.given_up = None, ""
+        self._wake()
+
+    def down(self, trouble: str) -> None:
+        """Take note that there is none any more, and forget what waited for it."""
+        self.connection, self.trouble = None, trouble
+        self._waiting.clear()
+        self._begun.clear()
+        self._wake()
+
+    async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write the frames that wait, as they come, as long as the connection is this one."""
+        while self.connection is connection:
+            if not self._waiting:
+                await self.changed()
+                continue
+            _, frame = self._waiting.popleft()
+            self._writing = True
+            try:
+                await write(frame)
+            finally:
+                self._writing = False
+            self._sent[0] += len(frame)
+            self._sent[1] += 1
+            if not self._waiting:
+                self._wake()
+
+    async def flushed(self) -> None:
+        """Return once all frames have been handed to the transport, or the connection is gone."""
+        while self.connection is not None and not self.empty:
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Return at the next change of anything here."""
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.append(watcher)
+        await watcher
+
+    def _wake(self) -> None:
+        """Wake those who wait for a change; whoever waits from now on waits for the next."""
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+_TLS_HINT = "; check tls= of both ranks: without TLS, or with a certificate that is not accepted, one is just closed"
+_STATUS_SECONDS = 1.0  # how long a parent that says nothing sensible may take to say why; it is there already
+
+
+class RefusedError(Exception):
+    """The parent does not let this rank in, and would not at a second try either."""
+
+
+async def dial(
+    address: str,
+    tls: Tls | None,
+    hello: Hello,
+    credentials: list[tuple[str, str]],
+    token: str,
+    link: Link,
+    *,
+    receive: Receive,
+    lost: Callable[[int, object, str | None], None],
+) -> bool:
+    """Connect to the parent and talk to it until the stream ends; say whether there was a connection at all.
+
+    Where there was none, ``link.trouble`` says why. Raises :class:`RefusedError`.
+    """
+    connection = object()
+    code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
+    in_peace = False
+    async with _channel(address, tls) as channel:
+        said = dict([*metadata_of(hello), *credentials])
+        call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(said.items()))
+        try:
+            link.up(connection, await _introduced(call, said, token, link.rank))
+            why = await converse(link, connection, call.read, call.write, receive)
+            in_peace, reason = why is None, why or ""
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, CredentialsError) as error:
+            code, reason = await _status(call, error)
+        finally:
+            call.cancel()
+            connected = link.connection is connection
+            if connected:
+                lost(link.rank, connection, None if in_peace else reason)
+    if not connected:
+        if "Socket closed" in reason or "handshake failed" in reason:
+            reason += _TLS_HINT
+        elif code is grpc.StatusCode.UNAVAILABLE:
+            reason += f"; {HINT}"
+        link.trouble = f"; rank {hello.rank} (host {hello.host}) cannot connect to it at {address}: {reason}"
+        if code in _REFUSALS:
+            raise RefusedError(f"{link} at {address} refused {hello}: {reason}")
+    return connected
+
+
+async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> Hello:
+    """Prove to the parent that this rank knows the job's token, and return who the parent is, which proves the same."""
+    challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
+    if challenge is None:
+        raise CredentialsError("it asks for no proof of the job's token, so it is no coordinator of this bcp")
+    await call.write(proof_of(token, "child", said, parent, challenge))
+    answer = await call.read()
+    expected = proof_of(token, "parent", said, parent, challenge)
+    if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
+        raise CredentialsError("it does not know the job's token, so it is no rank of this job")
+    return hello_of(map(tuple, json.loads(answer[len(expected) :])))
+
+
+def _channel(address: str, tls: Tls | None) -> Any:
+    """Return a channel, which connects when it is used."""
+    options = channel_options(tls)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options)
+
+
+async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode, str]:
+    """Return how a call has ended, and why, for messages."""
+    try:
+        async with asyncio.timeout(_STATUS_SECONDS):
+            return await call.code(), f"{(await call.code()).name}: {await call.details()}"
+    except TimeoutError:
+        return grpc.StatusCode.UNKNOWN, str(error)

@@ -1,0 +1,1 @@
+"""The files of a checkpoint as bytes: container, layout, metadata, receipts."""

@@ -1,0 +1,217 @@
+"""The checkpoint's table of contents: encode, decode, look up; and the names of its files.
+
+``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
+(where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
+``docs/format.md`` specifies every column.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from bcp.errors import CorruptError, InputError
+from bcp.format.container import (
+    DIGEST_BYTES,
+    Buffer,
+    encode_table,
+    fixed_bytes,
+    read_table,
+    schema,
+    seal,
+    translated,
+    unseal,
+)
+from bcp.format.layout_file import decode_layout, encode_layout, layout_digest
+from bcp.plan.cache import PlanCache
+from bcp.plan.layout import Layout, check_block_bytes, find, names, resolve
+from bcp.plan.shards import KINDS
+
+__all__ = [
+    "EXTRA_NAME",
+    "METADATA_KEY",
+    "Commit",
+    "Metadata",
+    "data_key",
+    "decode_layout",
+    "decode_metadata",
+    "encode_layout",
+    "encode_metadata",
+    "find",
+    "layout_digest",
+    "names",
+    "operation_of",
+    "receipt_key",
+    "resolve",
+]
+
+METADATA_KEY = "metadata.arrow"
+"""Written last: where it is missing, there is no checkpoint."""
+
+EXTRA_NAME = "state"
+"""Name of the one tensor (dtype U8) in a data file of an opaque object; see ``Layout.extra_kind``."""
+
+MAGIC = b"BCPMETA"
+OPERATION = re.compile(r"[0-9a-f]{16}")
+KEY = re.compile(
+    rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/(?:[0-9a-f]{{2}}-)?\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)"
+)
+SPREAD_RANKS = 1000
+"""From this rank on keys begin with a hash: object stores divide their servers by the first characters of keys."""
+
+COMMIT = schema("commit", digest=pa.binary(DIGEST_BYTES))
+
+_layouts: PlanCache[Layout] = PlanCache(4)
+"""By digest. A layout of 300,000 segments takes 14 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Which save this is; written anew by every save.
+
+    Attributes:
+        operation: id of the save, 16 lower-case hex digits; part of the name of every other file.
+        created: when it was committed, UTC, ISO 8601.
+        framework: name of the planner that read the state.
+        codecs: names of the codecs that the data files went through, in this order.
+        part_bytes: data files were staged and encoded in parts of this size.
+        version: of the bcp that wrote it.
+        receipts: xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks.
+    """
+
+    operation: str
+    created: str
+    framework: str
+    codecs: tuple[str, ...]
+    part_bytes: int
+    version: str
+    receipts: bytes
+
+    def receipt(self, rank: int) -> bytes:
+        """Return the xxh3-128 of the receipt file of one rank."""
+        return self.receipts[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The contents of ``metadata.arrow``: layout and commit record."""
+
+    layout: Layout
+    commit: Commit
+
+
+# -- names of files -----------------------------------------------------------------------------
+
+
+def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
+    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``.
+
+    Args:
+        kind: code in ``KINDS``; a name from a checkpoint never becomes part of a path.
+        rank: the rank that writes it.
+        operation: id of the save.
+        encoded: whether it went through codecs; then it ends in ``.bcp``.
+
+    Raises:
+        InputError: an argument is out of range, or of another form.
+
+    """
+    if not 0 <= kind < len(KINDS):
+        raise InputError(f"kind {kind!r} is not one of the codes 0 to {len(KINDS) - 1}")
+    return f"{KINDS[kind]}/{_stem(rank, operation)}.{'bcp' if encoded else 'safetensors'}"
+
+
+def receipt_key(rank: int, operation: str) -> str:
+    """Return the key of the receipt of one rank. Raises :class:`~bcp.errors.InputError` as :func:`data_key`."""
+    return f"receipts/{_stem(rank, operation)}.arrow"
+
+
+def operation_of(key: str) -> str | None:
+    """Return the operation id in the key of a data file or receipt; None for any other key."""
+    found = KEY.fullmatch(key)
+    return found[1] if found else None
+
+
+def _stem(rank: int, operation: str) -> str:
+    """Return ``00003-0123456789abcdef``, or ``e1-01003-0123456789abcdef`` for a rank from ``SPREAD_RANKS`` on."""
+    if rank < 0 or not OPERATION.fullmatch(operation):
+        raise InputError(f"rank {rank} and operation {operation!r} do not name a file; an id has 16 hex digits")
+    spread = f"{rank * 40503 % 65536 // 256:02x}-" if rank >= SPREAD_RANKS else ""  # Fibonacci hashing: even shares
+    return f"{spread}{rank:05d}-{operation}"
+
+
+# -- metadata -----------------------------------------------------------------------------------
+
+
+def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
+    """Make the contents of ``metadata.arrow``.
+
+    Args:
+        layout_bytes: from :func:`encode_layout`.
+        commit: which save this is.
+
+    """
+    about = {
+        "operation": commit.operation,
+        "created": commit.created,
+        "framework": commit.framework,
+        "codecs": list(commit.codecs),
+        "part_bytes": commit.part_bytes,
+        "version": commit.version,
+    }
+    digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
+    return seal(encode_table(COMMIT, [digests], commit=json.dumps(about, sort_keys=True)) + layout_bytes, MAGIC)
+
+
+def decode_metadata(data: Buffer, where: str) -> Metadata:
+    """Decode and check ``metadata.arrow``.
+
+    Args:
+        data: the whole file.
+        where: its name, for messages.
+
+    Raises:
+        NotACheckpointError: no bcp wrote this file.
+        FormatVersionError: a bcp of another version of the format wrote it.
+        CorruptError: it is truncated or damaged, or points to something that does not exist.
+
+    """
+    payload = unseal(data, MAGIC, where)
+    with translated(where):
+        table, layout_bytes = read_table(payload, COMMIT)
+        commit = _commit(table)
+    layout = _decoded(layout_bytes, where)
+    if len(commit.receipts) != layout.world_size * DIGEST_BYTES:
+        raise CorruptError(
+            f"{where} is corrupt: it has {len(table)} receipts for a world of {layout.world_size} ranks; restore the "
+            "file, or load another checkpoint"
+        )
+    return Metadata(layout, commit)
+
+
+def _decoded(layout_bytes: Buffer, where: str) -> Layout:
+    """Decode a layout, or find it among the last ones: a checkpoint of the same layout was read before."""
+    key = layout_digest(layout_bytes)
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = decode_layout(layout_bytes, where)
+        _layouts.put(key, layout)
+    return layout
+
+
+def _commit(table: pa.RecordBatch) -> Commit:
+    """Decode the commit; ValueError where it is not sound."""
+    about = json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
+    types = {"operation": str, "created": str, "framework": str, "codecs": list, "part_bytes": int, "version": str}
+    wrong = [name for name, kind in types.items() if not isinstance(about, dict) or type(about.get(name)) is not kind]
+    if wrong or not all(isinstance(name, str) for name in about["codecs"]):
+        raise ValueError(f"the commit has no sound {', '.join(wrong) or 'codecs'}")
+    if not OPERATION.fullmatch(about["operation"]):
+        raise ValueError(f"the operation id {about['operation']!r} does not have 16 hex digits")
+    check_block_bytes("part_bytes", about["part_bytes"])
+    fields = {name: about[name] for name in types if name != "codecs"}
+    return Commit(codecs=tuple(about["codecs"]), receipts=fixed_bytes(table, "digest"), **fields)

@@ -1,0 +1,231 @@
+"""What one rank wrote in one save: its data files, the checksum of every block, and the objects it holds.
+
+Checksums change with every save and do not compress, so they are kept out of ``metadata.arrow``, which holds one
+checksum per receipt instead. Together they are a chain of trust from the metadata to every stored byte.
+``docs/format.md`` specifies every column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from bcp.format.container import (
+    DIGEST_BYTES,
+    Buffer,
+    counted,
+    digest,
+    encode_tables,
+    integers,
+    read_tables,
+    schema,
+    seal,
+    translated,
+    unseal,
+    values,
+)
+from bcp.plan.columns import Ints
+from bcp.plan.shards import KINDS
+
+__all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
+
+MAGIC = b"BCPRCPT"
+OPERATION = re.compile(r"[0-9a-f]{16}")
+
+INT, TEXT = pa.int64(), pa.string()
+RECEIPT = schema("receipt", rank=INT, operation=TEXT)
+FILES = schema("files", kind=INT, data_start=INT, nbytes=INT, stored_nbytes=INT, codecs=pa.list_(TEXT), blocks=INT)
+BLOCKS = schema("blocks", stored_length=INT, raw_length=INT, checksum=pa.binary(DIGEST_BYTES))
+OBJECTS = schema("objects", kind=TEXT, path=TEXT, value=TEXT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The checksummed units of one file, in file order; together they tile it.
+
+    Attributes:
+        stored_start: int64[b], first byte in the stored file.
+        stored_length: int64[b], bytes.
+        raw_start: int64[b], first byte in the raw image: the safetensors file, header included.
+        raw_length: int64[b], bytes.
+        checksum: b digests, xxh3-128 of the stored bytes.
+    """
+
+    stored_start: Ints
+    stored_length: Ints
+    raw_start: Ints
+    raw_length: Ints
+    checksum: Sequence[bytes]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self.checksum)
+
+    @classmethod
+    def build(cls, stored_length: npt.ArrayLike, raw_length: npt.ArrayLike, checksum: Sequence[bytes]) -> Blocks:
+        """Make the table of a file from what is not a running sum."""
+        stored, raw = np.asarray(stored_length, dtype=np.int64), np.asarray(raw_length, dtype=np.int64)
+        return cls(np.cumsum(stored) - stored, stored, np.cumsum(raw) - raw, raw, checksum)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileReceipt:
+    """One data file as it was written.
+
+    Attributes:
+        kind: code in ``KINDS``.
+        data_start: bytes of the safetensors header, padding included: where the data section starts in the raw image.
+        nbytes: bytes of the raw image, header included.
+        stored_nbytes: bytes of the stored file; other than ``nbytes`` only with codecs.
+        codecs: names of the codecs its parts went through, in this order.
+        blocks: what can be verified (and decoded) by itself.
+    """
+
+    kind: int
+    data_start: int
+    nbytes: int
+    stored_nbytes: int
+    codecs: tuple[str, ...]
+    blocks: Blocks
+
+    def covering(self, start: int, stop: int) -> slice:
+        """Return the rows of the blocks that hold bytes [start, stop) of the raw image; an empty range has none."""
+        if start >= stop:
+            return slice(0, 0)
+        first = int(np.searchsorted(self.blocks.raw_start, start, side="right")) - 1
+        return slice(first, int(np.searchsorted(self.blocks.raw_start, stop)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receipt:
+    """What one rank wrote.
+
+    Attributes:
+        rank: the rank.
+        operation: id of the save.
+        files: its data files, at most one of a kind.
+        objects: (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns.
+    """
+
+    rank: int
+    operation: str
+    files: Sequence[FileReceipt]
+    objects: Mapping[tuple[str, str], str]
+
+    def file(self, kind: int) -> FileReceipt | None:
+        """Return the file of that kind (code in ``KINDS``), if this rank wrote one."""
+        return next((file for file in self.files if file.kind == kind), None)
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """Make the contents of the receipt file; equal receipts give equal bytes."""
+    files = sorted(receipt.files, key=lambda file: file.kind)
+    blocks = [file.blocks for file in files]
+    objects = sorted(receipt.objects)
+    tables = [
+        (RECEIPT, ([receipt.rank], [receipt.operation])),
+        (
+            FILES,
+            (
+                [file.kind for file in files],
+                [file.data_start for file in files],
+                [file.nbytes for file in files],
+                [file.stored_nbytes for file in files],
+                [list(file.codecs) for file in files],
+                [len(table) for table in blocks],
+            ),
+        ),
+        (
+            BLOCKS,
+            (
+                np.concatenate([np.empty(0, dtype=np.int64), *(table.stored_length for table in blocks)]),
+                np.concatenate([np.empty(0, dtype=np.int64), *(table.raw_length for table in blocks)]),
+                [checksum for table in blocks for checksum in table.checksum],
+            ),
+        ),
+        (
+            OBJECTS,
+            ([kind for kind, _ in objects], [path for _, path in objects], [receipt.objects[key] for key in objects]),
+        ),
+    ]
+    return seal(encode_tables(tables), MAGIC)
+
+
+def receipt_digest(data: Buffer) -> bytes:
+    """Return the xxh3-128 of a whole receipt file, as the commit holds it."""
+    return digest(data)
+
+
+def decode_receipt(data: Buffer, where: str) -> Receipt:
+    """Decode and check a receipt file.
+
+    Args:
+        data: the whole file.
+        where: what it is called, for messages.
+
+    Raises:
+        NotACheckpointError: no bcp wrote this file.
+        FormatVersionError: a bcp of another version of the format wrote it.
+        CorruptError: it is truncated or damaged, or its numbers do not add up.
+
+    """
+    payload = unseal(data, MAGIC, where)
+    with translated(where):
+        about, files, blocks, objects = read_tables(payload, (RECEIPT, FILES, BLOCKS, OBJECTS))
+        if len(about) != 1 or not OPERATION.fullmatch(values(about, "operation")[0]):
+            raise ValueError(f"table 'receipt' has {len(about)} rows, or no operation id of 16 hex digits")
+        keys = list(zip(values(objects, "kind"), values(objects, "path"), strict=True))
+        if len(set(keys)) != len(keys):
+            raise ValueError("two values of one name")
+        return Receipt(
+            rank=values(about, "rank")[0],
+            operation=values(about, "operation")[0],
+            files=_files(files, blocks),
+            objects=dict(zip(keys, values(objects, "value"), strict=True)),
+        )
+
+
+def _files(files: pa.Table, blocks: pa.Table) -> list[FileReceipt]:
+    """Put the files and their blocks together; ValueError where they do not fit."""
+    owner = counted(integers(files, "blocks"), len(blocks), "blocks")
+    stored, raw, checksum = (
+        integers(blocks, "stored_length"),
+        integers(blocks, "raw_length"),
+        values(blocks, "checksum"),
+    )
+    rows = files.to_pylist()
+    if len({row["kind"] for row in rows}) != len(rows):
+        raise ValueError("two files of one kind")
+    receipts = []
+    for index, row in enumerate(rows):
+        first, stop = np.searchsorted(owner, (index, index + 1)).tolist()
+        receipt = FileReceipt(
+            kind=row["kind"],
+            data_start=row["data_start"],
+            nbytes=row["nbytes"],
+            stored_nbytes=row["stored_nbytes"],
+            codecs=tuple(row["codecs"]),
+            blocks=Blocks.build(stored[first:stop], raw[first:stop], checksum[first:stop]),
+        )
+        _check(receipt)
+        receipts.append(receipt)
+    return receipts
+
+
+def _check(file: FileReceipt) -> None:
+    """Check that the blocks of a file tile it; ValueError where they do not."""
+    stored, raw = file.blocks.stored_length, file.blocks.raw_length
+    if not 0 <= file.kind < len(KINDS) or not 0 <= file.data_start <= file.nbytes or not all(file.codecs):
+        raise ValueError(f"file of kind {file.kind} with {file.nbytes} bytes, data from {file.data_start}")
+    # each at most the whole, so that a sum that wraps around is never taken for the whole
+    if ((stored < 0) | (stored > file.stored_nbytes) | (raw < 1) | (raw > file.nbytes)).any():
+        raise ValueError(f"{KINDS[file.kind]} file with a block of impossible length")
+    if sum(stored.tolist()) != file.stored_nbytes or sum(raw.tolist()) != file.nbytes:
+        raise ValueError(f"the blocks of the {KINDS[file.kind]} file do not add up to its {file.nbytes} bytes")
+    if not file.codecs and not np.array_equal(stored, raw):
+        raise ValueError(f"{KINDS[file.kind]} file without codecs whose blocks change their length")

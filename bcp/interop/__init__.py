@@ -1,0 +1,1 @@
+"""Names and layouts of models as other libraries have them."""

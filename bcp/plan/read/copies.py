@@ -1,0 +1,455 @@
+"""What one rank reads, and what it sends and receives: made of what it wants and of what all ranks share.
+
+Shared chunks travel in rounds of an all-to-all, while reading goes on; every rank takes part in every round.
+
+Which chunks can be read to where they belong, without a copy in between, and how.
+
+From bytes of files to elements of shards: every copy that one rank makes, as columns (paper sec. 3.3, 4.4).
+
+:func:`bcp.plan.read.reads.wants` says which bytes a rank needs, :mod:`bcp.plan.read.copies` in which chunks they come;
+:func:`copies` says where each byte of each chunk goes. A copy is a block of an array that lies in the file, and an
+equally large block of an array that lies in a shard. Most are *runs*: contiguous in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bcp.errors import CorruptError
+from bcp.plan.box import Box, Boxes, FlatBoxes, decompose, swept
+from bcp.plan.columns import Bools, Ints, order_of, spread
+from bcp.plan.layout import Layout
+from bcp.plan.read.reads import Wants, fitted, pieces_of
+from bcp.plan.read.share import VERSIONS, BlockLine, Sets, Shared
+from bcp.plan.shards import ShardTable
+
+__all__ = [
+    "MOST_RUNS",
+    "Assignment",
+    "Chunk",
+    "Copies",
+    "Runs",
+    "Straight",
+    "apart",
+    "assign",
+    "check_complete",
+    "copies",
+    "straight",
+]
+
+MOST_RUNS = 1024
+"""A chunk of more runs is read into one buffer, and copied from there.
+
+32 MiB of runs of 32 KiB: 5.6 ms of CPU for views and digests straight, 10.8 for digests and copies through a buffer. Of
+8 KiB: 9.0 against 14.3, but then Python takes most of it, and one thread at a time.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Straight:
+    """Where the bytes go of those of c chunks that are read to where they belong.
+
+    Attributes:
+        begin: int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is not one of them.
+        runs: in file order within each chunk; they do not overlap, and what lies between them nobody wants.
+    """
+
+    begin: Ints
+    runs: Runs
+
+    @property
+    def chunks(self) -> Bools:
+        """bool[c]: which chunks they are."""
+        return np.diff(self.begin) > 0
+
+    def of_chunk(self, chunk: int) -> Runs:
+        """Return the runs of one chunk."""
+        mine, runs = slice(self.begin[chunk], self.begin[chunk + 1]), self.runs
+        return Runs(runs.row[mine], runs.start[mine], runs.nbytes[mine], runs.to[mine])
+
+
+def straight(found: Copies, private: Bools, plain: Bools) -> Straight:
+    """Choose the chunks that consist of few runs, of which nobody wants a byte twice, all of them to plain memory.
+
+    Args:
+        found: the copies of c chunks.
+        private: bool[c], whether no other rank needs the chunk, and nothing has to be done to its bytes.
+        plain: bool[n], of each shard, whether its elements can be written as bytes, as they lie in the file.
+
+    """
+    chunk, counts = found.chunk, found.numel // found.run
+    number = np.bincount(chunk, weights=counts, minlength=len(private))
+    odd = np.bincount(chunk, weights=~plain[found.row], minlength=len(private))
+    able = private & (odd == 0) & (number <= MOST_RUNS)
+    copies = np.flatnonzero(able[chunk])
+    runs, chunk = found.runs(copies), np.repeat(chunk[copies], counts[copies])
+    order = order_of((runs.start, chunk))
+    start, stop, chunk = runs.start[order], (runs.start + runs.nbytes)[order], chunk[order]
+    twice = (chunk[1:] == chunk[:-1]) & (start[1:] < stop[:-1])
+    able[chunk[1:][twice]] = False
+    kept = able[chunk]
+    order, chunk = order[kept], chunk[kept]
+    begin = np.searchsorted(chunk, np.arange(len(private) + 1))
+    return Straight(begin, Runs(runs.row[order], runs.start[order], runs.nbytes[order], runs.to[order]))
+
+
+def apart(address: Ints, nbytes: Ints) -> Bools:
+    """bool[n]: which pieces of memory share no byte with another one of them."""
+    order = np.argsort(address, kind="stable")
+    start, reach = address[order], np.maximum.accumulate((address + nbytes)[order])
+    meets = np.zeros(len(order) + 1, dtype=np.bool_)
+    meets[1:-1] = start[1:] < reach[:-1]
+    alone = np.empty(len(order), dtype=np.bool_)
+    alone[order] = ~(meets[:-1] | meets[1:])
+    return alone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Contiguous bytes, one row each.
+
+    Attributes:
+        row: int64[r], row of the target shard in this rank's table.
+        start: int64[r], first byte in the file's data section.
+        nbytes: int64[r], how many.
+        to: int64[r], where they go: first byte in the shard, counted as if it lay in memory row by row.
+    """
+
+    row: Ints
+    start: Ints
+    nbytes: Ints
+    to: Ints
+
+    def __len__(self) -> int:
+        """Return the number of runs."""
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One copy: block ``source`` of an array of shape ``source_lengths``, into ``target`` of ``target_lengths``."""
+
+    source_lengths: tuple[int, ...]
+    source: Box
+    target_lengths: tuple[int, ...]
+    target: Box
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """n copies, sorted by the chunk that they come from; there are c chunks.
+
+    Source: the bytes of the file's data section from ``start`` on, viewed with the *saved* dtype as an array of shape
+    ``source.length``; the block ``source`` of it. Target: the elements of the shard from ``first`` on, counted row by
+    row, viewed as an array of shape ``target.length``; the block ``target`` of it. Both blocks have the same extent.
+
+    Attributes:
+        begin: int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``.
+        row: int64[n], row of the target shard in this rank's table.
+        ndim: int64[n], dimensions of its tensor.
+        itemsize: int64[n], bytes of a saved element.
+        start: int64[n], first byte of the source.
+        source: block of the source.
+        first: int64[n], first element of the target. A shard that is a whole box is one target, and 0 is its first.
+        target: block of the target.
+        numel: int64[n], elements of the block.
+        run: int64[n], how many of them lie side by side in both.
+    """
+
+    begin: Ints
+    row: Ints
+    ndim: Ints
+    itemsize: Ints
+    start: Ints
+    source: Boxes
+    first: Ints
+    target: Boxes
+    numel: Ints
+    run: Ints
+
+    def __len__(self) -> int:
+        """Return the number of copies."""
+        return len(self.row)
+
+    @property
+    def chunk(self) -> Ints:
+        """int64[n]: the chunk of each copy."""
+        return np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
+
+    def of_chunk(self, chunk: int) -> Ints:
+        """Return the copies of one chunk."""
+        return np.arange(self.begin[chunk], self.begin[chunk + 1])
+
+    def runs(self, copies: Ints) -> Runs:
+        """Take copies apart into runs, in the order of the copies."""
+        length = self.run[copies]
+        each, number = spread(self.numel[copies] // length)
+        which, element = copies[each], number * length[each]
+        itemsize = self.itemsize[which]
+        return Runs(
+            self.row[which],
+            self.start[which] + self.source.take(which).position(element) * itemsize,
+            length[each] * itemsize,
+            (self.first[which] + self.target.take(which).position(element)) * itemsize,
+        )
+
+    def block(self, copy: int) -> Block:
+        """Return one copy as boxes, in its tensor's number of dimensions."""
+        source, target, ndim = self.source, self.target, int(self.ndim[copy])
+        extent = tuple(source.extent[copy, :ndim].tolist())
+        return Block(
+            tuple(source.length[copy, :ndim].tolist()),
+            Box(tuple(source.low[copy, :ndim].tolist()), extent),
+            tuple(target.length[copy, :ndim].tolist()),
+            Box(tuple(target.low[copy, :ndim].tolist()), extent),
+        )
+
+
+def copies(layout: Layout, table: ShardTable, wanted: Wants, chunks: Ints) -> Copies:
+    """Say where everything goes that this rank wants of these chunks.
+
+    Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once.
+
+    Args:
+        layout: where everything lies.
+        table: the target shards.
+        wanted: :func:`~bcp.plan.read.reads.wants` of these two.
+        chunks: int64[c, 3], rows (file, first byte in its data section, last byte + 1), at element boundaries.
+
+    """
+    chunk, want, lo, hi = _cut(layout, wanted, chunks)
+    itemsize = layout.tensors.itemsize[wanted.tensor[want]]
+    pieces, piece = pieces_of(layout), wanted.piece[want]
+    begin = wanted.first[want] + (lo - wanted.start[want]) // itemsize
+    boxes = decompose(pieces.length[piece], begin, begin + (hi - lo) // itemsize)
+    targets = _targets(table, pieces.length.shape[1])
+    first, stop = (np.searchsorted(targets.interval, wanted.row[want], side=side) for side in ("left", "right"))
+    each, other = spread((stop - first)[boxes.interval])
+    cut = boxes.interval[each]
+    other += first[cut]
+    # Where the two boxes meet, in the coordinates of the global tensor.
+    corner = pieces.offset[piece[cut]] + boxes.offset[each]
+    shard = fitted(table.offset, corner.shape[1], 0)[wanted.row[want[cut]]] + targets.offset[other]
+    low = np.maximum(corner, shard)
+    extent = np.minimum(corner + boxes.length[each], shard + targets.length[other]) - low
+    hit = np.flatnonzero((extent > 0).all(axis=1))
+    each, other, cut = each[hit], other[hit], cut[hit]
+    source = Boxes(boxes.length[each], (low - corner)[hit], extent[hit])
+    target = Boxes(targets.length[other], (low - shard)[hit], extent[hit])
+    row, tensor = wanted.row[want[cut]], wanted.tensor[want[cut]]
+    return Copies(
+        begin=np.searchsorted(chunk[cut], np.arange(len(chunks) + 1)),
+        row=row,
+        ndim=layout.tensors.ndim[tensor],
+        itemsize=itemsize[cut],
+        start=lo[cut] + (boxes.flat[each] - begin[cut]) * itemsize[cut],
+        source=source,
+        first=targets.flat[other] - table.start[row],
+        target=target,
+        numel=np.asarray(source.extent.prod(axis=1), dtype=np.int64),
+        run=_run(source, target),
+    )
+
+
+def check_complete(found: Copies, table: ShardTable, wanted: Wants) -> None:
+    """Raise CorruptError where the copies do not write as many elements as are wanted."""
+    rows = np.zeros(len(table), dtype=np.bool_)
+    rows[wanted.row] = True
+    count, total = int(found.numel.sum()), int((table.stop - table.start)[rows].sum())
+    if count != total:
+        raise CorruptError(f"of {total} elements that this rank wants, {count} are in what is to be read; {VERSIONS}")
+
+
+def _cut(layout: Layout, wanted: Wants, chunks: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (chunk, want, first byte, last byte + 1) of all that chunks and wanted parts share, by chunk."""
+    base = np.cumsum(layout.file_nbytes) - layout.file_nbytes  # all files behind each other
+    begin = base[wanted.file]
+    start, stop = begin + wanted.start, begin + wanted.stop
+    low, high = base[chunks[:, 0]] + chunks[:, 1], base[chunks[:, 0]] + chunks[:, 2]
+    first, last = np.searchsorted(np.maximum.accumulate(stop), low, side="right"), np.searchsorted(start, high)
+    chunk, want = spread(np.maximum(last - first, 0))
+    want += first[chunk]
+    lo, hi = np.maximum(start[want], low[chunk]), np.minimum(stop[want], high[chunk])
+    hit = np.flatnonzero(lo < hi)
+    chunk, want, lo, hi = chunk[hit], want[hit], lo[hit], hi[hit]
+    return chunk, want, lo - begin[want], hi - begin[want]
+
+
+def _targets(table: ShardTable, width: int) -> FlatBoxes:
+    """Return the boxes that make up each shard, in the coordinates of the shard's own box."""
+    # A tensor of more dimensions than any in the layout is not in the layout: nothing is wanted for it.
+    known = table.tensors.ndim[table.tensor] <= width
+    return decompose(fitted(table.length, width, 1), np.where(known, table.start, 0), np.where(known, table.stop, 0))
+
+
+def _run(source: Boxes, target: Boxes) -> Ints:
+    """int64[n]: how many elements of two blocks lie side by side in both."""
+    run = np.ones(len(source.low), dtype=np.int64)
+    whole = np.ones(len(run), dtype=np.bool_)  # whether all dimensions further in are whole in both
+    for dim in range(source.extent.shape[1] - 1, -1, -1):
+        extent = source.extent[:, dim]
+        run = np.where(whole, run * extent, run)
+        whole = whole & (extent == source.length[:, dim]) & (extent == target.length[:, dim])
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of whole blocks of one file, read by one rank.
+
+    Attributes:
+        file: row of the file in the layout; -1 for an empty chunk, which only takes part in its round.
+        start: first byte in the file's data section.
+        stop: one past the last.
+        reader: the rank that reads it.
+        round: in which round it travels to the ranks that need it too; -1 where there are none.
+        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 where it is not in there.
+    """
+
+    file: int
+    start: int
+    stop: int
+    reader: int
+    round: int
+    number: int = field(default=-1, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """What one rank does.
+
+    Attributes:
+        rank: the rank.
+        rounds: how many rounds every rank takes part in.
+        private: chunks that only this rank reads, in file order.
+        file, start, stop, reader, round: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round.
+        group: int64[c], row in ``groups``: who wants the chunk.
+        groups: sets of ranks.
+    """
+
+    rank: int
+    rounds: int
+    private: tuple[Chunk, ...]
+    file: Ints
+    start: Ints
+    stop: Ints
+    reader: Ints
+    round: Ints
+    group: Ints
+    groups: Sets
+
+    def __repr__(self) -> str:
+        """Show how much there is to do."""
+        return (
+            f"<Assignment of rank {self.rank}: {len(self.private)} private chunks, {(self.reader == self.rank).sum()} "
+            f"shared ones, {(self.reader != self.rank).sum()} to receive in {self.rounds} rounds>"
+        )
+
+    @property
+    def chunks(self) -> Ints:
+        """int64[k, 3]: (file, start, stop) of all that this rank reads or receives, private chunks first."""
+        private = [(chunk.file, chunk.start, chunk.stop) for chunk in self.private]
+        return np.concatenate(
+            (np.array(private, np.int64).reshape(-1, 3), np.stack((self.file, self.start, self.stop), axis=1))
+        )
+
+    @property
+    def most_received(self) -> int:
+        """The most bytes that this rank receives in one round."""
+        mine = self.reader != self.rank
+        nbytes = np.bincount(self.round[mine], weights=(self.stop - self.start)[mine])
+        return int(nbytes.max(initial=0))
+
+    def items(self) -> list[Chunk]:
+        """Return what the rank reads, in order: one chunk for each round, its private chunks spread evenly between.
+
+        A rank that has no chunk left for a round takes part in it with an empty one.
+        """
+        shared = [self._chunk(row) for row in np.flatnonzero(self.reader == self.rank).tolist()]
+        shared += [Chunk(-1, 0, 0, self.rank, number) for number in range(len(shared), self.rounds)]
+        total, done, taken = sum(chunk.nbytes for chunk in (*shared, *self.private)), 0, 0
+        items = []
+        for chunk in shared:
+            items.append(chunk)
+            done += chunk.nbytes
+            while taken < len(self.private) and done * self.rounds < total * (chunk.round + 1):
+                items.append(self.private[taken])
+                done += self.private[taken].nbytes
+                taken += 1
+        return [*items, *self.private[taken:]]
+
+    def sends(self, number: int) -> list[int]:
+        """Return the ranks to which this one sends all of its chunk of a round."""
+        begin, ranks = self.groups.begin, self.groups.rank
+        groups = (int(self.group[row]) for row in self._rows(number) if self.reader[row] == self.rank)
+        return [
+            rank for group in groups for rank in ranks[begin[group] : begin[group + 1]].tolist() if rank != self.rank
+        ]
+
+    def receives(self, number: int) -> list[Chunk]:
+        """Return the chunks that this rank receives in a round, each whole and from its reader."""
+        return [self._chunk(row) for row in self._rows(number) if self.reader[row] != self.rank]
+
+    def _rows(self, number: int) -> range:
+        """Return the rows of a round."""
+        return range(*np.searchsorted(self.round, (number, number + 1)).tolist())
+
+    def _chunk(self, row: int) -> Chunk:
+        """Return one chunk as a record."""
+        file, start, stop, reader, number = (
+            int(column[row]) for column in (self.file, self.start, self.stop, self.reader, self.round)
+        )
+        return Chunk(file, start, stop, reader, number, len(self.private) + row)
+
+
+def assign(line: BlockLine, rank: int, runs: Ints, shared: Shared, *, read_bytes: int) -> Assignment:
+    """Say what a rank does. Whatever it wants and does not get by sharing, it reads by itself.
+
+    Args:
+        line: the files.
+        rank: this rank.
+        runs: what it wants, :meth:`BlockLine.runs`.
+        shared: what ranks read for each other; the same on all ranks.
+        read_bytes: the largest read; but never less than one block.
+
+    """
+    rows = shared.of_rank(rank)
+    source, number = spread(shared.parts[rows])
+    rows = rows[source]
+    chunks = _part(shared.run[rows], number, shared.parts[rows])
+    round_ = shared.rounds_of(rows) + number
+    order = np.argsort(round_, kind="stable")
+    rows, chunks, round_ = rows[order], chunks[order], round_[order]
+    alone = _without(runs, chunks)
+    parts = -(-np.diff(alone)[:, 0] // max(1, read_bytes // line.block_bytes))
+    source, number = spread(parts)
+    private = np.stack(line.bytes_of(_part(alone[source], number, parts[source])), axis=1)
+    return Assignment(
+        rank,
+        shared.rounds,
+        tuple(Chunk(file, start, stop, rank, -1, at) for at, (file, start, stop) in enumerate(private.tolist())),
+        *line.bytes_of(chunks),
+        shared.reader[rows],
+        round_,
+        shared.group[rows],
+        shared.groups,
+    )
+
+
+def _part(run: Ints, number: Ints, parts: Ints) -> Ints:
+    """Return part ``number`` of each run, cut into that many about equal parts."""
+    first, length = run[:, 0], run[:, 1] - run[:, 0]
+    return np.stack((first + number * length // parts, first + (number + 1) * length // parts), axis=1)
+
+
+def _without(runs: Ints, others: Ints) -> Ints:
+    """Return what is in the runs and in none of the others; both are disjoint by themselves."""
+    intervals, depth = swept(np.concatenate((runs, others)), np.repeat([1, 2], [len(runs), len(others)]))
+    return intervals[np.flatnonzero(depth == 1)]

@@ -1,0 +1,305 @@
+"""What a rank wants of a checkpoint, and where each byte of it goes (paper sec. 3.3, steps 2 to 4; sec. 4.4).
+
+A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes),
+and these of segments (runs of row-major elements in one file). :func:`wants` intersects the two;
+:mod:`bcp.plan.read.copies` decides who reads what, and :mod:`bcp.plan.read.copies` where each byte of it goes.
+
+Which pieces of a checkpoint a box meets: binary searches in what is computed once for a layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from bcp.errors import CorruptError
+from bcp.plan.box import Boxes, decompose
+from bcp.plan.columns import Ints, order_of, spread
+from bcp.plan.layout import Layout, find_all, resolve_all
+from bcp.plan.shards import KINDS, Segments, ShardTable
+
+__all__ = ["Pieces", "Wants", "fitted", "pieces_of", "wants"]
+
+LATELY = 4
+"""So many layouts are remembered; a job saves and loads one or two."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The pieces of a layout, and how to find them.
+
+    All tensors are put behind each other along their first dimension: index i of it, in tensor t, is ``base[t] + i``.
+
+    Attributes:
+        offset: int64[p, D], as in the layout, but with at least one column.
+        length: int64[p, D], the same.
+        base: int64[n], where each tensor begins.
+        begin: int64[p], where each piece begins; not decreasing.
+        reach: int64[p], how far this piece and all before it reach; not decreasing.
+    """
+
+    offset: Ints
+    length: Ints
+    base: Ints
+    begin: Ints
+    reach: Ints
+
+    @classmethod
+    def of(cls, layout: Layout) -> Pieces:
+        """Index the pieces of a layout."""
+        width = max(1, layout.offset.shape[1])  # 0 where all tensors are 0-d: one element each
+        offset, length = fitted(layout.offset, width, 0), fitted(layout.length, width, 1)
+        extent = fitted(layout.tensors.shape, width, 1)[:, 0]
+        base = np.cumsum(extent) - extent
+        begin = base[layout.piece_tensor] + offset[:, 0]
+        return cls(offset, length, base, begin, np.maximum.accumulate(begin + length[:, 0]))
+
+    def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.
+
+        All that do are among them. Where pieces are cut along the first dimension, few others are.
+
+        Args:
+            tensor: int64[m], row of the leader whose pieces they are.
+            low: int64[m], first index in the first dimension.
+            high: int64[m], one past the last; above ``low``.
+
+        """
+        base = self.base[tensor]
+        return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
+
+
+def fitted(matrix: Ints, width: int, fill: int) -> Ints:
+    """Return a matrix of that width; columns are appended or left out on the right, where no tensor in it has any."""
+    given = matrix.shape[1]
+    return matrix[:, :width] if given >= width else np.pad(matrix, ((0, 0), (0, width - given)), constant_values=fill)
+
+
+_lately: list[tuple[Layout, Pieces]] = []
+_lock = Lock()
+
+
+def pieces_of(layout: Layout) -> Pieces:
+    """Return the index of a layout; the last few are remembered, for further loads and for ranks of one process."""
+    with _lock:
+        for known, pieces in _lately:
+            if known is layout:
+                return pieces
+    pieces = Pieces.of(layout)
+    with _lock:
+        _lately.insert(0, (layout, pieces))
+        del _lately[LATELY:]
+    return pieces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants:
+    """What one rank needs: n parts of segments, sorted by (file, start).
+
+    Attributes:
+        row: int64[n], row of the target shard in this rank's table.
+        tensor: int64[n], row in the layout of the tensor that is stored for it.
+        piece: int64[n], row of the piece in the layout.
+        segment: int64[n], row of the segment in its patterns; no (row, piece, segment) comes twice.
+        first: int64[n], first needed element, as a flat position in the segment's piece.
+        file: int64[n], row of the file in the layout.
+        start: int64[n], first needed byte in the file's data section.
+        stop: int64[n], one past the last. Bytes between may not be needed: it is a hull.
+    """
+
+    row: Ints
+    tensor: Ints
+    piece: Ints
+    segment: Ints
+    first: Ints
+    file: Ints
+    start: Ints
+    stop: Ints
+
+    def __len__(self) -> int:
+        """Return the number of parts."""
+        return len(self.row)
+
+    def ranges(self) -> Ints:
+        """int64[k, 3]: disjoint, non-adjacent (file, start, stop) that hold everything, sorted."""
+        new = np.diff(self.file, prepend=-1) != 0
+        heads = np.flatnonzero(new)
+        if not len(heads):
+            return np.empty((0, 3), dtype=np.int64)
+        # All files behind each other, with a gap between them: how far one reaches says nothing of the next.
+        ends = np.maximum.reduceat(self.stop, heads) + 1
+        base = (np.cumsum(ends) - ends)[np.cumsum(new) - 1]
+        reach = np.maximum.accumulate(base + self.stop)
+        heads = np.flatnonzero(np.concatenate(([True], (base + self.start)[1:] > reach[:-1])))
+        tails = np.append(heads[1:], len(base)) - 1
+        return np.stack((self.file[heads], self.start[heads], reach[tails] - base[tails]), axis=1)
+
+
+def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants:
+    """Find what each local shard needs of the checkpoint.
+
+    Tensors that the layout does not have are skipped; a tied tensor is found where its data is. Shapes are
+    assumed to be equal (checked before); dtypes need not be: sizes are those of the saved one.
+
+    Args:
+        layout: where everything lies.
+        table: the target shards.
+        saved: ``find_all(layout, table.tensors)``, where it is known already.
+
+    Raises:
+        CorruptError: what is wanted lies outside its file, or in a file of another kind.
+
+    """
+    asked = _Asked.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
+    segments = layout.segments
+    found = _hulls(segments, _meetings(pieces_of(layout), asked))
+    # From here on every state of a parameter by itself: they share pieces and segments, and differ in plane and size.
+    source, state = spread(asked.count[found.ask])
+    at = asked.begin[found.ask[source]] + state
+    tensor, row = asked.tensor[at], asked.row[at]
+    piece, segment = found.piece[source], found.segment[source]
+    line, length = found.line[source], found.length[source]
+    file, itemsize = segments.file[piece] + segments.step[segment], layout.tensors.itemsize[tensor]
+    element = segments.at[segment] + line - segments.line[segment]
+    base = layout.file_planes[file, layout.plane[tensor]]
+    _check_inside(layout, tensor, file, element + length, base)
+    start = base + element * itemsize
+    order = order_of((start, file))
+    first = line - segments.starts[piece]
+    columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
+    return Wants(*(column[order] for column in columns))
+
+
+def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
+    """Raise where a checkpoint says that elements lie where its files have none.
+
+    ``stop`` is one past the last element that is wanted of a plane, which begins at byte ``base``.
+    """
+    itemsize = layout.tensors.itemsize[tensor]
+    wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
+    wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
+    if wrong.any():
+        at = int(wrong.argmax())
+        meta, where = layout.tensors[int(tensor[at])], int(file[at])
+        raise CorruptError(
+            f"the metadata is corrupt: {meta.kind} tensor {meta.fqn!r} is said to end with element {stop[at]} behind "
+            f"byte {base[at]} of the {KINDS[layout.file_kind[where]]} file of rank {layout.file_rank[where]}, whose "
+            f"size is {layout.file_nbytes[where]} bytes; restore it"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """The m different things that a rank asks for: flat intervals of boxes of leaders.
+
+    Attributes:
+        leader: int64[m], row in the layout.
+        offset, length: int64[m, D], the box.
+        start, stop: int64[m], the flat interval of it; not empty.
+        begin: int64[m], first of the rows below that ask for it.
+        count: int64[m], how many do: one for each state.
+        row: int64[n], row of the target shard.
+        tensor: int64[n], row of its tensor in the layout.
+    """
+
+    leader: Ints
+    offset: Ints
+    length: Ints
+    start: Ints
+    stop: Ints
+    begin: Ints
+    count: Ints
+    row: Ints
+    tensor: Ints
+
+    @classmethod
+    def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Asked:
+        """Leave out what is empty or not there, and fold what is the same."""
+        tensor = resolve_all(layout, saved)[table.tensor]
+        row = np.flatnonzero((tensor >= 0) & (table.start < table.stop))
+        width = max(1, layout.offset.shape[1])
+        offset, length = fitted(table.offset[row], width, 0), fitted(table.length[row], width, 1)
+        keys = np.column_stack((layout.leader[tensor[row]], table.start[row], table.stop[row], offset, length))
+        order = order_of(list(keys.T))
+        keys, row = keys[order], row[order]
+        new = np.ones(len(row), dtype=np.bool_)
+        new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+        begin = np.flatnonzero(new)
+        leader, start, stop = keys[begin, :3].T
+        offset, length = np.hsplit(keys[begin, 3:], 2)
+        return cls(leader, offset, length, start, stop, begin, np.diff(begin, append=len(row)), row, tensor[row])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Meetings:
+    """Where boxes that are asked for and pieces share elements, one row each.
+
+    ``ask`` is the row in :class:`_Asked`, ``piece`` the row in the layout, ``blocks`` what they share, in the piece.
+    """
+
+    ask: Ints
+    piece: Ints
+    blocks: Boxes
+
+
+def _meetings(pieces: Pieces, asked: _Asked) -> _Meetings:
+    """Intersect everything that is asked for with the pieces of its leader."""
+    boxes = decompose(asked.length, asked.start, asked.stop)
+    low = asked.offset[boxes.interval] + boxes.offset
+    high = low + boxes.length
+    first, stop = pieces.candidates(asked.leader[boxes.interval], low[:, 0], high[:, 0])
+    box, piece = spread(stop - first)
+    piece += first[box]
+    offset, length = pieces.offset[piece], pieces.length[piece]
+    corner = np.maximum(offset, low[box])
+    extent = np.minimum(offset + length, high[box]) - corner
+    hit = np.flatnonzero((extent > 0).all(axis=1))
+    return _Meetings(boxes.interval[box[hit]], piece[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hulls:
+    """Hulls of what is needed of a piece's segment: ``length`` elements from position ``line`` of all patterns."""
+
+    ask: Ints
+    piece: Ints
+    segment: Ints
+    line: Ints
+    length: Ints
+
+
+def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
+    """Find the segments of all meetings, and the first and last element that is needed of each."""
+    base = segments.starts[met.piece]
+    first, stop = met.blocks.ends
+    begins = segments.line[:-1]
+    begin = np.searchsorted(begins, base + first, side="right") - 1
+    each, segment = spread(np.searchsorted(begins, base + stop) - begin)
+    segment += begin[each]
+    base, line = base[each], segments.line[segment]
+    low = np.maximum(first[each], line - base)
+    high = np.minimum(stop[each], segments.line[segment + 1] - base)
+    ragged = np.flatnonzero((stop - first > met.blocks.extent.prod(axis=1))[each])
+    if len(ragged):  # between the rows of such a block lies what is not needed
+        blocks = met.blocks.take(each[ragged])
+        before, until = blocks.before(np.stack((low[ragged], high[ragged])))
+        # A segment that lies between two rows gets an empty hull.
+        low[ragged], last = blocks.position(np.stack((np.minimum(before, until - 1), until - 1)))
+        high[ragged] = np.where(before < until, last + 1, low[ragged])
+    hit = np.flatnonzero(low < high)
+    each = each[hit]
+    return _joined(met.ask[each], met.piece[each], segment[hit], (base + low)[hit], (base + high)[hit])
+
+
+def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
+    """Make one hull of several in a segment: a flat shard may meet it with its head, its body and its tail."""
+    order = order_of((segment, piece, ask))
+    ask, piece, segment, line, stop = (column[order] for column in (ask, piece, segment, line, stop))
+    changes = [np.diff(column, prepend=-1) != 0 for column in (ask, piece, segment)]
+    heads = np.flatnonzero(np.logical_or.reduce(changes))
+    if not len(heads):
+        return _Hulls(ask, piece, segment, line, stop)
+    line, stop = np.minimum.reduceat(line, heads), np.maximum.reduceat(stop, heads)
+    return _Hulls(ask[heads], piece[heads], segment[heads], line, stop - line)

@@ -1,0 +1,544 @@
+"""Which rank reads what several ranks want: every such block is read once in the whole job (paper sec. 4.1).
+
+Rank 0 computes this from what all ranks want, in time that depends on how many different things are wanted and not on
+how many ranks want each: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for everyone;
+:func:`bcp.plan.read.copies.assign` makes it one rank's.
+
+All data files behind each other, in the blocks in which they are read and checked.
+
+Dividing what sets of ranks want over the ranks of each set, so that all take equally long to read it.
+
+Every set is a vessel: what it has to give is poured over its ranks, and fills up those with the least load first. Sets
+with the least choice go first; where sets have no rank in common, many are poured at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from bcp.errors import CorruptError
+from bcp.plan.box import swept
+from bcp.plan.columns import Ints, mix, spread
+from bcp.plan.layout import Layout
+
+__all__ = ["VERSIONS", "BlockLine", "Floats", "Sets", "Shared", "Strip", "begins", "fill", "share"]
+
+VERSIONS = "run the same version of bcp on every rank"
+COUNT = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLine:
+    """The line of blocks: block ``b`` of file ``f`` is number ``base[f] + b``.
+
+    A *run* is a number of blocks of one file, as a row (first block, last block + 1).
+
+    Attributes:
+        block_bytes: bytes of a block; the last one of a file may be shorter.
+        base: int64[f + 1], where each file begins, and where the last one ends.
+        nbytes: int64[f], bytes of each file's data section.
+        kinds: where files of another kind begin than those before.
+    """
+
+    block_bytes: int
+    base: Ints
+    nbytes: Ints
+    kinds: Ints
+
+    @classmethod
+    def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockLine:
+        """Put the files of a layout on a line; ``block_bytes``: what is read as one, if not the layout's blocks."""
+        block = block_bytes or layout.block_bytes
+        base = np.concatenate(([0], np.cumsum(-(-layout.file_nbytes // block))))
+        kinds = base[np.flatnonzero(np.diff(layout.file_kind)) + 1]
+        return cls(block, base, layout.file_nbytes, kinds)
+
+    def runs(self, ranges: Ints) -> Ints:
+        """int64[k, 2]: the runs of all blocks that hold some byte of these ranges, sorted, each as long as it can be.
+
+        Args:
+            ranges: rows (file, start, stop), disjoint, sorted.
+
+        """
+        file, start, end = ranges.T
+        first, stop = self.base[file] + start // self.block_bytes, self.base[file] - (-end // self.block_bytes)
+        new = np.diff(file, prepend=-1) != 0
+        new[1:] |= first[1:] > stop[:-1]
+        heads = np.flatnonzero(new)
+        return np.stack((first[heads], stop[np.append(heads, len(new))[1:] - 1]), axis=1)
+
+    def bytes_of(self, runs: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return (file, start, stop) of runs, in bytes of the file's data section."""
+        first, stop = runs.T
+        file = np.searchsorted(self.base, first, side="right") - 1
+        start = (first - self.base[file]) * self.block_bytes
+        return file, start, np.minimum((stop - self.base[file]) * self.block_bytes, self.nbytes[file])
+
+    def encode(self, runs: Ints) -> bytes:
+        """Return the runs of one rank as bytes: their number, then the gap before each, and the length of each.
+
+        The planes of an optimizer's states repeat each other: 300 runs, 2,400 bytes, are 240 bytes when compressed.
+        """
+        steps = np.diff(runs.ravel(), prepend=0).reshape(-1, 2)
+        packed: bytes = pa.compress(steps.T.astype(self.word).tobytes(), codec="zstd", asbytes=True)
+        return COUNT.pack(len(runs)) + packed
+
+    def decode(self, data: bytes) -> Ints:
+        """Return what :meth:`encode` was given, not checked yet: see :meth:`check`.
+
+        Raises:
+            CorruptError: these are no runs.
+
+        """
+        try:
+            (count,) = COUNT.unpack_from(data)
+            nbytes = 2 * min(count, int(self.base[-1])) * self.word.itemsize  # no more is allocated, whatever it says
+            steps = np.frombuffer(pa.decompress(data[COUNT.size :], nbytes, codec="zstd", asbytes=True), self.word)
+        except (struct.error, pa.ArrowException, OSError, ValueError) as error:
+            raise CorruptError(f"a rank sent {len(data)} bytes that do not name blocks: {error}; {VERSIONS}") from error
+        return np.cumsum(steps.reshape(2, -1).T, dtype=np.int64).reshape(-1, 2)
+
+    def check(self, runs: Ints) -> None:
+        """Check rows that come from another rank.
+
+        Raises:
+            CorruptError: a row is no run of this line.
+
+        """
+        first, stop = runs.T
+        bad = (first < 0) | (stop <= first) | (stop > self.base[-1])
+        if not bad.any():
+            bad = stop > self.base[np.searchsorted(self.base, first, side="right")]
+        if bad.any():
+            row = runs[np.flatnonzero(bad)[0]].tolist()
+            raise CorruptError(f"a rank names blocks {row}, which are not in one file; {VERSIONS}")
+
+    @property
+    def word(self) -> np.dtype[np.uint32] | np.dtype[np.uint64]:
+        """What the number of a block is sent as."""
+        return np.dtype("<u4") if self.base[-1] < 1 << 32 else np.dtype("<u8")
+
+
+Floats = npt.NDArray[np.float64]
+
+SWEEPS = 3
+"""A set that went early knew nothing of the later ones, so each is poured again. With 1,024 random triples of 512 ranks
+the busiest has 1.47 times the mean after one sweep, 1.13 after two, 1.05 after three, and 1.03 after ten."""
+
+
+def begins(size: Ints) -> Ints:
+    """Return where rows of these sizes begin, one behind the other, and where the last one ends."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sets:
+    """g sets of ranks. Members of set i: ``rank[begin[i]:begin[i + 1]]``, ascending, at least one."""
+
+    begin: Ints
+    rank: Ints
+
+    @property
+    def size(self) -> Ints:
+        """int64[g]: how many ranks are in each."""
+        return np.diff(self.begin)
+
+    @property
+    def owner(self) -> Ints:
+        """int64[m]: the set of each member."""
+        return np.repeat(np.arange(len(self.begin) - 1), self.size)
+
+    def take(self, rows: Ints) -> Sets:
+        """Return some of the sets."""
+        size = self.size[rows]
+        source, at = spread(size)
+        return Sets(begins(size), self.rank[self.begin[rows][source] + at])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strip:
+    """What all sets have to give, in runs of blocks laid end to end, those of a set together.
+
+    Attributes:
+        block_bytes: bytes of a block; the last one of a run may be shorter.
+        blocks: int64[k + 1], where each run begins, in blocks; and where the last one ends.
+        nbytes: int64[k + 1], the same in bytes.
+        begin: int64[g + 1], first run of each set.
+    """
+
+    block_bytes: int
+    blocks: Ints
+    nbytes: Ints
+    begin: Ints
+
+    def snap(self, at: Floats) -> tuple[Ints, Ints]:
+        """Return the ends of blocks that are nearest to these bytes of the strip: in blocks, and in bytes."""
+        run = np.clip(np.searchsorted(self.nbytes, at, side="right") - 1, 0, len(self.nbytes) - 2)
+        begin, length = self.nbytes[run], self.nbytes[run + 1] - self.nbytes[run]
+        block = (at - begin).astype(np.int64) // self.block_bytes
+        low = np.minimum(block * self.block_bytes, length)
+        high = np.minimum(low + self.block_bytes, length)
+        up = (high - (at - begin)) < (at - begin) - low
+        at_block = np.minimum(block + up, self.blocks[run + 1] - self.blocks[run])
+        return self.blocks[run] + at_block, begin + np.where(up, high, low)
+
+
+def fill(strip: Strip, sets: Sets, load: Floats, speed: Floats) -> Ints:
+    """Divide the strip: each member of a set gets a part of what the set has to give, in the order of its members.
+
+    Args:
+        strip: what there is to divide, in the order of the sets.
+        sets: who may get it.
+        load: float64[world size], bytes that each rank has to read anyway; what it gets is added.
+        speed: float64[world size], above 0: a rank of half the speed has as much to do with half the bytes.
+
+    Returns:
+        int64[m + 1]: where the part of each member begins, in blocks of the strip, and where the last one ends.
+
+    """
+    cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
+    given = np.zeros(len(sets.rank))
+    begin = strip.nbytes[strip.begin]
+    batches = [_Batch.of(sets, rows) for rows in _disjoint(sets)]
+    for sweep in range(SWEEPS):
+        for batch in batches:
+            base = load[batch.rank] - given[batch.member]
+            part = batch.pour(base, speed[batch.rank], np.diff(begin)[batch.sets].astype(np.float64))
+            if sweep == SWEEPS - 1:  # in whole blocks; whoever comes later makes up for what is lost by rounding
+                at, nbytes = strip.snap(begin[batch.sets][batch.owner] + batch.before(part))
+                cut[batch.member] = at
+                part = np.append(nbytes[1:], 0) - nbytes
+                part[batch.last] = begin[batch.sets + 1] - nbytes[batch.last]
+            given[batch.member] = part
+            load[batch.rank] = base + part
+    return cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """Sets that have no rank in common: their members one after another, set by set.
+
+    Attributes:
+        sets: int64[b], which sets.
+        first: int64[b], where the members of each begin in the columns below.
+        member: int64[n], rows in ``Sets.rank``.
+        rank: int64[n], the ranks.
+        owner: int64[n], which of ``sets`` each is in.
+    """
+
+    sets: Ints
+    first: Ints
+    member: Ints
+    rank: Ints
+    owner: Ints
+
+    @classmethod
+    def of(cls, sets: Sets, rows: Ints) -> _Batch:
+        """Gather the members of these sets."""
+        size = sets.size[rows]
+        owner, at = spread(size)
+        member = sets.begin[rows][owner] + at
+        return cls(rows, np.cumsum(size) - size, member, sets.rank[member], owner)
+
+    @property
+    def last(self) -> Ints:
+        """int64[b]: the last member of each set."""
+        return np.append(self.first[1:], len(self.owner)) - 1
+
+    def before(self, values: Floats) -> Floats:
+        """Add up the values of the members of the same set that come before each."""
+        total = np.cumsum(values) - values
+        return np.asarray(total - total[self.first][self.owner])
+
+    def pour(self, load: Floats, speed: Floats, give: Floats) -> Floats:
+        """Return the bytes of each member if every set fills up those of its members that would end first."""
+        order = np.lexsort((load / speed, self.owner))
+        load_so_far, speed_so_far = (self.before(each[order]) + each[order] for each in (load, speed))
+        # The level is when the first k members would all end; with too few or too many of them it would be later.
+        levels = (give[self.owner] + load_so_far) / speed_so_far
+        return np.maximum(np.minimum.reduceat(levels, self.first)[self.owner] * speed - load, 0.0)
+
+
+def _disjoint(sets: Sets) -> list[Ints]:
+    """Order the sets, small ones first, and return them in batches without a common rank.
+
+    Every rank takes its sets in that order; a set is ready once all its ranks have come to it. Sets of one size come in
+    random order, so that a chain of pairs (0, 1), (1, 2), (2, 3) ... is no chain of as many batches.
+    """
+    size, owner = sets.size, sets.owner
+    place = np.empty_like(size)
+    place[np.lexsort((mix(np.arange(len(size)), 1), size))] = np.arange(len(size))
+    order = np.lexsort((place[owner], sets.rank))
+    same = np.diff(sets.rank[order]) == 0
+    follower = np.full(len(owner), -1, dtype=np.int64)
+    follower[order[:-1]] = np.where(same, order[1:], -1)
+    reached = np.zeros_like(size)
+    batches, heads = [], order[np.concatenate(([True], ~same))[: len(order)]]
+    while len(heads):
+        at = owner[heads]
+        np.add.at(reached, at, 1)
+        ready = np.unique(at[reached[at] == size[at]])
+        batches.append(ready)
+        source, number = spread(size[ready])
+        heads = follower[sets.begin[ready][source] + number]
+        heads = heads[heads >= 0]
+    return batches
+
+
+CHUNKS_PER_RANK = 8
+"""What travels is cut at least this fine, so that ranks send while they read."""
+
+HEAD = struct.Struct("<3q")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """What ranks read for each other: c stretches of blocks in the order (reader, first), each wanted by a group.
+
+    Attributes:
+        run: int64[c, 2], first block and last block + 1 on the line.
+        parts: int64[c], in how many chunks it is read, one a round: at least one, at most one a block.
+        reader: int64[c], the rank that reads it; one of the group.
+        group: int64[c], row in ``groups``.
+        groups: the ranks that want all blocks of a stretch, the reader among them.
+    """
+
+    run: Ints
+    parts: Ints
+    reader: Ints
+    group: Ints
+    groups: Sets
+
+    @classmethod
+    def nothing(cls) -> Shared:
+        """Share nothing: every rank reads what it wants by itself."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(none.reshape(0, 2), none, none, none, Sets(np.zeros(1, dtype=np.int64), none))
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds every rank takes part in."""
+        heads = np.flatnonzero(np.diff(self.reader, prepend=-1))
+        return int(np.add.reduceat(self.parts, heads).max()) if len(heads) else 0
+
+    def rounds_of(self, rows: Ints) -> Ints:
+        """Return in which round the first chunk of these stretches travels: those of a reader take turns."""
+        before = np.cumsum(self.parts) - self.parts
+        return before[rows] - before[np.searchsorted(self.reader, self.reader[rows])]
+
+    def nbytes(self, line: BlockLine) -> int:
+        """Return how many bytes are read for several ranks."""
+        _, start, stop = line.bytes_of(self.run)
+        return int((stop - start).sum())
+
+    def of_rank(self, rank: int) -> Ints:
+        """Return the rows of the stretches that a rank wants, whoever reads them."""
+        mine = np.zeros(len(self.groups.begin) - 1, dtype=np.bool_)
+        mine[np.searchsorted(self.groups.begin, np.flatnonzero(self.groups.rank == rank), side="right") - 1] = True
+        return np.flatnonzero(mine[self.group])
+
+    def encode(self, line: BlockLine) -> bytes:
+        """Return the table as bytes; the same for all ranks. Places are sent as differences, which compress."""
+        first, stop = self.run.T
+        wide = (np.diff(first, prepend=0), stop - first)
+        narrow = (self.parts, self.reader, self.group, self.groups.size, self.groups.rank)
+        columns = [column.astype(line.word) for column in wide] + [column.astype("<u4") for column in narrow]
+        data = b"".join(column.tobytes() for column in columns)
+        counts = HEAD.pack(len(self.reader), len(self.groups.size), len(self.groups.rank))
+        packed: bytes = pa.compress(data, codec="zstd", asbytes=True)
+        return counts + packed
+
+    @classmethod
+    def decode(cls, data: bytes, line: BlockLine, world_size: int) -> Shared:
+        """Return what :meth:`encode` was given.
+
+        Raises:
+            CorruptError: this is no such table, or it names what does not exist.
+
+        """
+        try:
+            count, groups, members = _counts(data, int(line.base[-1]), world_size)
+            rows = (count, count, count, count, count, groups, members)
+            step, length, parts, reader, group, size, rank = _columns(data[HEAD.size :], rows, line.word)
+        except (struct.error, pa.ArrowException, OSError, ValueError) as error:
+            raise CorruptError(
+                f"rank 0 sent {len(data)} bytes that do not say who reads what: {error}; {VERSIONS}"
+            ) from error
+        first = np.cumsum(step, dtype=line.word).astype(np.int64)  # differences wrap around, and so does their sum
+        line.check(run := np.stack((first, first + length), axis=1))
+        sound = (
+            (parts >= 1).all() and (parts <= length).all() and (np.diff(reader) >= 0).all(),
+            (size >= 1).all() and size.sum() == members and group.max(initial=-1) < groups,
+            max(reader.max(initial=0), rank.max(initial=0)) < world_size,
+        )
+        if not all(sound):
+            raise CorruptError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
+        return cls(run, parts, reader, group, Sets(begins(size), rank))
+
+
+def _counts(data: bytes, blocks: int, world_size: int) -> tuple[int, int, int]:
+    """Return how many stretches, groups and members there are, before anything of that size is allocated."""
+    count, groups, members = HEAD.unpack_from(data)
+    if not (0 <= groups <= count <= blocks and 0 <= members <= groups * world_size):
+        raise ValueError(f"{count} stretches of {blocks} blocks for {groups} groups of {members} ranks")
+    return count, groups, members
+
+
+def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:
+    """Undo the compression, and cut columns apart: the first two of ``word``, the others of four bytes a number."""
+    types = [word, word] + [np.dtype("<u4")] * (len(rows) - 2)
+    sizes = [count * each.itemsize for count, each in zip(rows, types, strict=True)]
+    whole = pa.decompress(data, sum(sizes), codec="zstd", asbytes=True)
+    ends = np.cumsum(sizes).tolist()
+    parts = [whole[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
+    return [np.frombuffer(part, each).astype(np.int64) for part, each in zip(parts, types, strict=True)]
+
+
+def share(
+    line: BlockLine, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
+) -> Shared:
+    """Divide the blocks that at least two ranks want over the ranks that want them. Pure: equal inputs, equal results.
+
+    A rank with much to read for itself reads less for others, and so does a slow one, which also sends less in each
+    round. What a rank receives in a round is at most ``exchange_bytes``, but never less than one block from each rank
+    that it shares with.
+
+    Args:
+        line: the files.
+        runs: :meth:`BlockLine.runs` of every rank.
+        read_bytes: the largest read.
+        exchange_bytes: most bytes that one rank receives in one round.
+        speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
+
+    """
+    speed = np.ones(len(runs)) if speed is None else speed
+    wanted = _Wanted.of(line, _parties(line, runs))
+    several = wanted.sets.size > 1
+    nbytes = np.bincount(wanted.set, weights=wanted.nbytes, minlength=len(several))
+    alone = wanted.sets.take(np.flatnonzero(~several)).rank
+    load = np.bincount(alone, weights=nbytes[~several], minlength=len(runs)).astype(np.float64)
+    if not several.any():
+        return Shared.nothing()
+    wanted = wanted.of_sets(np.flatnonzero(several))
+    strip = wanted.strip(line)
+    cuts = fill(strip, wanted.sets, load, speed)
+    fair = strip.nbytes[-1] // (len(runs) * CHUNKS_PER_RANK)
+    most = np.minimum(exchange_bytes // _senders(wanted.sets, strip, len(runs)), min(read_bytes, fair))
+    return _stretches(wanted, strip, cuts, most / line.block_bytes, speed)
+
+
+def _senders(sets: Sets, strip: Strip, world_size: int) -> Ints:
+    """int64[g]: from how many ranks a member of each set may receive in one round, of whatever set, at most."""
+    blocks = np.diff(strip.blocks[strip.begin])
+    each = np.minimum(sets.size - 1, blocks)  # a chunk has a block at least
+    senders = np.bincount(sets.rank, weights=each[sets.owner], minlength=world_size).astype(np.int64)
+    return np.maximum.reduceat(np.minimum(senders, world_size - 1)[sets.rank], sets.begin[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parties:
+    """Different things that ranks want: their runs, the party of each run, and the ranks of each party."""
+
+    runs: Ints
+    party: Ints
+    ranks: Sets
+
+
+def _parties(line: BlockLine, runs: Sequence[Ints]) -> _Parties:
+    """Fold ranks that want the same of one kind of state: the replicas of a model differ in their optimizer states."""
+    found: dict[bytes, list[int]] = {}
+    for rank, rows in enumerate(runs):
+        ends = [0, *np.searchsorted(rows[:, 0], line.kinds).tolist(), len(rows)]
+        for first, stop in pairwise(ends):
+            if first < stop:
+                found.setdefault(rows[first:stop].tobytes(), []).append(rank)
+    rows = np.frombuffer(b"".join(found), np.int64).reshape(-1, 2)
+    sizes = np.array([len(ranks) for ranks in found.values()], dtype=np.int64)
+    members = np.array([rank for ranks in found.values() for rank in ranks], dtype=np.int64)
+    party = np.repeat(np.arange(len(found)), [len(data) // 16 for data in found])
+    return _Parties(rows, party, Sets(begins(sizes), members))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wanted:
+    """All blocks that are wanted, cut into k intervals that are each wanted by one set of ranks, all of it.
+
+    Attributes:
+        run: int64[k, 2], the intervals, sorted.
+        nbytes: int64[k], their bytes.
+        set: int64[k], row in ``sets``.
+        sets: who wants them.
+    """
+
+    run: Ints
+    nbytes: Ints
+    set: Ints
+    sets: Sets
+
+    @classmethod
+    def of(cls, line: BlockLine, parties: _Parties) -> _Wanted:
+        """Sweep over the line: a random word for each party that is there, added up, tells sets of parties apart.
+
+        Two sets get one word with probability 2^-64. Then ranks read by themselves what this makes them
+        miss: :func:`bcp.plan.read.copies.assign` takes as their own whatever is not given to them.
+        """
+        words = mix(parties.party, 2).view(np.int64)
+        run, depth, here = swept(parties.runs, np.ones_like(words), words)
+        rows = np.flatnonzero(depth)
+        run = run[rows]
+        _, index, which = np.unique(here[rows], return_index=True, return_inverse=True)
+        _, start, stop = line.bytes_of(run)
+        return cls(run, stop - start, which, _members(parties, run[index, 0]))
+
+    def of_sets(self, rows: Ints) -> _Wanted:
+        """Return the intervals of some of the sets, set by set."""
+        number = np.full(len(self.sets.begin) - 1, -1, dtype=np.int64)
+        number[rows] = np.arange(len(rows))
+        order = np.argsort(number[self.set], kind="stable")
+        order = order[number[self.set][order] >= 0]
+        return _Wanted(self.run[order], self.nbytes[order], number[self.set[order]], self.sets.take(rows))
+
+    def strip(self, line: BlockLine) -> Strip:
+        """Lay the intervals end to end; they are in the order of their sets."""
+        begin = np.searchsorted(self.set, np.arange(len(self.sets.begin)))
+        return Strip(line.block_bytes, begins(np.diff(self.run)[:, 0]), begins(self.nbytes), begin)
+
+
+def _members(parties: _Parties, at: Ints) -> Sets:
+    """Return the ranks that want block ``at[i]``, for each i."""
+    order = np.argsort(at)
+    first, stop = (np.searchsorted(at[order], ends) for ends in parties.runs.T)
+    run, number = spread(stop - first)
+    which = order[first[run] + number]
+    party = parties.party[run]
+    source, number = spread(parties.ranks.size[party])
+    rank = parties.ranks.rank[parties.ranks.begin[party][source] + number]
+    order = np.lexsort((rank, which[source]))
+    return Sets(begins(np.bincount(which[source], minlength=len(at))), rank[order])
+
+
+def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Floats, speed: Floats) -> Shared:
+    """Cut the strip where an interval ends or another rank reads on.
+
+    A chunk has at most ``most`` blocks, by set, and less of a slow reader; but one block at least.
+    """
+    # Both are sorted, so that a stable sort merges them: 4 ms for a million edges, where unique() takes 0.3 s.
+    edges = np.sort(np.concatenate((strip.blocks, cuts)), kind="stable")
+    length = np.diff(edges)
+    begin, length = edges[:-1][length > 0], length[length > 0]
+    interval = np.searchsorted(strip.blocks, begin, side="right") - 1
+    reader = wanted.sets.rank[np.searchsorted(cuts[:-1], begin, side="right") - 1]
+    first = wanted.run[interval, 0] + begin - strip.blocks[interval]
+    group = wanted.set[interval]
+    order = np.lexsort((first, reader))
+    run = np.stack((first, first + length), axis=1)[order]
+    parts = -(-length // np.maximum(most[group] * speed[reader], 1).astype(np.int64))
+    return Shared(run, parts[order], reader[order], group[order], wanted.sets)

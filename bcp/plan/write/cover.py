@@ -1,0 +1,169 @@
+"""Do the ranks' shards tile every tensor exactly? Checked at every save, before a byte is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NoReturn
+
+import numpy as np
+
+from bcp.errors import CoverageError
+from bcp.plan.box import Box
+from bcp.plan.columns import Ints, weigh
+from bcp.plan.shards import TensorTable
+from bcp.plan.write.merge import Merged, Shards
+
+__all__ = ["check_cover"]
+
+SHOWN_RANKS = 8
+ADVICE = (
+    "Shards must be identical (replicas) or disjoint, and together make up the tensor: check that every rank saves "
+    "with the same parallel layout, and that no rank left the tensor out"
+)
+
+
+def check_cover(merged: Merged, shards: Shards) -> None:
+    """Check that pieces tile their tensors and flat intervals tile their pieces, in O(entries).
+
+    A tensor without elements, or one that is tied to another, needs no shard; one that another leads shares its.
+
+    Raises:
+        CoverageError: a tensor has a gap, an overlap, or a shard that sticks out. Names the tensor, a concrete block
+            of elements that is missing or held in two different shards, and the ranks.
+
+    """
+    _check_bounds(merged.tensors, shards)
+    _check_boxes(merged, shards)
+    _check_intervals(merged.tensors, shards)
+
+
+def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
+    """Raise for a box that leaves its tensor, or an interval that leaves its box."""
+    shape = tensors.shape[shards.piece_tensor]
+    inside = (shards.offset >= 0) & (shards.length >= 0) & (shards.offset + shards.length <= shape)
+    fits = np.logical_and.reduce(inside, axis=1)[shards.piece] & (shards.start >= 0)
+    fits &= (shards.start < shards.stop) & (shards.stop <= _numel(shards)[shards.piece])
+    if not fits.all():
+        shard = int(fits.argmin())
+        _raise(
+            tensors,
+            int(shards.tensor[shard]),
+            f"the shard {_shard(tensors, shards, shard)} of {_ranks(shards, [shard])} sticks out of it",
+        )
+
+
+def _check_boxes(merged: Merged, shards: Shards) -> None:
+    """Raise unless each leader's pieces tile its global shape."""
+    tensors = merged.tensors
+    volume, whole = weigh(shards.offset, shards.offset + shards.length), weigh(0 * tensors.shape, tensors.shape)
+    covered = np.zeros(len(tensors), dtype=np.uint64)
+    np.add.at(covered, shards.piece_tensor, volume)
+    leads = merged.leader == np.arange(len(tensors))
+    wrong = (covered != whole) & leads & ~tensors.tied & (tensors.numel > 0)
+    if wrong.any():
+        _explain_boxes(tensors, shards, int(wrong.argmax()))
+
+
+def _check_intervals(tensors: TensorTable, shards: Shards) -> None:
+    """Raise unless the flat intervals of each piece follow each other from its first element to its last."""
+    first = np.ones(len(shards), dtype=bool)
+    first[1:] = shards.piece[1:] != shards.piece[:-1]
+    last = np.roll(first, -1)
+    expected = np.where(first, 0, np.roll(shards.stop, 1))
+    end = _numel(shards)[shards.piece]
+    wrong = (shards.start != expected) | (last & (shards.stop != end))
+    if not wrong.any():
+        return
+    at = int(wrong.argmax())
+    tensor, low, high = int(shards.tensor[at]), int(expected[at]), int(shards.start[at])
+    if high < low:
+        where = _flat(tensors, shards, at, high, min(low, int(shards.stop[at])))
+        _raise(tensors, tensor, f"elements {where} lie in two different shards, of {_ranks(shards, [at - 1, at])}")
+    if high == low:
+        low, high = int(shards.stop[at]), int(end[at])
+    where = _flat(tensors, shards, at, low, high)
+    _raise(tensors, tensor, f"no rank holds elements {where}; the shard beside them is held by {_ranks(shards, [at])}")
+
+
+def _explain_boxes(tensors: TensorTable, shards: Shards, tensor: int) -> NoReturn:
+    """Find a block of the tensor that no piece covers, or that several do, and raise."""
+    pieces = np.flatnonzero(shards.piece_tensor == tensor)
+    shape = tensors[tensor].shape
+    low = shards.offset[pieces, : len(shape)]
+    block, covering = _fault(np.array(shape, dtype=np.int64), low, low + shards.length[pieces, : len(shape)])
+    if len(covering) == 0:
+        held = np.flatnonzero(shards.tensor == tensor)
+        others = f"other parts are held by {_ranks(shards, held)}" if len(held) else "no rank holds any of it"
+        _raise(tensors, tensor, f"no rank holds the block {_block(block)}; {others}")
+    # Two are enough to show, and more may be every rank's.
+    pair = [np.flatnonzero(shards.piece == pieces[at])[0] for at in covering[:2]]
+    named = " and ".join(f"{_shard(tensors, shards, at)} of {_ranks(shards, [at])}" for at in pair)
+    _raise(tensors, tensor, f"the block {_block(block)} lies in {len(covering)} different shards, as in {named}")
+
+
+def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], Ints]:
+    """Find a block that not exactly one box covers; the boxes are known not to tile the shape.
+
+    Cuts the first dimension at the boxes' ends and goes down into the first slab that is not tiled.
+
+    Returns:
+        The block as (low, high) per dimension, and the rows of the boxes that cover it: none, or at least two.
+
+    """
+    rows = np.arange(len(low))
+    if len(shape) == 0:
+        return [], rows
+    ends = np.unique(np.concatenate([[0], shape[:1], low[:, 0], high[:, 0]])).tolist()
+    for a, b in pairwise(ends):
+        inside = rows[(low[:, 0] <= a) & (high[:, 0] >= b)]
+        weight = weigh(low[inside, 1:], high[inside, 1:]).sum(dtype=np.uint64)
+        if weight != weigh(0 * shape[None, 1:], shape[None, 1:])[0]:
+            block, covering = _fault(shape[1:], low[inside, 1:], high[inside, 1:])
+            return [(a, b), *block], inside[covering]
+    raise AssertionError("the boxes tile the shape")
+
+
+def _numel(shards: Shards) -> Ints:
+    """Return int64[p]: elements of each piece."""
+    return np.asarray(shards.length.prod(axis=1), dtype=np.int64)
+
+
+def _ranks(shards: Shards, of: Iterable[int] | Ints) -> str:
+    """Name the ranks that hold any of these shards."""
+    ranks = np.unique(np.concatenate([shards.holders(int(shard)) for shard in of])).tolist()
+    more = f", ... ({len(ranks)} ranks)" if len(ranks) > SHOWN_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
+
+
+def _shard(tensors: TensorTable, shards: Shards, shard: int) -> str:
+    """Describe a shard: its box, and its flat interval where that is not the whole box."""
+    box = _box(tensors, shards, shard)
+    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
+    start, stop = int(shards.start[shard]), int(shards.stop[shard])
+    return text if (start, stop) == (0, math.prod(box.lengths)) else f"{text}{{{start}:{stop}}}"
+
+
+def _flat(tensors: TensorTable, shards: Shards, shard: int, start: int, stop: int) -> str:
+    """Describe a flat interval of a shard's box."""
+    box = _box(tensors, shards, shard)
+    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
+    return f"{start} to {stop} (flat, row-major) of the block {text}"
+
+
+def _box(tensors: TensorTable, shards: Shards, shard: int) -> Box:
+    """Return a shard's box in its tensor's own number of dimensions."""
+    piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
+    return Box(tuple(shards.offset[piece, :ndim].tolist()), tuple(shards.length[piece, :ndim].tolist()))
+
+
+def _block(block: Iterable[tuple[int, int]]) -> str:
+    """Write a block as slices."""
+    return f"[{', '.join(f'{low}:{high}' for low, high in block)}]"
+
+
+def _raise(tensors: TensorTable, tensor: int, what: str) -> NoReturn:
+    """Raise for one tensor."""
+    meta = tensors[tensor]
+    raise CoverageError(f"{meta.kind} tensor {meta.fqn!r} of shape {meta.shape}: {what}. {ADVICE}")

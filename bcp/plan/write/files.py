@@ -1,0 +1,289 @@
+"""A rank's data files, cut into the parts that go through the save pipeline.
+
+The head of a data file: a safetensors header, so that any safetensors reader can open what bcp writes.
+
+Eight bytes of length (little-endian), then JSON, padded with spaces so that the data section starts at a
+multiple of 4096.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bcp.errors import InputError
+from bcp.plan.box import Box, flat_boxes
+from bcp.plan.columns import Ints
+from bcp.plan.shards import KINDS, ShardTable, TensorMeta
+from bcp.plan.write.divide import Writes
+
+__all__ = ["DTYPE_CODES", "DataFile", "Entry", "Part", "Span", "data_files", "entry", "entry_name", "header"]
+
+ALIGNMENT = 4096
+"""Bytes; the data section starts at a multiple of it, so that blocks of it can be written with O_DIRECT."""
+
+DTYPE_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}
+"""What safetensors calls torch's dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: what it is found by.
+        dtype: torch's name without the ``torch.``.
+        shape: its shape in this file.
+        nbytes: its size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return everything that comes before the data section.
+
+    Entries are packed in the given order. A dtype that safetensors has no code for is stored as bytes (``U8``, one
+    dimension) and noted in ``__metadata__`` under ``bcp.dtype.<entry name>``. An entry whose name is
+    taken is renamed ``<name>#2``, ``#3`` ...
+    """
+    notes = dict(metadata)
+    table: dict[str, object] = {"__metadata__": notes}  # an entry of that name is renamed as well
+    offset = 0
+    for one in entries:
+        name = _free_name(one.name, table)
+        code, shape = DTYPE_CODES.get(one.dtype), one.shape
+        if code is None:
+            code, shape = "U8", (one.nbytes,)
+            notes[f"bcp.dtype.{name}"] = one.dtype
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": (offset, offset + one.nbytes)}
+        offset += one.nbytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> Entry:
+    """Return the entry of the elements [start, stop) of a box of a tensor."""
+    block = _block(box, start, stop)
+    return Entry(
+        name=_name_of_entry(tensor.fqn, tensor.shape, box, block, f"{start}:{stop}"),
+        dtype=tensor.dtype,
+        shape=(stop - start,) if block is None else block.lengths,
+        nbytes=(stop - start) * tensor.itemsize,
+    )
+
+
+def entry_name(fqn: str, shape: tuple[int, ...], box: Box, start: int, stop: int) -> str:
+    """Name the elements [start, stop) of a box of a tensor of that global shape.
+
+    ``fqn`` for the whole tensor, ``fqn[0:4,8:16]`` for a block of it (also one that is a flat interval of the box),
+    and ``fqn[0:4,8:16]{5:17}``, the box and the flat interval inside it, for anything else.
+    """
+    return _name_of_entry(fqn, shape, box, _block(box, start, stop), f"{start}:{stop}")
+
+
+def _name_of_entry(fqn: str, shape: tuple[int, ...], box: Box, block: Box | None, flat: str) -> str:
+    """Name a flat interval of a box that is ``block``, if it is one."""
+    if block == Box.whole(shape):
+        return fqn
+    return f"{fqn}{_slices(box)}{{{flat}}}" if block is None else fqn + _slices(block)
+
+
+def _block(box: Box, start: int, stop: int) -> Box | None:
+    """Return the flat interval as a block in global coordinates, or None where it is not one."""
+    if (start, stop) == (0, box.numel):
+        return box
+    blocks = [block for _, block in flat_boxes(box.lengths, start, stop)]
+    if len(blocks) != 1:
+        return None
+    offsets = tuple(low + inner for low, inner in zip(box.offsets, blocks[0].offsets, strict=True))
+    return Box(offsets, blocks[0].lengths)
+
+
+def _slices(box: Box) -> str:
+    """Write a box as slices."""
+    ranges = (f"{low}:{low + n}" for low, n in zip(box.offsets, box.lengths, strict=True))
+    return f"[{','.join(ranges)}]"
+
+
+def _free_name(name: str, taken: Mapping[str, object]) -> str:
+    """Return the name, numbered if it is taken."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}#{number}", number + 1
+    return free
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of elements that one part takes from one shard.
+
+    Attributes:
+        row: row in the rank's shard table.
+        start: first flat element, counted in the row's box.
+        stop: one past the last.
+        at: byte of the part at which the first element goes; a multiple of the element's size.
+    """
+
+    row: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)  # no slots: cached_property
+class Part:
+    """A byte range of one data file: what one item of the save pipeline carries.
+
+    Attributes:
+        kind: one of :data:`~bcp.plan.shards.KINDS`.
+        index: 0, 1, 2 ... in file order.
+        start: first byte in the file; 0 for part 0, which begins with the file's header.
+        stop: one past the last.
+        spans: what fills it, in order and without holes; after the header in part 0.
+        name: for people: kind, number, first tensor and how many more.
+    """
+
+    kind: str
+    index: int
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part, header included."""
+        return self.stop - self.start
+
+    @cached_property
+    def columns(self) -> Ints:
+        """int64[4, n]: row, start, stop and at of the spans."""
+        spans = [(span.row, span.start, span.stop, span.at) for span in self.spans]
+        return np.array(spans, np.int64).reshape(-1, 4).T.copy()
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file that this rank writes.
+
+    Attributes:
+        kind: one of :data:`~bcp.plan.shards.KINDS`; a rank has one file a kind.
+        header: the safetensors header; the data section starts at its end.
+        nbytes: bytes of the whole file.
+        parts: tile the file, in order.
+    """
+
+    kind: str
+    header: bytes
+    nbytes: int
+    parts: tuple[Part, ...]
+
+
+def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int) -> list[DataFile]:
+    """Lay out the files that a rank writes, in the order of :data:`~bcp.plan.shards.KINDS`.
+
+    A large tensor spans several parts and small ones share one; no element straddles two.
+
+    Args:
+        table: what the rank holds.
+        writes: what it has to write of that.
+        rank: this rank; noted in the headers.
+        part_bytes: bytes of data in a part, a multiple of 4096; the last part of a file may be smaller.
+
+    Raises:
+        InputError: ``part_bytes`` is not a positive multiple of 4096.
+
+    """
+    if part_bytes <= 0 or part_bytes % ALIGNMENT:
+        raise InputError(f"part_bytes={part_bytes} must be a positive multiple of {ALIGNMENT}; round it")
+    kinds = table.tensors.kind[table.tensor[writes.row]]
+    files = []
+    for code in np.unique(kinds).tolist():
+        mine = kinds == code
+        chosen = Writes(writes.row[mine], writes.start[mine], writes.stop[mine], writes.offset[mine])
+        files.append(_data_file(table, chosen, {"bcp.kind": KINDS[code], "bcp.rank": str(rank)}, part_bytes))
+    return files
+
+
+def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part_bytes: int) -> DataFile:
+    """Lay out one file; ``writes`` are all of its kind."""
+    rows = list(zip(writes.row.tolist(), writes.start.tolist(), writes.stop.tolist(), strict=True))
+    entries = _entries(table, writes)
+    head = header(entries, {"format": "pt", **notes})
+    nbytes = sum(one.nbytes for one in entries)
+    spans: list[list[Span]] = [[] for _ in range(-(-nbytes // part_bytes))]
+    for (row, start, stop), one, offset in zip(rows, entries, writes.offset.tolist(), strict=True):
+        itemsize = one.nbytes // (stop - start)
+        for index, first, last, at in _spread(start, stop, offset, itemsize, part_bytes):
+            spans[index].append(Span(row, first, last, at if index else at + len(head)))
+    kind = notes["bcp.kind"]
+    parts = tuple(
+        Part(
+            kind=kind,
+            index=index,
+            start=len(head) + index * part_bytes if index else 0,
+            stop=len(head) + min((index + 1) * part_bytes, nbytes),
+            spans=tuple(mine),
+            name=_name(table, kind, index, mine),
+        )
+        for index, mine in enumerate(spans)
+    )
+    return DataFile(kind, head, len(head) + nbytes, parts)
+
+
+def _entries(table: ShardTable, writes: Writes) -> list[Entry]:
+    """Return the entries of what is written. Those of whole tensors, most of 20,000 as a rule, need no boxes."""
+    row, tensors = writes.row, table.tensors
+    tensor, length = table.tensor[row], table.length[row]
+    whole = (writes.start == 0) & (writes.stop == length.prod(axis=1)) & (length == tensors.shape[tensor]).all(axis=1)
+    count, shape, ndim = (writes.stop - writes.start).tolist(), tensors.shape.tolist(), tensors.ndim.tolist()
+    itemsize = tensors.itemsize.tolist()
+    return [
+        Entry(tensors.fqn[of], tensors.dtype[of], tuple(shape[of][: ndim[of]]), count[at] * itemsize[of])
+        if is_whole
+        else entry(table.meta(int(row[at])), table.box(int(row[at])), int(writes.start[at]), int(writes.stop[at]))
+        for at, (of, is_whole) in enumerate(zip(tensor.tolist(), whole.tolist(), strict=True))
+    ]
+
+
+def _spread(start: int, stop: int, offset: int, itemsize: int, part_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut elements, placed in the data section, at the parts' boundaries: part number, first, last + 1, place in it."""
+    while start < stop:
+        index, at = divmod(offset, part_bytes)
+        count = min(stop - start, (part_bytes - at) // itemsize)
+        yield index, start, start + count, at
+        start, offset = start + count, offset + count * itemsize
+
+
+def _name(table: ShardTable, kind: str, index: int, spans: Sequence[Span]) -> str:
+    """Name a part for people, as in ``model part 3: layers.0.weight and 2 more``."""
+    tensors = dict.fromkeys(int(table.tensor[span.row]) for span in spans)
+    first = table.tensors.fqn[next(iter(tensors))]
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    return f"{kind} part {index}: {first}{more}"

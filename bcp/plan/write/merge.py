@@ -1,0 +1,433 @@
+"""What all ranks hold together: their tensors merged by name, and their shards with the replicas folded (sec. 4.1).
+
+Nothing here is done once per rank, only once per template and once per flat interval; a replica on
+782 ranks costs as much as one on 2.
+
+The tensors of all ranks, merged by name; and which of them are one family everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from bcp.errors import StateError
+from bcp.plan.columns import Ints, concat, distinct_rows, grouped, padded, runs
+from bcp.plan.shards import KINDS, TensorTable
+from bcp.plan.write.world import Catalogue, World
+
+__all__ = ["Merged", "Shards", "merge_shards", "merge_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """All tensors by name, n of them, and every catalogue's families in terms of them.
+
+    Families are counted over all catalogues: those of catalogue c begin with ``family_base[c]``. The members of
+    family f are ``members[family_begin[f]]`` and the next ones, ``family_size[f]`` in all.
+
+    Attributes:
+        tensors: sorted by (code of the kind, FQN).
+        leader: int64[n], the tensor whose shards this one shares; itself, if it shares none.
+        number: int64[n], which member of its leader's family it is, 0, 1, 2 ...
+        weight: int64[n], bytes of one element of all the tensors that this one leads.
+        family_base: int64[c + 1].
+        family_begin: int64[f].
+        family_size: int64[f].
+        members: rows in ``tensors``.
+        split: bool[f], whether other ranks hold the members differently: then each of them leads itself.
+    """
+
+    tensors: TensorTable
+    leader: Ints
+    number: Ints
+    weight: Ints
+    family_base: Ints
+    family_begin: Ints
+    family_size: Ints
+    members: Ints
+    split: npt.NDArray[np.bool_]
+
+
+def merge_tensors(world: World) -> Merged:
+    """Merge the ranks' tensors by (kind, FQN).
+
+    Where ranks differ in stride, device or requires_grad, the lowest rank's value is taken.
+
+    Raises:
+        StateError: ranks (or rows of one rank) disagree about a tensor's shape, dtype or tie; a tie leads nowhere or
+            to another tied tensor; or elements have a size that is not a power of two.
+
+    """
+    parts = [catalogue.tensors for catalogue in world.catalogues]
+    index, merged = _by_name(parts)
+    stacked = _concat_tensors(parts)
+    first = np.full(sum(map(len, index)), len(merged), dtype=np.int64)
+    np.minimum.at(first, merged, np.arange(len(merged), dtype=np.int64))
+    ranks = np.repeat(world.lowest_ranks(), [len(part) for part in parts])
+    _check_agreement(stacked, first[merged], ranks)
+    tensors = stacked.take(first)
+    _check_ties(tensors, index)
+    _check_itemsizes(tensors)
+    return _with_families(world.catalogues, tensors, merged)
+
+
+def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], Ints]:
+    """Return, for each kind, the merged row of every name; and the merged row of every row of the parts.
+
+    Rows of a part are sorted by kind.
+    """
+    index: list[dict[str, int]] = []
+    rows: list[list[int]] = [[] for _ in parts]
+    ends = [np.searchsorted(part.kind, np.arange(len(KINDS) + 1)).tolist() for part in parts]
+    for kind in range(len(KINDS)):
+        names = [part.fqn[end[kind] : end[kind + 1]] for part, end in zip(parts, ends, strict=True)]
+        base = sum(map(len, index))
+        index.append({fqn: row for row, fqn in enumerate(sorted(set().union(*names)), start=base)})
+        for found, mine in zip(rows, names, strict=True):
+            found.extend(map(index[kind].__getitem__, mine))
+    return index, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
+
+
+def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> Merged:
+    """Find the families that are one in every catalogue."""
+    counts = [int(each.family.max(initial=-1)) + 1 for each in catalogues]
+    base = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    family = concat([each.family + first for each, first in zip(catalogues, base, strict=False)])
+    order = np.argsort(family, kind="stable")
+    begin = np.searchsorted(family[order], np.arange(base[-1] + 1))
+    members, size, begin = merged[order], np.diff(begin), begin[:-1]
+    lead = members[begin]
+    split = _split(len(tensors), family[order], members, lead, size)
+    leader, number = np.arange(len(tensors)), np.zeros(len(tensors), dtype=np.int64)
+    whole = ~split[family[order]]
+    leader[members[whole]] = lead[family[order][whole]]
+    number[members[whole]] = (np.arange(len(order)) - begin[family[order]])[whole]
+    weight = np.zeros(len(tensors), dtype=np.int64)
+    np.add.at(weight, leader, tensors.itemsize)
+    return Merged(tensors, leader, number, weight, base, begin, size, members, split)
+
+
+def _split(tensors: int, family: Ints, members: Ints, lead: Ints, size: Ints) -> npt.NDArray[np.bool_]:
+    """Mark the families of which some member is in another family elsewhere, and what hangs together with these.
+
+    ``family[i]`` has ``members[i]``; it is led by ``lead[family]`` and has ``size[family]`` members.
+    """
+    theirs, many = np.empty(tensors, dtype=np.int64), np.empty(tensors, dtype=np.int64)
+    theirs[members], many[members] = lead[family], size[family]
+    alone = np.zeros(tensors, dtype=bool)
+    alone[members[(theirs[members] != lead[family]) | (many[members] != size[family])]] = True
+    alone |= np.bincount(theirs, minlength=tensors)[theirs] != many
+    split = np.zeros(len(lead), dtype=bool)
+    while True:
+        split[family[alone[members]]] = True
+        before = int(alone.sum())
+        alone[members[split[family]]] = True
+        if int(alone.sum()) == before:
+            return split
+
+
+def _check_agreement(tensors: TensorTable, first: Ints, ranks: Ints) -> None:
+    """Compare every row with the first of its name; ``ranks`` says whose row it is."""
+    differs = (tensors.ndim != tensors.ndim[first]) | (tensors.shape != tensors.shape[first]).any(axis=1)
+    differs |= tensors.itemsize != tensors.itemsize[first]
+    for row in np.flatnonzero(first != np.arange(len(first))).tolist():
+        for names in (tensors.dtype, tensors.tied_to):
+            differs[row] |= names[row] != names[first[row]]
+    if not differs.any():
+        return
+    here = int(differs.argmax())
+    there = int(first[here])
+    mine, theirs = tensors[here], tensors[there]
+    fields = [
+        f"{name} {getattr(theirs, name)!r} on rank {ranks[there]} and {getattr(mine, name)!r} on rank {ranks[here]}"
+        for name in ("shape", "dtype", "itemsize", "tied_to")
+        if getattr(theirs, name) != getattr(mine, name)
+    ]
+    raise StateError(
+        f"{mine.kind} tensor {mine.fqn!r} is not the same tensor everywhere: {'; '.join(fields)}. One name means one "
+        "global tensor: pass the same model on every rank, or give the tensors different names"
+    )
+
+
+def _check_ties(tensors: TensorTable, index: Sequence[dict[str, int]]) -> None:
+    """Raise where a tied tensor's target is unknown, or is tied itself."""
+    for row in np.flatnonzero(tensors.tied).tolist():
+        meta = tensors[row]
+        target = index[int(tensors.kind[row])].get(meta.tied_to)
+        if target is None:
+            raise StateError(
+                f"{meta.kind} tensor {meta.fqn!r} is tied to {meta.tied_to!r}, which no rank holds; save it as well"
+            )
+        if tensors.tied_to[target]:
+            raise StateError(
+                f"{meta.kind} tensor {meta.fqn!r} is tied to {meta.tied_to!r}, which is itself tied to "
+                f"{tensors.tied_to[target]!r}; tie both to the tensor that is stored"
+            )
+
+
+def _check_itemsizes(tensors: TensorTable) -> None:
+    """Raise where elements could not be aligned in a file."""
+    size = tensors.itemsize
+    wrong = np.flatnonzero((size <= 0) | (size & (size - 1) != 0))
+    if wrong.size:
+        meta = tensors[int(wrong[0])]
+        raise StateError(
+            f"{meta.kind} tensor {meta.fqn!r} ({meta.dtype}) has elements of {meta.itemsize} bytes, which is not a "
+            "power of two; save it as a view of another dtype"
+        )
+
+
+def _concat_tensors(parts: Sequence[TensorTable]) -> TensorTable:
+    """Put tensor tables below each other, in their common width."""
+    width = max((part.shape.shape[1] for part in parts), default=0)
+    return TensorTable(
+        kind=concat([part.kind for part in parts]),
+        fqn=list(chain.from_iterable(part.fqn for part in parts)),
+        dtype=list(chain.from_iterable(part.dtype for part in parts)),
+        itemsize=concat([part.itemsize for part in parts]),
+        ndim=concat([part.ndim for part in parts]),
+        shape=padded([part.shape for part in parts], width, 1),
+        stride=padded([part.stride for part in parts], width, 0),
+        device=list(chain.from_iterable(part.device for part in parts)),
+        requires_grad=concat([part.requires_grad for part in parts]),
+        tied_to=list(chain.from_iterable(part.tied_to for part in parts)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The distinct shards of all ranks, and who holds each.
+
+    p pieces (distinct boxes) in the order (tensor, offset); s shards (distinct flat intervals of pieces) in the order
+    (piece, start, stop); h statements of a shard by a template or by a rank, in the order (shard, source).
+
+    Attributes:
+        piece_tensor: int64[p], row in the merged tensor table, of a leader; not decreasing.
+        offset: int64[p, D], first corner of each piece.
+        length: int64[p, D], extent of each piece.
+        piece: int64[s], the piece of each shard; not decreasing.
+        start: int64[s], first flat position inside the piece.
+        stop: int64[s], one past the last; always above ``start``.
+        holder: int64[s], who holds it: a rank, or behind all ranks the number of a group in ``groups``.
+        groups: the ranks of each group, ascending, at least two.
+        source_begin: int64[s + 1]; the statements of shard i are ``source_begin[i]`` to ``source_begin[i + 1]``.
+        source: int64[h], who states it: a template, or behind all templates a rank.
+        slot: int64[h], the slot of that template.
+        member: int64[h], which of the slot's family it is; -1 for all of them.
+        template: int64[N], the template of each rank.
+        templates: how many there are.
+    """
+
+    piece_tensor: Ints
+    offset: Ints
+    length: Ints
+    piece: Ints
+    start: Ints
+    stop: Ints
+    holder: Ints
+    groups: Sequence[Ints]
+    source_begin: Ints
+    source: Ints
+    slot: Ints
+    member: Ints
+    template: Ints
+    templates: int
+
+    def __len__(self) -> int:
+        """Return the number of distinct shards."""
+        return len(self.piece)
+
+    @property
+    def tensor(self) -> Ints:
+        """int64[s]: the tensor of each shard, a leader."""
+        return self.piece_tensor[self.piece]
+
+    @property
+    def line(self) -> Ints:
+        """int64[s]: where each shard begins, in elements, where all pieces lie end to end."""
+        numel = self.length.prod(axis=1)
+        return np.asarray((np.cumsum(numel) - numel)[self.piece] + self.start, dtype=np.int64)
+
+    def holders(self, shard: int) -> Ints:
+        """Return the ranks that hold one shard, ascending."""
+        world_size, holder = len(self.template), int(self.holder[shard])
+        return self.groups[holder - world_size] if holder >= world_size else np.array([holder], dtype=np.int64)
+
+    def stated(self, shard: Ints, rank: Ints) -> tuple[Ints, Ints]:
+        """Return slot and member of each shard in the template of a rank that holds it."""
+        at = self.source_begin[shard]
+        several = np.flatnonzero(self.source_begin[shard + 1] - at > 1)
+        if several.size:
+            sources = self.templates + len(self.template)
+            owner = np.repeat(np.arange(len(self)), np.diff(self.source_begin))
+            key = owner * sources + self.source
+            base, theirs = shard[several] * sources, self.template[rank[several]]
+            found = np.searchsorted(key, base + theirs)
+            alone = key[np.minimum(found, len(key) - 1)] != base + theirs
+            found[alone] = np.searchsorted(key, (base + self.templates + rank[several])[alone])
+            at[several] = found
+        return self.slot[at], self.member[at]
+
+
+def merge_shards(world: World, merged: Merged) -> Shards:
+    """Fold identical shards (same tensor, box and flat interval) of all ranks into one shard with several holders.
+
+    Shards without elements, and shards of tied tensors, are left out: nothing is stored for them. If a rank states
+    the same shard twice, its first row counts.
+    """
+    boxes = _boxes(world, merged)
+    at, start, stop, source = _statements(world, boxes)
+    piece, pieces = _pieces(boxes, at, merged)
+    numel = boxes.length[pieces].prod(axis=1)
+    order = grouped(piece, len(pieces))
+    line = ((np.cumsum(numel) - numel)[piece] + start)[order]
+    # In a piece, ranks usually come in the order of their intervals: then this second, full sort costs one look.
+    order = order[np.argsort(line, kind="stable")]
+    at, piece, start, stop, source = at[order], piece[order], start[order], stop[order], source[order]
+    fresh = _changes(piece, start, stop)
+    once = fresh | _changes(source)
+    first = np.flatnonzero(fresh)
+    source_begin = np.append(np.flatnonzero(fresh[once]), np.count_nonzero(once))
+    holder, groups = _holders(world, source_begin, source[once])
+    return Shards(
+        piece_tensor=boxes.tensor[pieces],
+        offset=boxes.offset[pieces],
+        length=boxes.length[pieces],
+        piece=piece[first],
+        start=start[first],
+        stop=stop[first],
+        holder=holder,
+        groups=groups,
+        source_begin=source_begin,
+        source=source[once],
+        slot=boxes.slot[at[once]],
+        member=boxes.member[at[once]],
+        template=world.template,
+        templates=len(world.template_slots),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """All templates' slots, one below the other; b rows.
+
+    A slot is one row, or one row for each member where its family is not one everywhere (``Merged.split``).
+    Rows ``begin[i]`` to ``begin[i + 1]`` are slot i, counted over all templates; template k begins at slot ``base[k]``.
+    """
+
+    template: Ints
+    slot: Ints
+    member: Ints
+    tensor: Ints
+    offset: Ints
+    length: Ints
+    regular: Ints
+    begin: Ints
+    base: Ints
+
+
+def _boxes(world: World, merged: Merged) -> _Boxes:
+    """Write all slots in terms of the merged tensors."""
+    slots, width = world.template_slots, merged.tensors.shape.shape[1]
+    sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
+    template = np.repeat(np.arange(len(slots)), sizes)
+    base = np.concatenate(([0], np.cumsum(sizes)))
+    families = [each.family + merged.family_base[of] for each, of in zip(slots, world.template_catalogue, strict=True)]
+    family = concat(families)
+    rows = np.where(merged.split[family], merged.family_size[family], 1)
+    begin = np.concatenate(([0], np.cumsum(rows)))
+    of = np.repeat(np.arange(len(family)), rows)
+    number = runs(np.zeros_like(rows), rows)
+    family = family[of]
+    return _Boxes(
+        template=template[of],
+        slot=(np.arange(len(template)) - base[template])[of],
+        member=np.where(merged.split[family], number, -1),
+        tensor=merged.members[merged.family_begin[family] + number],
+        offset=padded([each.offset for each in slots], width, 0)[of],
+        length=padded([each.length for each in slots], width, 1)[of],
+        regular=concat([each.regular for each in slots])[of],
+        begin=begin,
+        base=base,
+    )
+
+
+def _statements(world: World, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (row in the boxes, start, stop, source) of everything that is held: templates first, ranks behind."""
+    whole = np.flatnonzero(boxes.regular)
+    numel = boxes.length[whole].prod(axis=1)
+    own = boxes.base[world.template][world.flat_rank] + world.flat_slot
+    columns = [world.flat_start, world.flat_stop, len(world.template_slots) + world.flat_rank]
+    if len(boxes.begin) <= len(boxes.tensor):  # some slots have several rows
+        rows = (boxes.begin[1:] - boxes.begin[:-1])[own]
+        of = np.repeat(np.arange(len(own)), rows)
+        own = runs(boxes.begin[own], rows)
+        columns = [column[of] for column in columns]
+    templates = [np.zeros(len(whole), dtype=np.int64), numel, boxes.template[whole]]
+    start, stop, source = (np.concatenate(pair) for pair in zip(templates, columns, strict=True))
+    return np.concatenate([whole, own]), start, stop, source
+
+
+def _pieces(boxes: _Boxes, at: Ints, merged: Merged) -> tuple[Ints, Ints]:
+    """Return the piece of every statement, and for every piece a row of the boxes; in the order (tensor, offset)."""
+    used = np.zeros(len(boxes.tensor), dtype=bool)
+    used[at] = True
+    row = np.flatnonzero(used)
+    # The flat position of the first corner orders boxes as their offsets do. Different boxes of one corner overlap: it
+    # does not matter how they are ordered and whether replicas are told, since check_cover will refuse them.
+    corner, numel = np.zeros(len(row), dtype=np.int64), merged.tensors.numel
+    for offset, size in zip(boxes.offset[row].T, merged.tensors.shape[boxes.tensor[row]].T, strict=True):
+        corner = corner * size + offset
+    row = row[np.argsort((np.cumsum(numel) - numel)[boxes.tensor[row]] + corner, kind="stable")]
+    fresh = _changes(boxes.tensor[row], *boxes.offset[row].T, *boxes.length[row].T)
+    piece = np.empty(len(boxes.tensor), dtype=np.int64)
+    piece[row] = np.cumsum(fresh) - 1
+    return piece[at], row[fresh]
+
+
+def _holders(world: World, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
+    """Return the holder of every shard, of which ``source[begin[i]:begin[i + 1]]`` state shard i, and the groups."""
+    templates, size = len(world.template_slots), np.diff(begin)
+    order = grouped(world.template, templates)
+    of_template = np.split(order, np.cumsum(np.bincount(world.template, minlength=templates))[:-1])
+    groups: list[Ints] = []
+
+    def numbered(ranks: Ints) -> int:
+        """Return the number of the rank, or of a new group."""
+        if len(ranks) == 1:
+            return int(ranks[0])
+        groups.append(ranks)
+        return world.world_size + len(groups) - 1
+
+    holder = source[begin[:-1]] - templates  # right where it is one rank alone; templates count from the end
+    alone = np.flatnonzero((size == 1) & (holder < 0))
+    numbers = np.zeros(templates, dtype=np.int64)
+    for template in np.unique(holder[alone] + templates).tolist():
+        numbers[template] = numbered(of_template[template])
+    holder[alone] = numbers[holder[alone] + templates]
+    several = np.flatnonzero(size > 1)
+    for many in np.unique(size[several]).tolist():
+        rows = several[size[several] == many]
+        lists = source[begin[rows, None] + np.arange(many)]
+        first, code = distinct_rows(lists)
+        found = []
+        for sources in lists[first]:
+            ranks = sources - templates
+            if ranks[0] < 0:
+                parts = [of_template[each] for each in sources[ranks < 0].tolist()]
+                ranks = np.unique(np.concatenate([*parts, ranks[len(parts) :]]))
+            found.append(numbered(ranks))
+        holder[rows] = np.array(found, dtype=np.int64)[code]
+    return holder, groups
+
+
+def _changes(*columns: Ints) -> npt.NDArray[np.bool_]:
+    """Mark the rows that differ from the one before them; the first one does."""
+    out = np.ones(len(columns[0]), dtype=bool)
+    out[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return out

@@ -1,0 +1,214 @@
+"""The tables of all ranks, each distinct part once: rank 0 plans with them.
+
+Tables that many ranks share, apart from each rank's own intervals: so thousands of ranks are planned for at once.
+
+The ranks of one data-parallel group hold the same boxes of the same tensors, and differ in flat intervals at most
+(ZeRO, FSDP1: the paper's irregular tensors, sec. 4.4). So a rank's table is written as a :class:`Catalogue` (tensors by
+name, equal in a pipeline stage), :class:`Slots` (boxes, equal in a data-parallel group) and its own flat intervals of
+some of the slots. Of each catalogue and of all slots, rank 0 needs one copy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from bcp.plan.columns import Ints, runs
+from bcp.plan.shards import KINDS, ShardTable, TensorTable
+from bcp.plan.units import Claim
+
+__all__ = ["MOST_MEMBERS", "Catalogue", "Factored", "Slots", "World", "factor", "signature"]
+
+MOST_MEMBERS = 16
+"""The largest family, so that :func:`signature` fits into 48 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The tensors and other leaves that a rank knows of.
+
+    Attributes:
+        tensors: n tensors, sorted by (kind, FQN).
+        family: int64[n], number of each tensor's family: states of one parameter of which a rank holds the same. They
+            are planned, and laid out, as one. 0, 1, 2 ... in the order of their first members.
+        objects: (kind, path) of the leaves that are not tensors, sorted.
+        extras: kinds of which the rank writes one opaque object of its own.
+    """
+
+    tensors: TensorTable
+    family: Ints
+    objects: Sequence[tuple[str, str]]
+    extras: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where a rank has shards: m boxes, D dimensions.
+
+    Attributes:
+        family: int64[m], number in the catalogue; not decreasing.
+        offset: int64[m, D], first corner of each box.
+        length: int64[m, D], its extent.
+        regular: int64[m], 1: the whole box is held; 0: every rank lists its intervals by itself, which may be none.
+    """
+
+    family: Ints
+    offset: Ints
+    length: Ints
+    regular: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """A rank's table, taken apart.
+
+    Attributes:
+        catalogue: the tensors.
+        slots: boxes of the tensors.
+        flat: int64[k, 3], (slot, start, stop): this rank's intervals of slots that are not regular; none is empty.
+        row_begin: int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``.
+        rows: rows of the table, in the order of the family's members.
+        units: of the table.
+    """
+
+    catalogue: Catalogue
+    slots: Slots
+    flat: Ints
+    row_begin: Ints
+    rows: Ints
+    units: str
+
+
+def factor(table: ShardTable) -> Factored:
+    """Take a rank's table apart; loses nothing but the order of its tensors."""
+    names = list(zip(table.tensors.kind.tolist(), table.tensors.fqn, strict=True))
+    order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    owner = place[table.tensor]
+    row = np.argsort(owner, kind="stable")
+    row = row[~table.tensors.tied[table.tensor[row]]]  # nothing is stored for them
+    begin = np.searchsorted(owner[row], np.arange(len(order) + 1))
+    shards = np.column_stack([table.offset, table.length, table.start, table.stop])[row]
+    tensors = table.tensors.take(order)
+    family = _families(tensors, shards, begin)
+    slot_family, row_begin, rows = _rows(family, row, begin)
+    first = rows[row_begin[:-1]]
+    start, stop = table.start[first], table.stop[first]
+    regular = _regular(table, first)
+    own = np.flatnonzero(~regular & (start != stop))
+    return Factored(
+        catalogue=Catalogue(tensors, family, table.objects, table.extras),
+        slots=Slots(slot_family, table.offset[first], table.length[first], regular.astype(np.int64)),
+        flat=np.column_stack([own, start[own], stop[own]]),
+        row_begin=row_begin,
+        rows=rows,
+        units=table.units,
+    )
+
+
+def _regular(table: ShardTable, row: Ints) -> npt.NDArray[np.bool_]:
+    """Mark the rows that are whole boxes, unless the rank holds anything of their kind in part.
+
+    A small tensor of a ZeRO buffer is whole on one rank of its group by chance; as a regular one it would make that
+    rank's slots different from all others'. Scalars cannot be cut: they count neither way.
+    """
+    kind, scalar = table.tensors.kind[table.tensor[row]], table.tensors.ndim[table.tensor[row]] == 0
+    whole = (table.start[row] == 0) & (table.stop[row] == table.length[row].prod(axis=1)) & (table.stop[row] > 0)
+    in_part = np.zeros(len(KINDS), dtype=bool)
+    in_part[kind[~whole & ~scalar]] = True
+    return np.asarray(whole & (scalar | ~in_part[kind]), dtype=np.bool_)
+
+
+def _families(tensors: TensorTable, shards: Ints, begin: Ints) -> Ints:
+    """Number the families: an optimizer's tensors whose names differ in the last part only, and whose shards are equal.
+
+    The rows of tensor t are ``shards[begin[t]]`` to ``shards[begin[t + 1]]``.
+    """
+    family = np.empty(len(tensors), dtype=np.int64)
+    numbers: dict[tuple[object, ...], int] = {}
+    members: dict[int, int] = {}
+    optimizer = KINDS.index("optimizer")
+    kinds, bounds = tensors.kind.tolist(), begin.tolist()
+    for row, (kind, fqn, tied_to) in enumerate(zip(kinds, tensors.fqn, tensors.tied_to, strict=True)):
+        parameter, _, _ = fqn.rpartition(".")
+        key: tuple[object, ...] = (kind, fqn, tied_to, row)
+        if kind == optimizer and parameter and not tied_to:
+            shape = (int(tensors.ndim[row]), tensors.shape[row].tobytes())
+            key = (parameter, shape, shards[bounds[row] : bounds[row + 1]].tobytes())
+        if members.get(numbers.get(key, -1), 0) == MOST_MEMBERS:
+            key = (*key, row)
+        family[row] = number = numbers.setdefault(key, len(numbers))
+        members[number] = members.get(number, 0) + 1
+    return family
+
+
+def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the family of each slot, and CSR-wise the rows of the table that each slot stands for."""
+    member = np.argsort(family, kind="stable")
+    member_begin = np.searchsorted(family[member], np.arange(int(family.max(initial=-1)) + 2))
+    leader, size = member[member_begin[:-1]], np.diff(member_begin)
+    count = np.diff(begin)[leader]
+    slot_family = np.repeat(np.arange(len(leader)), count)
+    which = runs(np.zeros_like(count), count)
+    size = size[slot_family]
+    row_begin = np.concatenate(([0], np.cumsum(size)))
+    tensor = member[runs(member_begin[slot_family], size)]
+    return slot_family, row_begin, row[begin[tensor] + np.repeat(which, size)]
+
+
+def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:
+    """Return int64[families]: numbers that differ for families whose members differ in number or item sizes.
+
+    Args:
+        itemsize: int64[n], of each member, a power of two.
+        family: int64[n], the family of each.
+        number: int64[n], which member it is: 0, 1, 2 ...
+        families: how many there are.
+
+    """
+    digit = np.log2(itemsize).astype(np.int64) + 1
+    out = np.zeros(families, dtype=np.int64)
+    np.add.at(out, family, digit << (3 * number))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals.
+
+    Attributes:
+        catalogues: the tensors by name; in the order of the lowest rank that has each.
+        template_catalogue: int64[K], the catalogue of each template.
+        template_slots: K times the slots; templates are in the order of the lowest rank that has each.
+        template: int64[N], the template of each rank.
+        flat_rank: int64[k], whose interval it is; not decreasing.
+        flat_slot: int64[k], slot of that rank's template.
+        flat_start: int64[k], first flat element, counted in the slot's box.
+        flat_stop: int64[k], one past the last.
+        claims: units of sharded states, of every rank that has any.
+    """
+
+    catalogues: Sequence[Catalogue]
+    template_catalogue: Ints
+    template_slots: Sequence[Slots]
+    template: Ints
+    flat_rank: Ints
+    flat_slot: Ints
+    flat_start: Ints
+    flat_stop: Ints
+    claims: Mapping[int, Sequence[Claim]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.template)
+
+    def lowest_ranks(self) -> Ints:
+        """Return int64[c]: the lowest rank that has each catalogue."""
+        lowest = np.full(len(self.catalogues), self.world_size, dtype=np.int64)
+        np.minimum.at(lowest, self.template_catalogue[self.template], np.arange(self.world_size))
+        return lowest

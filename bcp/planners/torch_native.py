@@ -1,0 +1,100 @@
+"""The planner for what torch itself has: modules, nested state dicts, torch optimizers; also under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bcp.plan.read.renamed import Saved
+from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
+from bcp.state.inventory import Leaves, probe
+from bcp.state.modules import Check, Finish, ParamNames, add_state
+from bcp.state.optimizer_restore import slot_targets
+from bcp.state.optimizers import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
+
+__all__ = ["DdpPlanner", "PlainPlanner"]
+
+
+class PlainPlanner:
+    """Every tensor is whole, or says itself (DTensor) which part of it is here.
+
+    ``states["model"]`` is a module, wrapped or not, a list of modules (virtual pipeline chunks), or nested mappings
+    and lists. ``states["optimizer"]`` is a torch optimizer, a list or mapping of them, or nested mappings.
+
+    Tensors of several names that are the same memory (tied) are stored once. Tied and untied states load into each
+    other; where a tied target meets several saved values, those of the first name in sorted order win.
+
+    It is also what the planners of other frameworks are made of: they say how a model's leaves and an optimizer's
+    slots are found (``_add_model``, ``_slots``), and what has to follow a load (``_settle``).
+    """
+
+    name = "plain"
+
+    def probe(self) -> str:
+        """Check torch's private attributes; return which versions run and were tested.
+
+        Raises:
+            InputError: this torch lacks one.
+
+        """
+        return probe({torch.Tensor: ["_version"], torch.UntypedStorage: ["_cdata"]}, self.name)
+
+    def local_shards(self, states: States) -> LocalShards:
+        """Say what this rank holds; see :meth:`bcp.protocols.Planner.local_shards`."""
+        leaves = Leaves()
+        self._add_model(leaves, states)
+        slots = self._slots(leaves, states)
+        if slots is None:
+            _add_plain(leaves, OPTIMIZER, states)
+        else:
+            add_slots(leaves, slots)
+        return leaves.to_save()
+
+    def load_targets(self, states: States, saved: Saved) -> LoadTargets:
+        """Say where this rank wants what to be put; see :meth:`bcp.protocols.Planner.load_targets`."""
+        leaves = Leaves()
+        finish_model = self._add_model(leaves, states, saved)
+        check: Check = _nothing
+        slots = self._slots(leaves, states, saved)
+        if slots is None:
+            finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
+        else:
+            check, finish_optimizer = slot_targets(leaves, slots, saved)
+
+        def finish(objects: Mapping[ObjectKey, Any]) -> None:
+            finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
+            finish_model(objects)
+            self._settle(states, objects)
+
+        return LoadTargets(leaves.to_load(saved.rows), check, finish)
+
+    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:  # noqa: ARG002 -- hook
+        """Take the leaves of the model; return what puts loaded objects back. ``saved`` is there in a load."""
+        return _add_plain(leaves, "model", states)
+
+    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+        """Find the slots of the optimizers, or None where they are a plain nested state; the model was taken before."""
+        known: Collection[ObjectKey] = saved.rows if saved else ()
+        optimizers = optimizers_in(states.get(OPTIMIZER))
+        return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
+
+    def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
+        """Do what has to follow a load on this rank alone, when all tensors and objects are in place."""
+
+
+class DdpPlanner(PlainPlanner):
+    """The same under ``DistributedDataParallel``: all ranks hold the same whole tensors and share the writing."""
+
+    name = "ddp"
+
+
+def _add_plain(leaves: Leaves, kind: str, states: States) -> Finish:
+    """Take the leaves of one kind, if there are any."""
+    state = states.get(kind)
+    return _nothing if state is None else add_state(leaves, kind, state)
+
+
+def _nothing(_: Mapping[ObjectKey, Any]) -> None:
+    """Find nothing wrong, set nothing."""

@@ -1,0 +1,1 @@
+"""The process's own means: event loop, threads, memory and devices."""

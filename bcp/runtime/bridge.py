@@ -1,0 +1,294 @@
+"""Calls bcp's coroutines for those who have no event loop, or do not want to wait: on a loop of bcp's own.
+
+That loop knows nothing of the caller's loop, so a synchronous call works inside a running one too. The hard moment is
+here, Ctrl-C while waiting; forks and the end of the process are in :mod:`bcp.runtime.event_loop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import anyio
+from structlog.stdlib import BoundLogger
+
+from bcp._log import log, was_logged
+from bcp.runtime import event_loop as _loop
+from bcp.runtime.event_loop import Loop, refuse_on_own_thread, wait_for
+
+__all__ = ["Background", "run", "start"]
+
+T = TypeVar("T")
+Operation = Callable[[Callable[[], None]], Awaitable[T]]
+Outcome = tuple[T, None] | tuple[None, BaseException]
+
+
+def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call") -> T:
+    """Await ``function()`` on bcp's loop; block until it has ended, and return or raise what it does.
+
+    It sees the caller's context variables. Works inside a running event loop too, which it blocks meanwhile, as any
+    synchronous call does. Whatever interrupts the waiting (Ctrl-C, a signal handler that raises) cancels the operation,
+    waits until that has cleaned up, and goes on its way; a second Ctrl-C cuts this waiting short. Under
+    ``asyncio.run`` it takes one more: Python turns the first into a cancellation of the main task, which is blocked.
+
+    Raises RuntimeError on bcp's own loop, which would wait for itself.
+    """
+    refuse_on_own_thread(f"wait for {what}")
+    return Background[T](what)._join(lambda _: function())  # noqa: SLF001 -- the two are one
+
+
+def start(function: Operation[T], *, what: str, daemon: bool = False) -> Background[T]:
+    """Await ``function(started)`` on bcp's loop, in the background; it calls ``started()`` when the caller may go on.
+
+    ``what`` names the operation in messages, as in ``"save to /ckpt/100"``. It sees the caller's context variables.
+    A daemon operation is cancelled at the end of the process; any other one is waited for.
+    """
+    background = Background[T](what, daemon=daemon)
+    background._launch(function)  # noqa: SLF001 -- the two are one
+    return background
+
+
+class Background(Generic[T]):
+    """An operation on bcp's loop. Awaitable from any event loop.
+
+    If it fails and nobody asks, the failure is logged as an error when the object is forgotten or the process ends.
+    In a forked child it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
+
+    Attributes:
+        what: names the operation in messages.
+        daemon: the end of the process cancels it.
+    """
+
+    _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
+
+    def __init__(self, what: str, *, daemon: bool = False) -> None:
+        """Prepare the operation called ``what``; :func:`start` makes and launches one."""
+        self.what = what
+        self.daemon = daemon
+        self._loop: Loop | None = None
+        self._task: asyncio.Task[Outcome[T]] | None = None
+        self._started: Future[bool] = Future()  # False: ended before it got so far
+        self._finished: Future[None] = Future()
+        self._started.set_running_or_notify_cancel()  # from now on, cancelling a waiter cannot cancel these two
+        self._finished.set_running_or_notify_cancel()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._cancelled = False
+        self._seen = False
+        self._pid = os.getpid()
+
+    def wait_started(self) -> None:
+        """Block until the operation says that the caller may go on, or has ended; raise its error if it failed before.
+
+        What interrupts the waiting cancels the operation, as in :func:`run`.
+        """
+        self._check()
+        try:
+            wait_for(self._started)
+        except BaseException:
+            self._abort()
+            raise
+        if not self._started.result():
+            self._take()
+
+    async def astarted(self) -> None:
+        """Do the same from any event loop, without blocking it.
+
+        Cancelling this cancels the operation and waits until it has cleaned up.
+        """
+        self._check_process()
+        try:
+            await asyncio.wrap_future(self._started)
+        except asyncio.CancelledError:
+            self.cancel()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wrap_future(self._finished)
+            raise
+        if not self._started.result():
+            self._take()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the operation has ended; return its result or raise its error. May be called many times.
+
+        TimeoutError after ``timeout`` seconds, or Ctrl-C, end the waiting and leave the operation running.
+        Raises ``concurrent.futures.CancelledError`` if it was cancelled.
+        """
+        self._check()
+        if not wait_for(self._finished, timeout):
+            raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on")
+        return self._take()
+
+    async def result(self) -> T:
+        """Do the same from any event loop, without blocking it. Cancelling this leaves the operation running."""
+        self._check_process()
+        await asyncio.wrap_future(self._finished)
+        return self._take()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Await :meth:`result`."""
+        return self.result().__await__()
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not. Never waits, never raises."""
+        return self._ended
+
+    def failed(self) -> bool:
+        """Say whether it has ended with an error or was cancelled. Never waits, never raises."""
+        return self._ended and self._error is not None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that it ended with; None if it ended well or still runs. Never waits."""
+        self._seen = self._seen or self._ended
+        return self._error
+
+    def cancel(self) -> None:
+        """Ask the operation to stop. It ends when it has cleaned up; ``wait`` then raises CancelledError."""
+        self._check_process()
+        if self._loop is not None and not self._ended:
+            self._cancelled = True
+            self._loop.asyncio_loop.call_soon_threadsafe(self._cancel_task)
+
+    def wait_ended(self) -> None:
+        """Block until it has ended, well or not; never raises what it ended with."""
+        wait_for(self._finished)
+
+    def tell_unseen(
+        self,
+        log: BoundLogger = log,
+        cancelled: type[BaseException] = CancelledError,
+        was_logged: Callable[[BaseException], bool] = was_logged,
+    ) -> None:
+        """Log an error that nobody has asked for. A cancellation that was asked for is none."""
+        if self._error is None or self._seen:
+            return
+        self._seen = True
+        if not (self._cancelled and isinstance(self._error, cancelled)):
+            tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure
+            tell("%s failed, and nobody waited for it", self.what, exc_info=self._error)
+
+    def __repr__(self) -> str:
+        """Show what it is and how it stands."""
+        if self._pid != os.getpid():
+            state = f"belongs to process {self._pid}"
+        elif not self._ended:
+            state = "cancelling" if self._cancelled else "running"
+        else:
+            state = "done" if self._error is None else repr(self._error)
+        return f"<Background {self.what}: {state}>"
+
+    def __del__(
+        self, getpid: Callable[[], int] = os.getpid, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        """Do not let an error go unnoticed.
+
+        Defaults stand in for module globals, which may be None while the interpreter ends. Errors that nobody asked for
+        have been logged by then: see :func:`bcp.runtime.event_loop._finish_at_exit`.
+        """
+        if self._pid == getpid() and not is_finalizing():
+            self.tell_unseen()
+
+    # -- the caller's side ---------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        """Refuse in a forked child, where nobody would ever wake a waiter."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.what} was begun by process {self._pid}, and this is its forked child {os.getpid()}: "
+                "wait for it or cancel it in the parent"
+            )
+
+    def _check(self) -> None:
+        """Refuse to wait where that would last for ever."""
+        self._check_process()
+        refuse_on_own_thread(f"wait for {self.what}")
+
+    def _launch(self, function: Operation[T]) -> None:
+        try:
+            with _loop.lock:
+                self._loop = _loop.current_loop()
+                self._loop.running.add(self)
+                # This copies the caller's context variables, and the task copies them from there.
+                self._loop.asyncio_loop.call_soon_threadsafe(self._begin, function)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _join(self, function: Operation[T]) -> T:
+        """Launch, wait and return or raise the outcome."""
+        try:
+            self._launch(function)
+            wait_for(self._finished)
+        except BaseException:
+            self._abort()
+            raise
+        try:
+            return self._take()
+        finally:
+            self._error = None  # its traceback leads here: a cycle, which would keep the state's tensors alive
+
+    def _abort(self) -> None:
+        """Cancel, and wait until the operation has cleaned up."""
+        if self._loop is not None:
+            self.cancel()
+            wait_for(self._finished)
+
+    def _take(self) -> T:
+        """Return or raise the outcome of the ended operation."""
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]  # set, where there is no error
+
+    # -- the loop's side -----------------------------------------------------------------------
+
+    def _begin(self, function: Operation[T]) -> None:
+        # The task must not know this object: its error would, and an error nobody asks for could not be told in time.
+        settled = _settled(function, partial(_set_once, self._started))
+        self._task = asyncio.get_running_loop().create_task(settled, name=f"bcp {self.what}")
+        self._task.add_done_callback(self._end)
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self._ended:  # the launch was interrupted
+            self._settle(None, asyncio.CancelledError())
+
+    def _end(self, task: asyncio.Task[Outcome[T]]) -> None:
+        self._task = None
+        # A task that is cancelled before its first step never gets to return an outcome.
+        result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+        self._settle(result, error)
+
+    def _settle(self, result: T | None, error: BaseException | None) -> None:
+        """Keep the outcome and wake who waits."""
+        assert self._loop is not None  # noqa: S101 -- this runs on it
+        if isinstance(error, asyncio.CancelledError):
+            cancelled = CancelledError(f"{self.what} was cancelled")  # asyncio's own would cancel the one who waits
+            cancelled.__cause__ = error
+            error = cancelled
+        self._result, self._error, self._ended = result, error, True
+        if error is not None:
+            self._loop.failed.add(self)
+        self._loop.running.discard(self)
+        _set_once(self._started, reached=False)
+        self._finished.set_result(None)
+
+
+async def _settled(function: Operation[T], started: Callable[[], None]) -> Outcome[T]:
+    """Await the function; hand an error over as a value, since an interrupt raised in a task would stop the loop."""
+    try:
+        return await function(started), None
+    except BaseException as error:  # noqa: BLE001 -- raised again by who waits, and logged if nobody does
+        return None, error
+
+
+def _set_once(future: Future[bool], *, reached: bool = True) -> None:
+    with suppress(InvalidStateError):
+        future.set_result(reached)

@@ -1,0 +1,402 @@
+"""Which blocks of the global tensor a DTensor holds here, traced from its placements without communication.
+
+torch's own ``compute_local_shape_and_global_offset`` describes every local tensor as one block, which is wrong for
+some layouts (an uneven FSDP2-after-TP parameter, a lone ``_StridedShard``); here the runs of indices are traced
+dimension by dimension, and a local tensor is a *list* of blocks (paper sec. 3.2, 4.4).
+
+Which indices of one tensor dimension a rank holds after the mesh dimensions that shard it have cut it.
+
+torch has two readings of a ``_StridedShard``. ``distribute_tensor`` cuts in mesh order: a strided cut with factor f
+makes f groups first, and takes a part of each. ``full_tensor`` (torch >= 2.10) takes the factor as a place in the order
+of the cuts: after that many shards by mesh dimensions to its right. FSDP2 after TP cuts in this second order. Both
+readings agree on dimensions that divide evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import placement_types as _placement_types
+
+from bcp.errors import StateError
+from bcp.plan.box import Box
+
+__all__ = [
+    "Cut",
+    "Meshes",
+    "Run",
+    "chunk",
+    "decoded",
+    "dtensor_blocks",
+    "is_dtensor",
+    "is_ragged",
+    "is_reordered",
+    "layout_of",
+    "local_tensor",
+    "mesh_blocks",
+    "placement_key",
+    "runs_of",
+    "stated_orders",
+]
+
+Run = tuple[int, int]
+"""(first global index, how many); a local dimension is a list of runs, back to back."""
+
+
+class Cut(NamedTuple):
+    """How one mesh dimension cuts one tensor dimension.
+
+    Attributes:
+        parts: number of ranks of the mesh dimension.
+        mine: coordinate of this rank on it.
+        factor: split factor of a ``_StridedShard``; None for a ``Shard``.
+    """
+
+    parts: int
+    mine: int
+    factor: int | None = None
+
+
+class AmbiguousCutsError(ValueError):
+    """Several readings of the same cuts exist, and torch itself uses more than one."""
+
+
+def runs_of(length: int, cuts: Sequence[Cut], order: Sequence[int] | None) -> list[Run]:
+    """Return the indices of a dimension that are left after the cuts, which are in mesh order.
+
+    Args:
+        length: of the dimension.
+        cuts: in mesh order.
+        order: their :func:`decoded` places; None if those of any dimension of the tensor cannot be decoded, of which
+            torch then decodes none.
+
+    Raises:
+        AmbiguousCutsError: torch distributes and gathers such a dimension in different ways, or cannot gather it.
+
+    """
+    if all(cut.factor is None for cut in cuts):
+        return runs_in_order(length, cuts)
+    if order is None:
+        if _cut_after_strided(length, cuts):
+            raise AmbiguousCutsError("a split factor is not the number of shards by mesh dimensions to its right")
+        return runs_in_order(length, cuts)
+    if not (_is_fsdp2(cuts) or length % math.prod(cut.parts for cut in cuts) == 0):
+        _check_same(length, cuts, order)
+    return runs_in_order(length, _plain(cuts, order))
+
+
+def runs_in_order(length: int, cuts: Iterable[Cut]) -> list[Run]:
+    """Return the indices that are left after the cuts were made one after the other, as ``distribute_tensor`` does.
+
+    A cut with factor f makes f groups first, and takes a part of each.
+    """
+    runs = [(0, length)] if length else []
+    for parts, mine, factor in cuts:
+        groups = [runs] if factor is None else [chunk(runs, factor, group) for group in range(factor)]
+        runs = _merged(run for group in groups for run in chunk(group, parts, mine))
+    return runs
+
+
+def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
+    """Cut runs, back to back, as ``torch.chunk`` does: parts of the rounded-up size, the last ones may be empty."""
+    size = -(-sum(count for _, count in runs) // parts)
+    low, high = size * mine, size * (mine + 1)
+    out, position = [], 0
+    for first, count in runs:
+        start, stop = max(low, position), min(high, position + count)
+        if start < stop:
+            out.append((first + start - position, stop - start))
+        position += count
+    return out
+
+
+def decoded(cuts: Sequence[Cut]) -> list[int] | None:
+    """Return the places of the cuts in the order in which they are made; None if a factor gives no place.
+
+    A cut stands behind those cuts to its right whose sizes multiply to its factor: a ``Shard`` before all of them. This
+    is ``DTensorSpec._maybe_convert_StridedShard_to_shard_order`` of torch 2.13.
+    """
+    order: list[int] = []
+    for at in reversed(range(len(cuts))):
+        before = [math.prod(cuts[other].parts for other in order[:place]) for place in range(len(order) + 1)]
+        factor = cuts[at].factor or 1
+        if factor not in before:
+            return None
+        order.insert(before.index(factor), at)
+    return order
+
+
+def _cut_after_strided(length: int, cuts: Sequence[Cut]) -> bool:
+    """Return whether a strided cut has another cut to its right, of which torch's gather then miscounts the rows.
+
+    One whose factor is at least the length leaves all rows to coordinate 0, and is no cut.
+    """
+    real = []
+    for cut in cuts:
+        if cut.parts > 1 and (cut.factor is None or length > cut.factor):
+            real.append(cut)
+            length = -(-length // cut.parts) if cut.factor is None else length
+    return any(cut.factor is not None for cut in real[:-1])
+
+
+def _is_fsdp2(cuts: Sequence[Cut]) -> bool:
+    """Return whether FSDP2 makes these cuts: one strided cut, after all shards by mesh dimensions to its right."""
+    strided = [at for at, cut in enumerate(cuts) if (cut.factor or 1) > 1]
+    return len(strided) == 1 and cuts[strided[0]].factor == math.prod(cut.parts for cut in cuts[strided[0] + 1 :])
+
+
+def _plain(cuts: Sequence[Cut], order: Iterable[int]) -> list[Cut]:
+    """Return the cuts in another order, which says all that their factors said."""
+    return [Cut(cuts[at].parts, cuts[at].mine) for at in order]
+
+
+def _check_same(length: int, cuts: Sequence[Cut], order: Sequence[int]) -> None:
+    """Raise AmbiguousCutsError if the two readings differ on any rank."""
+    for coordinate in product(*(range(cut.parts) for cut in cuts)):
+        there = [cut._replace(mine=mine) for cut, mine in zip(cuts, coordinate, strict=True)]
+        if runs_in_order(length, there) != runs_in_order(length, _plain(there, order)):
+            raise AmbiguousCutsError("the dimension does not divide evenly")
+
+
+def _merged(runs: Iterator[Run]) -> list[Run]:
+    """Join runs that touch."""
+    out: list[Run] = []
+    for first, count in runs:
+        if out and sum(out[-1]) == first:
+            out[-1] = (out[-1][0], out[-1][1] + count)
+        else:
+            out.append((first, count))
+    return out
+
+
+_StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
+"""() where torch no longer has it: nothing is an instance of it then."""
+
+_NAMES = frozenset({"Replicate", "Shard", "_StridedShard"})
+"""Class names by which placements that are not torch's own are known; veScale has had such."""
+
+Split = tuple[int, int | None]
+"""(tensor dimension, split factor) of a mesh dimension that shards; None for a ``Shard``, which has no factor."""
+
+_IN_ORDER = "use_strided_shard_as_shard_order"
+"""An attribute of torch's specs: False if strided shards are cuts in mesh order, whatever their factors."""
+
+Order = tuple[int, tuple[int, ...]]
+"""(tensor dimension, mesh dimensions in the order in which they cut it)."""
+
+Meshes = dict[int, tuple[object, ...]]
+"""Shape of a mesh and this rank's place in it, by its ``id``, which is its own while its tensors are there."""
+
+Traced = tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
+"""(shape of the local tensor, its blocks of the global one with the local index where each starts)."""
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is torch's DTensor, or looks like one: veScale's has not always been derived from it."""
+    return isinstance(tensor, DTensor) or (hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements"))
+
+
+def is_ragged(tensor: object) -> bool:
+    """Whether a placement of a DTensor is veScale's ``RaggedShard``.
+
+    Only an attribute is asked for: that class does not initialise torch's C++ base, so that ``==``, ``hash`` and
+    ``is_shard()`` of such a placement may end the process; ``is_replicate()`` does, on torch 2.13.
+    """
+    return is_dtensor(tensor) and any(hasattr(placement, "local_units") for placement in tensor.placements)
+
+
+def is_reordered(mesh: object) -> bool:
+    """Return whether a mesh says, as Megatron-FSDP's may, that its dimensions cut tensors in an order of their own."""
+    return hasattr(mesh, "_shard_order")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory behind a DTensor itself, or any other tensor: no copy, no view, no collective."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 -- to_local() records autograd or returns a view
+    return local
+
+
+def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]:
+    """Return the non-empty blocks that this rank holds, each with its view of the local tensor.
+
+    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing.
+
+    Raises:
+        StateError: a placement is a pending reduction or unknown, placements and local shape disagree, or torch
+            itself has more than one reading of the placements.
+
+    """
+    if (traced := mesh_blocks(tensor, tensor.placements, name, stated_orders(tensor))) is None:
+        return []
+    local, (expected, blocks) = local_tensor(tensor), traced
+    if not (local.numel() or math.prod(expected)):  # torch gives such a tensor the shape (2, 0) or (0, 0)
+        return []
+    if tuple(local.shape) != expected:
+        raise StateError(
+            f"{name}: placements {tensor.placements} of global shape {tuple(tensor.shape)} give this rank "
+            f"{expected}, but its local tensor is {tuple(local.shape)}; build it with distribute_tensor, or pass "
+            "shape and stride to DTensor.from_local"
+        )
+    return [(box, _view(local, start, box.lengths)) for box, start in blocks]
+
+
+def placement_key(placement: Any) -> object:
+    """Return what tells a placement from others, without asking a ragged one for more than attributes."""
+    ragged = hasattr(placement, "local_units")
+    return (tuple(placement.dims), tuple(placement.local_units)) if ragged else str(placement)
+
+
+def layout_of(tensor: Any, meshes: Meshes) -> object:
+    """Return what says which blocks of a DTensor are here, to be compared; None if that takes a closer look.
+
+    Placements are not compared themselves: torch has said that ``_StridedShard(0)`` equals ``Shard(0)``, which cuts
+    otherwise (2.6), and veScale's may crash.
+    """
+    spec, cuts = tensor._spec, []  # noqa: SLF001 -- probe() checks it
+    for placement in spec.placements:
+        if type(placement) not in (Shard, Replicate, _StridedShard):
+            return None
+        cuts.append((getattr(placement, "dim", None), getattr(placement, "split_factor", None)))
+    mesh = spec.mesh
+    place = meshes.get(id(mesh))
+    if place is None:
+        coordinate = mesh.get_coordinate()
+        place = meshes[id(mesh)] = (tuple(mesh.shape), None if coordinate is None else tuple(coordinate))
+    if is_reordered(mesh):
+        return None
+    return tuple(cuts), getattr(spec, "shard_order", None), getattr(spec, _IN_ORDER, None), place
+
+
+def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
+    """Trace which blocks this rank would hold of a DTensor if its placements were these.
+
+    Returns:
+        The shape that the local tensor would have, and the blocks with the local index where each starts.
+        None on a rank outside of the mesh.
+
+    Raises:
+        StateError: a placement is a pending reduction or unknown, the placements do not fit tensor and mesh, or torch
+            itself has more than one reading of them.
+
+    """
+    shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
+    if len(placements) != len(mesh):
+        raise StateError(
+            f"{name} has {len(placements)} placements on a mesh of shape {mesh}; give it one for each mesh dimension"
+        )
+    splits = tuple(_split(placement, shape, name) for placement in placements)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    if not math.prod(shape):
+        return (0,) * len(shape), ()
+    try:
+        return _traced(shape, splits, mesh, tuple(coordinate), tuple(orders))
+    except AmbiguousCutsError as error:
+        raise StateError(
+            f"{name} has the placements {tuple(placements)} on a mesh of shape {mesh}, and torch's own "
+            f"distribute_tensor and full_tensor disagree on which rows of its global shape {shape} are where: {error}; "
+            "redistribute it to Shard or Replicate, and check the values: torch may permute them on the way"
+        ) from None
+
+
+@lru_cache(maxsize=4096)
+def _traced(
+    shape: tuple[int, ...],
+    splits: tuple[Split | None, ...],
+    parts: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    orders: tuple[Order, ...],
+) -> Traced:
+    """Return the local shape, and the blocks with the local index where each starts.
+
+    A model has thousands of tensors and a few layouts: remembering them takes a third off the planning.
+
+    Args:
+        shape: of the global tensor.
+        splits: what each mesh dimension splits, None where it replicates.
+        parts: how many parts each mesh dimension has.
+        coordinate: which of them are ours.
+        orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.
+
+    """
+    cuts: list[dict[int, Cut]] = [{} for _ in shape]
+    for at, split in enumerate(splits):
+        if split:
+            cuts[split[0]][at] = Cut(parts[at], coordinate[at], split[1])
+    places = [decoded(list(each.values())) for each in cuts]
+    runs = []
+    for dim, length in enumerate(shape):
+        stated = [cuts[dim][at] for at in _order(orders, dim, list(cuts[dim]))]
+        order = None if None in places else places[dim]
+        runs.append(runs_in_order(length, stated) if stated else runs_of(length, list(cuts[dim].values()), order))
+    return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))
+
+
+def _split(placement: Any, shape: Sequence[int], name: str) -> Split | None:
+    """Return (tensor dimension, split factor) of a placement, None for one that splits nothing."""
+    if hasattr(placement, "local_units"):  # first: any other question to veScale's RaggedShard may crash
+        raise StateError(f"{name} has more than one ragged placement, which is not supported; redistribute it")
+    kind = type(placement).__name__
+    if not isinstance(placement, (Replicate, Shard, _StridedShard)) and kind not in _NAMES:
+        raise StateError(
+            f"{name} has the placement {placement!r}: its values are not there before a reduction, or lie in an order "
+            "that is not known; redistribute it to Shard or Replicate first"
+        )
+    if isinstance(placement, Replicate) or kind == "Replicate":
+        return None
+    if not -len(shape) <= placement.dim < len(shape):
+        raise StateError(
+            f"{name} has the placement {placement!r}, but its global shape is {tuple(shape)}; "
+            "place it on a dimension that it has"
+        )
+    strided = isinstance(placement, _StridedShard) or kind == "_StridedShard"
+    return placement.dim % len(shape), int(placement.split_factor) if strided else None
+
+
+def stated_orders(tensor: DTensor) -> tuple[Order, ...]:
+    """Return (tensor dimension, mesh dimensions in the order in which they cut it), if the tensor states it.
+
+    torch >= 2.10 may state it. With strided shards it counts only where torch says that their factors are no order,
+    as it does of views (2.13); otherwise the factors themselves are the order.
+    """
+    spec = getattr(tensor, "_spec", None)  # not public yet
+    strided = any(hasattr(placement, "split_factor") for placement in tensor.placements)
+    if strided and getattr(spec, _IN_ORDER, True) is not False:
+        return ()
+    entries = getattr(spec, "shard_order", None) or ()
+    return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in entries)
+
+
+def _order(orders: Sequence[Order], dim: int, mesh_dims: list[int]) -> Sequence[int]:
+    """Return the mesh dimensions in the order in which they cut a dimension; () if the tensor does not state it."""
+    stated = [mesh for tensor_dim, mesh in orders if tensor_dim == dim]
+    return stated[0] if stated and sorted(stated[0]) == mesh_dims else ()
+
+
+def _boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Yield every combination of runs as a box, with the local index where it starts."""
+    placed = []
+    for dim in runs:
+        starts = [sum(count for _, count in dim[:index]) for index in range(len(dim))]
+        placed.append([(first, count, start) for (first, count), start in zip(dim, starts, strict=True)])
+    for corner in product(*placed):
+        yield Box(tuple(c[0] for c in corner), tuple(c[1] for c in corner)), tuple(c[2] for c in corner)
+
+
+def _view(local: torch.Tensor, start: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return that block of the local tensor, as a view."""
+    view = local.detach()
+    if tuple(view.shape) == tuple(lengths):
+        return view
+    for dim, (first, count) in enumerate(zip(start, lengths, strict=True)):
+        view = view.narrow(dim, first, count)
+    return view

@@ -1,0 +1,277 @@
+"""Leaves of modules and of nested containers, and how loaded objects get back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from bcp.errors import StateError
+from bcp.protocols import ObjectKey
+from bcp.state.dtensor import local_tensor
+from bcp.state.hooks import ATTACH, is_sharded_tensor, local_shards, shape_of
+from bcp.state.inventory import Leaves, state_dict_of
+from bcp.state.memory import memory, unsupported
+from bcp.state.names import Path, cleaned, cleaner, dotted, walk
+from bcp.state.native_values import same_generator, set_generator
+from bcp.state.placement import Leaf, Sharded
+from bcp.state.tensor_specs import is_flat
+from bcp.state.values import same_value
+
+__all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "is_fsdp1_type", "put"]
+
+Check = Callable[[Mapping[ObjectKey, Any]], None]
+"""Raises where the loaded objects cannot be put into a target; touches nothing."""
+
+Finish = Callable[[Mapping[ObjectKey, Any]], None]
+"""Sets the loaded objects in a target, once its tensors are in place."""
+
+TakeModule = Callable[[Leaves, str, nn.Module, str], Finish]
+"""Takes the leaves of one module: (where to, kind, module, prefix of its names)."""
+
+
+def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None = None) -> Finish:
+    """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
+
+    Modules give their ``state_dict()``, persistent buffers included, or what ``take`` finds in them; they may also
+    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``.
+
+    Returns:
+        The function that puts loaded objects back into ``state``.
+
+    Raises:
+        StateError: two leaves have one name, a key is no string or int, or something cannot be read this way.
+
+    """
+    where, add_module = f"states[{kind!r}]", take or _add_module
+    if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
+        return in_turn([add_module(leaves, kind, part, "") for part in state])
+    if isinstance(state, torch.Tensor):
+        leaves.add(kind, kind, state)
+        return in_turn([])
+    if not isinstance(state, (nn.Module, Mapping, list, tuple)):
+        raise StateError(
+            f"{where} is a {type(state).__name__}; pass a module, a list of modules, a nested mapping or a tensor"
+        )
+    if is_flat(state):
+        leaves.add_all(kind, state.items())
+        return in_turn([])
+    finishes: list[Finish] = []
+    paths: dict[ObjectKey, Path] = {}
+
+    def found() -> Iterator[tuple[str, Any]]:
+        for path, leaf in walk(state, where):
+            name = dotted(path)
+            if isinstance(leaf, torch.Tensor):
+                yield name, leaf
+            elif isinstance(leaf, nn.Module):
+                finishes.append(add_module(leaves, kind, leaf, f"{name}." if path else ""))
+            elif isinstance(leaf, torch.optim.Optimizer):
+                raise StateError(
+                    f"{where} has an optimizer at {name!r}; pass it, or a list of them, as states['optimizer']"
+                )
+            else:
+                paths[kind, name] = path
+                yield name, leaf
+
+    leaves.add_all(kind, found())
+    return in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
+
+
+class ParamNames:
+    """Finds the FQNs of a parameter by what it is, or by its memory where only a plain state dict was passed."""
+
+    def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
+        """Index the tensors of kind ``model``; names in ``saved`` come first, then the sorted order counts."""
+        self._named = leaves.tensors.get("model", {})
+        self._state, self._saved = state, saved
+        self._by_id = self._indexed(self._named.items())
+        for key, names in self._hidden.items() if saved else ():
+            known = self._by_id.setdefault(key, [])
+            known += [fqn for fqn in names if fqn not in known]
+
+    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, list[str]]:
+        """Return the names of each leaf by its ``id``."""
+        found: dict[int, list[str]] = {}
+        for fqn, leaf in named:
+            found.setdefault(id(leaf), []).append(fqn)
+        return self._sorted(found)
+
+    def _sorted(self, found: dict[Any, list[str]]) -> dict[Any, list[str]]:
+        """Put the names of each leaf in their order."""
+        for names in found.values():
+            if len(names) > 1:
+                names.sort(key=lambda fqn: (("model", fqn) not in self._saved, fqn))
+        return found
+
+    @cached_property
+    def _hidden(self) -> dict[int, list[str]]:
+        """The names that modules have for parameters, also for those that a hook took out of the state dict."""
+        return self._indexed(_parameters(self._state))
+
+    @cached_property
+    def _by_memory(self) -> dict[object, list[str]]:
+        """The names by memory, which is slow to compare, and rarely needed."""
+        found: dict[object, list[str]] = {}
+        for fqn, tensor in self._named.items():
+            if _has_memory(tensor):
+                found.setdefault(memory(tensor), []).append(fqn)
+        return self._sorted(found)
+
+    def __call__(self, parameter: torch.Tensor) -> list[str]:
+        """Return the parameter's FQNs: that by which it goes, and those that are tied to it.
+
+        Raises:
+            StateError: the model does not have it.
+
+        """
+        names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
+        if names is None and _has_memory(parameter):
+            names = self._by_memory.get(memory(parameter))
+        if names is None:
+            raise StateError(
+                f"states['optimizer'] has a parameter of shape {shape_of(parameter)} that is not in states['model'];"
+                " pass the model that the optimizer was built for as well: parameters get their names from it"
+            )
+        return names
+
+
+def put(container: Any, path: Path, value: object, where: str) -> Any:
+    """Set a leaf at a path of nested containers.
+
+    Returns:
+        The container: the same one, or a new tuple where an item of a tuple changed.
+
+    Raises:
+        StateError: a container on the way can neither be changed nor rebuilt.
+
+    """
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    old = container.get(key) if isinstance(container, Mapping) else container[key]
+    new = put(old, rest, value, where)
+    if new is old or (_is_plain(new) and same_value(new, old)):
+        return container
+    if same_generator(old, new):
+        set_generator(old, new)
+        return container
+    if isinstance(container, (MutableMapping, list)):
+        container[key] = new
+        return container
+    if isinstance(container, tuple):
+        items = [*container[:key], new, *container[key + 1 :]]
+        return container._make(items) if hasattr(container, "_make") else type(container)(items)  # _make: namedtuple
+    raise StateError(f"{where}: cannot set {key!r} in a {type(container).__name__}; use a dict")
+
+
+def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[ObjectKey, Any], where: str) -> None:
+    """Set all those objects that the target has a place for."""
+    for name, path in paths.items():
+        if name in objects and put(root, path, objects[name], where) is not root:
+            raise StateError(f"{where} is a {type(root).__name__} and cannot be changed in place; pass a dict or list")
+
+
+def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
+    """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
+    kinds = {type(part) for part in module.modules()}
+    if any(map(is_fsdp1_type, kinds)):
+        raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
+    if any(base.__name__ == "MegatronFSDP" for part in kinds for base in part.__mro__):
+        raise StateError(
+            f"the model is wrapped in MegatronFSDP, whose state_dict() communicates; pass its .module, and {ATTACH}"
+        )
+    if not callable(module.buffers):
+        raise StateError(
+            f"the model is wrapped in a {type(module).__name__} that is no module of torch's in full, as Megatron's "
+            "is; pass framework='megatron'"
+        )
+    where = f"states[{kind!r}]" + (f", {prefix[:-1]!r}" if prefix else "")
+    state = state_dict_of(module, where, keep_vars=True)
+    fqns = [prefix + name for name in cleaned(module, kinds, state)]
+    extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if _is_extra(raw)}
+    named = zip(state, fqns, state.values(), strict=True)
+    leaves.add_all(kind, ((fqn, value) for raw, fqn, value in named if raw not in extras))
+    for raw, fqn in extras.items():
+        leaves.add_object(kind, fqn, state[raw])
+
+    def finish(loaded: Mapping[ObjectKey, Any]) -> None:
+        owned = {key for tensor in (*module.parameters(), *module.buffers()) for key in _storages(tensor)}
+        wanted: dict[str, Any] = {}
+        for (raw, value), fqn in zip(state.items(), fqns, strict=True):
+            if raw in extras or not isinstance(value, torch.Tensor):
+                wanted |= {raw: loaded[kind, fqn]} if (kind, fqn) in loaded else {}
+            elif not _storages(value) <= owned:
+                wanted[raw] = value
+        if wanted:
+            module.load_state_dict(wanted, strict=False)
+
+    return finish
+
+
+def _is_extra(raw: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state()`` has returned."""
+    return raw.endswith("_extra_state") and raw.rpartition(".")[2] == "_extra_state"
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is FSDP1's wrapper."""
+    return is_fsdp1_type(type(module))
+
+
+def is_fsdp1_type(kind: type) -> bool:
+    """Whether modules of that type are FSDP1's wrappers, not Megatron's of that name; FSDP1 need not be imported."""
+    return any(base.__name__ == "FullyShardedDataParallel" and not _is_megatrons(base) for base in kind.__mro__)
+
+
+def _is_megatrons(kind: type) -> bool:
+    return kind.__module__.startswith("megatron.")
+
+
+def in_turn(finishes: Iterable[Finish]) -> Finish:
+    """Make one function of several."""
+    functions = list(finishes)
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        for each in functions:
+            each(objects)
+
+    return finish
+
+
+def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters of a module or of a list of modules."""
+    modules = state if isinstance(state, (list, tuple)) else [state]
+    out = []
+    for module in modules:
+        if isinstance(module, nn.Module):
+            clean = cleaner(module)
+            out += [(clean(raw), p) for raw, p in module.named_parameters(remove_duplicate=False)]
+    return out
+
+
+def _storages(tensor: torch.Tensor) -> set[object]:
+    """Return keys of the memory that a tensor looks at, of which it may use only a part."""
+    if is_sharded_tensor(tensor):
+        return {key for shard in local_shards(tensor) for key in _storages(shard)}
+    local = local_tensor(tensor)
+    try:
+        return {local.untyped_storage()._cdata}  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
+    except (RuntimeError, ValueError):  # sparse, opaque, uninitialized ones have none; they are refused with a reason
+        return {id(local)}
+
+
+def _has_memory(tensor: Leaf) -> bool:
+    """Whether the tensor's memory tells it from others: an empty local shard may stand for any of several tensors."""
+    if isinstance(tensor, Sharded):
+        return False
+    local = local_tensor(tensor)
+    return not is_sharded_tensor(local) and not unsupported(local) and local.numel() > 0
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a number or text, which is compared sooner than set."""
+    return type(value) in (bool, int, float, str, bytes)

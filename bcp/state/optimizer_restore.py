@@ -1,0 +1,351 @@
+"""How a load gets into torch optimizers. No step is ever taken: states that do not exist yet are made of zeros."""
+
+from __future__ import annotations
+
+import cmath
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bcp.errors import CheckpointError, CorruptError, MismatchError, StateError
+from bcp.plan.read.renamed import Saved
+from bcp.plan.shards import TensorMeta
+from bcp.protocols import ObjectKey
+from bcp.state.hooks import is_sharded_tensor
+from bcp.state.inventory import Leaves
+from bcp.state.modules import Check, Finish, put
+from bcp.state.names import Path, dotted, split
+from bcp.state.native_values import same_generator, set_generator
+from bcp.state.optimizers import MASTER, OPTIMIZER, STEP, Slot
+from bcp.state.values import same_value, shown
+
+__all__ = ["scalar_device", "slot_targets"]
+
+Change = tuple[dict[str, Any], str, Any]
+"""(group, key, value) to set."""
+
+
+def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[Check, Finish]:
+    """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
+
+    What is made becomes the optimizer's own when everything is in place: a load that fails leaves it without.
+
+    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
+    versions of torch) are no mismatch. Of a parameter with several names, the states that were saved by the others
+    are known to be wanted, but not read.
+
+    Returns:
+        The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
+        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors, and
+        hands over what was made.
+        Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
+        raises the error, before it sets anything.
+
+    Raises:
+        StateError: a parameter is not in the model or in two optimizers, or a nested state would have to be made.
+
+    """
+    slots: dict[str, Slot] = {}
+    aside = _Aside()
+    for slot in map(aside.instead, found):
+        if slots.setdefault(slot.fqn, slot) is not slot:
+            raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
+    there = _There.of(saved, slots)
+    paths: dict[str, tuple[Slot, Path]] = {}
+    together = Counter(_owner(slot) for slot in slots.values())
+    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, there.states[slot.fqn], saved)}
+    counts = []
+    for slot in slots.values():
+        counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
+        counts += _want_count(leaves, slot, there.states[slot.fqn], saved) if counted else []
+        never_stepped = _owner(slot) in made and set(there.states[slot.fqn]) <= {MASTER}  # others of its unit were
+        for path, value in () if never_stepped else slot.leaves(leaves.rank):
+            if counted and path == (STEP,):
+                continue
+            name = f"state.{slot.fqn}.{dotted(path)}"
+            leaves.add(OPTIMIZER, name, value)
+            paths[name] = (slot, path)
+        if slot.master is not None:
+            leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)
+    tensors = _want_hypers(leaves, slots.values(), there, saved)
+    _want_tied(leaves, slots.values(), saved)
+
+    def check(objects: Mapping[ObjectKey, Any]) -> None:
+        _agreed(objects, slots, there)
+
+    def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        changes = [*_agreed({**objects, **tensors}, slots, there), *_counted(counts)]
+        _set_states(objects, slots, there, paths)
+        aside.hand_over()
+        for group, key, value in changes:
+            _set_hyper(group, key, value)
+        _settle_steps(slots.values())
+
+    return check, finish
+
+
+class _Aside:
+    """States of parameters that have none, until they are the optimizer's own."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._made: dict[tuple[int, int], tuple[Slot, dict[torch.Tensor, dict[str, Any]]]] = {}
+
+    def instead(self, slot: Slot) -> Slot:
+        """Return the slot, with a place of its own for the states if it has none."""
+        if slot.state is None or any(value is not None for value in slot.values.values()):
+            return slot
+        _, states = self._made.setdefault(_owner(slot), (slot, {slot.parameter: dict(slot.values)}))
+        return replace(slot, state=states)
+
+    def hand_over(self) -> None:
+        """Give the optimizers what was made."""
+        for slot, states in self._made.values():
+            if slot.state is not None and states[slot.parameter]:
+                slot.state.setdefault(slot.parameter, {}).update(states[slot.parameter])
+
+
+def scalar_device(slot: Slot, key: str) -> torch.device:
+    """Return where a 0-d state belongs: by the parameter, but ``step`` on the CPU unless kernels read it."""
+    in_kernel = slot.group.get("capturable") or slot.group.get("fused")
+    return slot.parameter.device if in_kernel or key != STEP else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """What a checkpoint has of the target's parameters.
+
+    Attributes:
+        states: keys of the states of each, by FQN.
+        hypers: keys of its hyper-parameters.
+        tensors: keys of those of its hyper-parameters that were saved as tensors.
+        places: by name in the checkpoint: section, FQN and key.
+        slots: the parameters.
+    """
+
+    slots: Mapping[str, Slot]
+    states: defaultdict[str, list[str]]
+    hypers: defaultdict[str, list[str]]
+    tensors: defaultdict[str, list[str]]
+    places: dict[str, tuple[str, str, str] | None]
+
+    @classmethod
+    def of(cls, saved: Saved, slots: Mapping[str, Slot]) -> _There:
+        """Sort the names of a checkpoint."""
+        there = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
+        for names, hypers in ((saved.rows, there.tensors), (saved.objects, there.hypers)):
+            for kind, name in names:
+                if kind == OPTIMIZER and (place := there.place(name)):
+                    section, fqn, key = place
+                    (there.states if section == "state" else hypers)[fqn].append(key)
+        return there
+
+    def place(self, name: str) -> tuple[str, str, str] | None:
+        """Return the section, FQN and key that a name is made of; None for one of another kind."""
+        if name not in self.places:
+            self.places[name] = split(name, self.slots)
+        return self.places[name]
+
+
+def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> bool:
+    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted.
+
+    Returns:
+        Whether states were made.
+
+    """
+    if slot.state is None or any(value is not None for value in slot.values.values()):
+        return False
+    for key in keys:
+        if key == MASTER or (key == STEP and slot.step_in_group):
+            continue
+        name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
+        if "." in key:
+            raise StateError(
+                f"the optimizer has no state yet, and {name[1]!r} of the checkpoint is nested, so that it cannot be "
+                "made up; take one step with learning rate 0 before loading"
+            )
+        if is_sharded_tensor(slot.parameter):
+            raise StateError(
+                f"the optimizer has no state yet, and its parameter {slot.fqn!r} is a ShardedTensor, for which no "
+                "states are made; take one step with learning rate 0 before loading"
+            )
+        if name in saved.rows:
+            slot.state.setdefault(slot.parameter, {})[key] = _zeros(slot, key, saved.meta(name))
+        elif key not in slot.values:
+            leaves.add_object(*name, None)
+    return bool(slot.values)
+
+
+def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
+    """Make one state tensor as the optimizer would have made it, in the saved dtype."""
+    parameter, dtype = slot.parameter.detach(), _dtype(meta)
+    if not meta.shape and (key == STEP or parameter.dim()):
+        return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
+    if slot.placement or meta.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    return _fresh(meta, parameter.device)
+
+
+def _fresh(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Make a tensor of zeros in the shape that the checkpoint claims."""
+    try:
+        return torch.zeros(meta.shape, dtype=_dtype(meta), device=device)
+    except RuntimeError as error:
+        raise CorruptError(
+            f"{meta.fqn!r} has shape {list(meta.shape)} in the checkpoint, for which there is no memory: {error}; "
+            "load another checkpoint"
+        ) from error
+
+
+def _dtype(meta: TensorMeta) -> torch.dtype:
+    """Return torch's dtype of that name."""
+    dtype = getattr(torch, meta.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{meta.fqn!r} was saved as {meta.dtype!r}, which torch {torch.__version__} does not know; load it with "
+            "the torch that saved it"
+        )
+    return dtype
+
+
+def _want_hypers(leaves: Leaves, slots: Iterable[Slot], there: _There, saved: Saved) -> dict[ObjectKey, torch.Tensor]:
+    """Want the hyper-parameters of all parameters: those of a group that were saved alike together.
+
+    Those that were saved as tensors go into new ones, until all are compared.
+    """
+    alike: dict[tuple[int, tuple[str, ...]], tuple[Slot, list[str]]] = {}
+    tensors: dict[ObjectKey, torch.Tensor] = {}
+    for slot in slots:
+        for key in there.tensors[slot.fqn]:
+            name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
+            meta = saved.meta(name)
+            tensors[name] = _fresh(meta, torch.device("cpu"))
+        known = there.hypers[slot.fqn] or there.tensors[slot.fqn]
+        place = {key: number for number, key in enumerate(slot.hyper)}  # in the order in which a save has them
+        keys = sorted(there.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
+        _, prefixes = alike.setdefault((id(slot.group), tuple(keys)), (slot, []))
+        prefixes.append(f"param_groups.{slot.fqn}")
+    leaves.add_all(OPTIMIZER, ((name, value) for (_, name), value in tensors.items()))
+    for (_, wanted), (slot, prefixes) in alike.items():
+        leaves.add_group(OPTIMIZER, prefixes, {key: slot.group.get(key) for key in wanted})
+    return tensors
+
+
+def _owner(slot: Slot) -> tuple[int, int]:
+    """Return the same for slots that share their states: those of parameters that are parts of one local tensor."""
+    return id(slot.state), id(slot.parameter)
+
+
+def _want_count(leaves: Leaves, slot: Slot, keys: Collection[str], saved: Saved) -> list[tuple[Slot, torch.Tensor]]:
+    """Want the step count of a parameter whose optimizer has a number, or one count for several parameters.
+
+    It is loaded into a new tensor, and set when all are known to agree.
+    """
+    if slot.state is None or (STEP not in keys and slot.count is None):
+        return []
+    name = (OPTIMIZER, f"state.{slot.fqn}.{STEP}")
+    count = torch.zeros((), dtype=_dtype(saved.meta(name)) if name in saved.rows else torch.float32)
+    leaves.add(*name, count)
+    return [(slot, count)]
+
+
+def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
+    """Find the one step count of every group or state that counts by itself, or raise MismatchError."""
+    found: dict[int, tuple[Slot, float]] = {}
+    for slot, count in counts:
+        number = count.item()
+        if not cmath.isfinite(number):
+            raise CorruptError(f"{slot.fqn!r} was saved after {number} steps; load another checkpoint")
+        first, steps = found.setdefault(id(slot.counter), (slot, number))
+        if steps != number:
+            raise MismatchError(
+                f"the target counts the steps of {first.fqn!r}, saved after {steps:.0f}, and of {slot.fqn!r}, saved "
+                f"after {number:.0f}, as one; put them into different groups before loading, or, with FSDP1, "
+                "wrap with use_orig_params=True"
+            )
+    return [
+        (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) or steps % 1 else int(steps))
+        for slot, steps in found.values()
+    ]
+
+
+def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: Saved) -> None:
+    """Want what was saved by the further names of parameters, which is what is wanted by the first."""
+    fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
+    wanted = leaves.tensors.get(OPTIMIZER, {})
+    for kind, name in saved.rows if fqns else ():
+        if kind == OPTIMIZER and (found := split(name, fqns)):
+            section, tied, key = found
+            first = f"{section}.{fqns[tied]}.{key}"
+            if first in wanted:
+                leaves.add_alias(OPTIMIZER, name, first)
+
+
+def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There) -> list[Change]:
+    """Find the one value of every hyper-parameter of every group, or raise MismatchError.
+
+    Keys that the target's group does not have (another framework's) are left out where parameters disagree.
+    """
+    first: dict[tuple[int, str], tuple[str, Change]] = {}
+    foreign: set[tuple[int, str]] = set()
+    for (kind, name), value in values.items():
+        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        if section != "param_groups":
+            continue
+        group = slots[fqn].group
+        other, (_, _, agreed) = first.setdefault((id(group), key), (fqn, (group, key, value)))
+        if value is agreed or same_value(value, agreed):
+            continue
+        if key not in group:
+            foreign.add((id(group), key))
+        else:
+            raise MismatchError(
+                f"one param group has {other!r}, saved with {key}={shown(agreed)}, and {fqn!r}, saved with "
+                f"{key}={shown(value)}; put them into different groups before loading"
+            )
+    return [change for place, (_, change) in first.items() if place not in foreign]
+
+
+def _set_states(
+    objects: Mapping[ObjectKey, Any],
+    slots: Mapping[str, Slot],
+    there: _There,
+    paths: Mapping[str, tuple[Slot, Path]],
+) -> None:
+    """Set the states that are no tensors."""
+    for (kind, name), value in objects.items():
+        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        if section != "state":
+            continue
+        slot, path = paths.get(name, (slots[fqn], (key,)))
+        if slot.state is not None:
+            put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
+
+
+def _set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one hyper-parameter; one that is a tensor stays that tensor, one that is a number stays a number."""
+    current = group.get(key)
+    if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+        with torch.no_grad():
+            current.copy_(torch.as_tensor(value))
+    elif isinstance(value, torch.Tensor):
+        group[key] = value.item() if isinstance(current, (int, float)) else value
+    elif same_generator(current, value):
+        set_generator(current, value)
+    else:
+        group[key] = value
+
+
+def _settle_steps(slots: Iterable[Slot]) -> None:
+    """Move step counts to the device where the loaded group's kernels read them (``fused``, ``capturable``)."""
+    for slot in slots:
+        step = slot.values.get(STEP)
+        if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.dim() == 0:
+            wanted = scalar_device(slot, STEP)
+            if wanted.type != "cpu" and step.device != wanted:
+                slot.values[STEP] = step.to(wanted)

@@ -1,0 +1,202 @@
+"""Tables of states seen before: what a rank holds is worked out once, not at every save (paper sec. 4.1).
+
+At every save all leaves are found anew, by calling every ``state_dict()`` with its hooks, and every tensor is asked
+where it is and what it looks like. A table follows from the answers, and from nothing else: one that was made of equal
+answers is right, whatever has happened since. What is remembered holds no tensor, no module and no value.
+
+The table of what a rank holds, made of the names and forms of its leaves: form by form, not leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from threading import Lock
+
+import numpy as np
+
+from bcp.plan.columns import Ints, matrix, runs
+from bcp.plan.shards import KINDS, ShardTable, TensorTable
+from bcp.protocols import ObjectKey
+from bcp.state.memory import dtype_name
+from bcp.state.tensor_specs import LEFT_OUT, Form
+
+__all__ = ["Rows", "Stock", "recall", "remember"]
+
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(slots=True)
+class Rows:
+    """A table in the making.
+
+    Attributes:
+        kinds: code of the kind of each tensor.
+        fqns: its name.
+        forms: its form.
+        tied_to: the FQN of the tensor that is stored in its stead, or "".
+        owners: of each leaf that has shards, the tensor.
+        stored: the leaf's number.
+        held: its form.
+    """
+
+    kinds: list[int]
+    fqns: list[str]
+    forms: list[Form]
+    tied_to: list[str]
+    owners: list[int]
+    stored: list[int]
+    held: list[Form]
+
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[tuple[str, str]],
+        forms: Sequence[Form],
+        firsts: Mapping[int, int],
+        copies: Mapping[int, Sequence[int]],
+    ) -> Rows:
+        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere.
+
+        Args:
+            names: (kind, FQN) of each leaf.
+            forms: the form of each, and behind these of the copies.
+            firsts: for each leaf that goes by the memory of another, the number of that one; or LEFT_OUT.
+            copies: for some leaves, the numbers of their copies.
+
+        """
+        own: dict[int, Sequence[int]] = {
+            n: [each for each in (n, *more) if forms[each].spans] for n, more in copies.items()
+        }
+        taken = [
+            n
+            for n, form in enumerate(forms[: len(names)])
+            if (form.spans or own.get(n) or 0 in form.shape or n in firsts) and firsts.get(n) != LEFT_OUT
+        ]
+        shards = [
+            (tensor, each)
+            for tensor, n in enumerate(taken)
+            if n not in firsts
+            for each in own.get(n, (n,))
+            if forms[each].spans
+        ]
+        return cls(
+            kinds=[_CODES[names[n][0]] for n in taken],
+            fqns=[names[n][1] for n in taken],
+            forms=[forms[n] for n in taken],
+            tied_to=[names[firsts[n]][1] if n in firsts else "" for n in taken],
+            owners=[tensor for tensor, _ in shards],
+            stored=[each for _, each in shards],
+            held=[forms[each] for _, each in shards],
+        )
+
+    def add(self, kind: str, fqn: str, form: Form, tied_to: str) -> None:
+        """Take a tensor without shards."""
+        self.kinds.append(_CODES[kind])
+        self.fqns.append(fqn)
+        self.forms.append(form)
+        self.tied_to.append(tied_to)
+
+    def table(self, objects: Sequence[tuple[str, str]]) -> ShardTable:
+        """Make the table; ``objects`` are sorted."""
+        tensors, (distinct, number) = self._tensors(), _distinct(self.held)
+        spans = [span for form in distinct for span in form.spans]
+        each = _column(len(form.spans) for form in distinct)
+        width, count = tensors.shape.shape[1], each[number]
+        at = runs((np.cumsum(each) - each)[number], count)
+        return ShardTable(
+            tensors=tensors,
+            tensor=np.repeat(_column(self.owners), count),
+            offset=matrix([span.box.offsets for span in spans], width, 0)[at],
+            length=matrix([span.box.lengths for span in spans], width, 1)[at],
+            start=_column(span.start for span in spans)[at],
+            stop=_column(span.stop for span in spans)[at],
+            objects=objects,
+        )
+
+    def _tensors(self) -> TensorTable:
+        """Make the part of the table that is about tensors."""
+        distinct, number = _distinct(self.forms)
+        width, of = max((len(form.shape) for form in distinct), default=0), number.tolist()
+        dtypes, devices = [dtype_name(form.dtype) for form in distinct], [form.device for form in distinct]
+        return TensorTable(
+            kind=_column(self.kinds),
+            fqn=self.fqns,
+            dtype=list(map(dtypes.__getitem__, of)),
+            itemsize=_column(form.dtype.itemsize for form in distinct)[number],
+            ndim=_column(len(form.shape) for form in distinct)[number],
+            shape=matrix([form.shape for form in distinct], width, 1)[number],
+            stride=matrix([form.stride for form in distinct], width, 0)[number],
+            device=list(map(devices.__getitem__, of)),
+            requires_grad=_column(form.requires_grad for form in distinct)[number],
+            tied_to=self.tied_to,
+        )
+
+
+def _distinct(forms: Sequence[Form]) -> tuple[list[Form], Ints]:
+    """Return the different forms, and the number of each form among them."""
+    different = {id(form): form for form in forms}
+    numbers = {key: number for number, key in enumerate(different)}
+    return list(different.values()), _column(numbers[id(form)] for form in forms)
+
+
+def _column(values: Iterable[int]) -> Ints:
+    """Make a column of numbers."""
+    return np.fromiter(values, np.int64)
+
+
+MOST = 8
+"""So many states are remembered: those of the roles of an RL job; others save one or two in turn."""
+
+Seen = tuple[object, ...]
+"""Everything that a table follows from: names, forms, ties."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stock:
+    """What follows from names, forms and ties.
+
+    Attributes:
+        seen: these.
+        table: what the rank holds.
+        stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
+        keys: of the objects, in the order in which their values are found.
+        plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
+        tracked: whether autograd tracks the memory of any of them.
+    """
+
+    seen: Seen
+    table: ShardTable
+    stored: Sequence[int]
+    keys: Sequence[ObjectKey]
+    plain: bool
+    tracked: bool
+
+
+_stocks: list[Stock] = []
+_lock = Lock()
+
+
+def recall(seen: Seen) -> Stock | None:
+    """Return what followed from the same before, or None."""
+    with _lock:
+        stocks = list(_stocks)
+    found = next((stock for stock in stocks if stock.seen == seen), None)
+    if found is not None:
+        _put_first(found)
+    return found
+
+
+def remember(stock: Stock) -> None:
+    """Remember what was worked out. Others will get the same table, so that its numbers cannot be changed any more."""
+    for part in (stock.table, stock.table.tensors):
+        for column in (getattr(part, each.name) for each in fields(part)):
+            if isinstance(column, np.ndarray):
+                column.setflags(write=False)
+    _put_first(stock)
+
+
+def _put_first(stock: Stock) -> None:
+    """Note that a stock was just needed; the one that was needed longest ago makes room."""
+    with _lock:
+        _stocks[:] = [stock, *(each for each in _stocks if each is not stock)][:MOST]
