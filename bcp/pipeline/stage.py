@@ -26,7 +26,7 @@ class Stage(Generic[I, O]):
 
     Attributes:
         name: names the stage in errors, events and edits of the pipeline.
-        run: one item in, one item out. What blocks belongs into :func:`~bcp.pipeline.in_thread`.
+        run: one item in, one item out. What blocks belongs into :func:`~bcp.runtime.threads.in_thread`.
         workers: how many items may be in ``run`` at once.
         ordered: items come in plan order, one at a time; collectives need that. Implies ``workers == 1``.
     """

@@ -23,7 +23,7 @@ import asyncio, os, threading, time
 from pathlib import Path
 {{before}}
 from bcp import _bridge, _loop
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 folder = Path(sys.argv[1])
 
 def say(text):

@@ -69,7 +69,7 @@ def test_what_others_switch_meanwhile_stays_so() -> None:
 
 FORKED = """
 import gc, os
-from bcp.pipeline import uncollected
+from bcp.runtime.threads import uncollected
 
 def put_off():
     return gc.get_threshold()[0] == 0

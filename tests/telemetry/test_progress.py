@@ -22,7 +22,7 @@ STATE = {"model": {"w": torch.ones(1000)}}
 
 TWO_AT_ONCE = """
 import logging, threading, torch, bcp
-from bcp.pipeline import in_thread
+from bcp.runtime.threads import in_thread
 both = threading.Barrier(2)
 
 async def meet(item):
