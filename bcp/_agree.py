@@ -17,7 +17,14 @@ from bcp import errors
 from bcp.errors import BcpError, PeerError, StageError
 from bcp.protocols import Agreement
 
-__all__ = ["agree", "agree_shares", "attempt", "own_errors", "refuse", "together"]
+__all__ = [
+    "capture_error",
+    "collective_operation",
+    "gather_broadcast",
+    "gather_scatter",
+    "refuse_on_all_ranks",
+    "unwrap_stage_errors",
+]
 
 T = TypeVar("T")
 BYTES, ERROR = b"\0", b"\1"
@@ -33,7 +40,7 @@ class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
 
 
 @asynccontextmanager
-async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
+async def collective_operation(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
     """Take part in an operation; errors that all ranks agreed on are raised once this rank has left it in peace."""
     agreed: Exception | None = None
     async with operation as agreement:
@@ -50,14 +57,16 @@ async def together(operation: AbstractAsyncContextManager[Agreement]) -> AsyncIt
             del agreed
 
 
-async def refuse(operation: AbstractAsyncContextManager[Agreement], step: str, rank: int, error: Exception) -> NoReturn:
+async def refuse_on_all_ranks(
+    operation: AbstractAsyncContextManager[Agreement], step: str, rank: int, error: Exception
+) -> NoReturn:
     """Tell all ranks in the first step of an operation that this rank's arguments were refused; raise the error.
 
     ``step`` names that step. If the others cannot be told, the error says so in a note.
     """
     try:
-        async with together(operation) as agreement:
-            await agree(agreement, step, rank, error, _nothing)
+        async with collective_operation(operation) as agreement:
+            await gather_broadcast(agreement, step, rank, error, _nothing)
     except Exception as outcome:  # noqa: BLE001 -- this rank's own error comes first
         if outcome is not error:
             error.add_note(f"meanwhile, the operation had ended: {outcome}")
@@ -72,17 +81,17 @@ async def _nothing(_: Sequence[bytes]) -> bytes:
     return b""
 
 
-async def attempt(work: Awaitable[T]) -> T | BcpError:
+async def capture_error(work: Awaitable[T]) -> T | BcpError:
     """Do this rank's part; an error of bcp's own is returned, so that it can be told to the others."""
     try:
-        with own_errors():
+        with unwrap_stage_errors():
             return await work
     except BcpError as error:
         return error
 
 
 @contextmanager
-def own_errors() -> Iterator[None]:
+def unwrap_stage_errors() -> Iterator[None]:
     """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
     try:
         yield
@@ -110,7 +119,7 @@ def _let_go(error: BaseException) -> None:
     error.__traceback__ = None
 
 
-async def agree(
+async def gather_broadcast(
     agreement: Agreement, step: str, rank: int, mine: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
 ) -> bytes:
     """Gather what every rank has to say; let rank 0 answer; return the one answer on every rank.
@@ -131,7 +140,7 @@ async def agree(
     return _unpack(rank, mine, await agreement.decide(step, _message(mine), decide))
 
 
-async def agree_shares(
+async def gather_scatter(
     agreement: Agreement, step: str, rank: int, mine: Mine, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
 ) -> bytes:
     """Do the same, with an answer of its own for every rank."""

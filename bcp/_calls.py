@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
-from bcp._agree import refuse
+from bcp._agree import refuse_on_all_ranks
 from bcp._job import LoadJob, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve, shown
@@ -30,7 +30,7 @@ from bcp.plan.shards import KINDS
 from bcp.planners import planner as planner_for
 from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
 from bcp.runtime.device import Caller
-from bcp.runtime.threads import beginning_with
+from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 
 __all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]
@@ -151,7 +151,7 @@ def _take_place(
     async def run(**moment: object) -> T:
         job = checked.job(operation=operation, **moment)
         job.watch.background = moment.get("goes_on", False)
-        with beginning_with(job.caller.enter), job.watch.running():
+        with with_thread_setup(job.caller.enter), job.watch.running():
             report = await work(job)
             job.watch.report = report
             return report
@@ -165,7 +165,9 @@ def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) ->
     errors = [error]
 
     async def run(**_: object) -> NoReturn:
-        await refuse(operation, step, ranks.rank, errors.pop())  # the caller's frame keeps the call, not the error
+        await refuse_on_all_ranks(
+            operation, step, ranks.rank, errors.pop()
+        )  # the caller's frame keeps the call, not the error
 
     return Call(REFUSED, run)
 

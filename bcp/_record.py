@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 import anyio
 
 from bcp import errors
-from bcp._agree import together
+from bcp._agree import collective_operation
 from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
@@ -55,7 +55,7 @@ class Record:
     async def forgiving(self, operation: AbstractAsyncContextManager[Agreement]) -> AsyncIterator[Agreement]:
         """Take part in an operation. Once :meth:`share` was called, errors of other ranks are logged and forgotten."""
         try:
-            async with together(operation) as agreement:
+            async with collective_operation(operation) as agreement:
                 yield agreement
         except Exception as error:
             if not self._is_settled:

@@ -19,7 +19,7 @@ from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy
 from bcp.runtime import bridge as _bridge
-from bcp.runtime.threads import planning
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.telemetry.encode import joined
 from bcp.telemetry.findings import Summary, Trend
 from bcp.telemetry.recording import Recording
@@ -169,7 +169,7 @@ async def _read(backend: Backend, where: str, last: int) -> Report:
     graph = start.then(Stage("recordings", partial(_fetched, backend, unreadable), workers=READ_AT_ONCE))
     items = [_Found(each.key, min(each.nbytes, MOST_BYTES)) for each in files]
     found = await graph.run(items, budget=Budget(MEMORY_BYTES))
-    recordings = await planning(joined, [each for each in found if each is not None])
+    recordings = await in_thread_gc_paused(joined, [each for each in found if each is not None])
     return Report(where, recordings, unreadable)
 
 
@@ -178,7 +178,7 @@ async def _fetched(backend: Backend, unreadable: dict[str, str], file: _Found) -
     try:
         if file.nbytes >= MOST_BYTES:
             raise CorruptError(f"{file.name} is too large for a recording; delete it")  # noqa: TRY301 -- noted below
-        return await planning(decode, await backend.get(file.name), file.name)
+        return await in_thread_gc_paused(decode, await backend.get(file.name), file.name)
     except FileNotFoundError:
         return None
     except (CorruptError, FormatVersionError) as error:

@@ -8,18 +8,18 @@ from functools import partial
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import agree, attempt, own_errors, together
+from bcp._agree import capture_error, collective_operation, gather_broadcast, unwrap_stage_errors
 from bcp._job import LoadJob, SaveJob
 from bcp._record import recorded
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.format.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Pipeline, beside
+from bcp.pipeline import Pipeline, run_while_opening
 from bcp.protocols import Agreement
 from bcp.runtime.device import Lanes, accelerators
 from bcp.runtime.staging import pool_for
-from bcp.runtime.threads import failures_collected, giving_way, in_thread, planning
+from bcp.runtime.threads import collect_failure_garbage, in_thread, in_thread_gc_paused, low_priority_threads
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.save import SaveContext, Writers, save_graph
@@ -32,10 +32,10 @@ __all__ = ["aload", "aprepare", "asave"]
 # -- save ----------------------------------------------------------------------------------------
 
 
-@failures_collected()
+@collect_failure_garbage()
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
-    root = saving.Root(job.path, job.backend, job.world_size, job.options, job.watch.trace)
+    root = saving.SaveLeader(job.path, job.backend, job.world_size, job.options, job.watch.trace)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with (
             job.opened,
@@ -44,21 +44,23 @@ async def asave(job: SaveJob) -> SaveReport:
             record.forgiving(job.operation) as agreement,
         ):
             with job.watch.phase("plan"):
-                stock = await attempt(planning(snapshot.take_stock)) if refusal is None else refusal
+                stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
                 held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
                 job.watch.join(opening.operation, opening.trace)
-                items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+                items = await in_thread_gc_paused(
+                    saving.write_items, held, plan, opening.operation, job.rank, job.options
+                )
                 values = await in_thread(saving.owned_values, job, held, plan)
                 undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
                 with job.watch.phase("write"):
-                    with own_errors():
+                    with unwrap_stage_errors():
                         stored = await _write(job, items, snapshot)
                     receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
                     written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
             with job.watch.phase("commit"):
-                await agree(agreement, "commit", job.rank, written, root.commit)
+                await gather_broadcast(agreement, "commit", job.rank, written, root.commit)
             job.watch.all_nbytes = root.all_nbytes
             report = saving.report(job, held, opening, receipt, items, snapshot)
             await record.share(agreement, report)
@@ -74,7 +76,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
     budget = snapshot.lend(items)
     async with AsyncExitStack() as stack:
         stack.callback(snapshot.release)  # where copies fail: cleaning up may take long
-        stack.enter_context(giving_way(nice=options.nice, io=options.ionice))
+        stack.enter_context(low_priority_threads(nice=options.nice, io=options.ionice))
         borrowing = pool_for(snapshot.devices).borrowed(most=saving.pinned_nbytes(options))
         lease = await stack.enter_async_context(borrowing)
         show = options.progress and job.rank == 0
@@ -97,21 +99,23 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
         if not changing:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
-        stored = await beside(files, writers.opened, partial(graph.run, items, budget=budget, observe=job.watch))
+        stored = await run_while_opening(
+            files, writers.opened, partial(graph.run, items, budget=budget, observe=job.watch)
+        )
     snapshot.pinned_nbytes = lease.pinned_nbytes
     return stored
 
 
-@failures_collected()
+@collect_failure_garbage()
 async def aprepare(job: SaveJob) -> None:
     """Agree on a plan (paper sec. 4.1) and get staging memory, which the first save of a layout would do."""
-    root = saving.Root(job.path, job.backend, job.world_size, job.options)
-    async with job.opened, together(job.operation) as agreement:
-        stock = await attempt(planning(saving.rehearse, job))
-        if isinstance(stock, saving.Held):
+    root = saving.SaveLeader(job.path, job.backend, job.world_size, job.options)
+    async with job.opened, collective_operation(job.operation) as agreement:
+        stock = await capture_error(in_thread_gc_paused(saving.rehearse, job))
+        if isinstance(stock, saving.LocalState):
             job.on_snapshot()
         held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
-    items = await planning(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+    items = await in_thread_gc_paused(saving.write_items, held, plan, opening.operation, job.rank, job.options)
     pool = pool_for(accelerators(held.shards.tensors, held.address))
     sizes, most = saving.first_sizes(items, job.options), saving.pinned_nbytes(job.options)
     await in_thread(partial(pool.reserve, sizes, most=most))
@@ -120,7 +124,7 @@ async def aprepare(job: SaveJob) -> None:
 # -- load ----------------------------------------------------------------------------------------
 
 
-@failures_collected()
+@collect_failure_garbage()
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, recorded(job) as record:
@@ -129,9 +133,11 @@ async def aload(job: LoadJob) -> LoadReport:
                 metadata = await loading.open_checkpoint(agreement, job)
             async with loading.say_if_replaced(job.backend, metadata, job.path):
                 with job.watch.phase("plan"):
-                    asking = attempt(loading.ask(job, metadata))  # here, an error's traceback would lead back to it
+                    asking = capture_error(
+                        loading.ask(job, metadata)
+                    )  # here, an error's traceback would lead back to it
                     wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
-                with job.watch.phase("read"), own_errors():
+                with job.watch.phase("read"), unwrap_stage_errors():
                     context = await _read(job, agreement, metadata, wanted, reading)
             await record.share(agreement, loading.report(job, metadata, wanted, reading, context))
         with loading.say_if_half_loaded(context), job.watch.phase("finish"):
@@ -140,7 +146,7 @@ async def aload(job: LoadJob) -> LoadReport:
 
 
 async def _read(
-    job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: loading.Wanted, reading: loading.Reading
+    job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: loading.LoadRequest, reading: loading.LoadPlan
 ) -> LoadContext:
     """Fill the tensors, and wait until every rank has done so."""
     options = job.options
@@ -151,9 +157,9 @@ async def _read(
         devices = loading.exchange_devices(job, devices)
         lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
         lanes = await stack.enter_async_context(Lanes(devices))
-        targets = await planning(loading.lay_out, job, metadata, wanted, reading, lanes)
+        targets = await in_thread_gc_paused(loading.lay_out, job, metadata, wanted, reading, lanes)
         stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
-        items = await planning(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
+        items = await in_thread_gc_paused(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         job.watch.contents = partial(loading.contents, {item.name: item for item in items}, wanted)
         await loading.check_stored(job.backend, items, options.read_bytes, job.io_workers)
         all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
@@ -165,7 +171,7 @@ async def _read(
         graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
         await in_thread(loading.put_shared, job, wanted.shared)
-        await agree(agreement, "done", job.rank, b"", loading.everyone_is_done)
+        await gather_broadcast(agreement, "done", job.rank, b"", loading.everyone_is_done)
     return context
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from bcp.plan.columns import Ints
-    from bcp.plan.read.renamed import Saved
+    from bcp.plan.read.renamed import CheckpointNames
     from bcp.plan.shards import ShardTable
 
 __all__ = [
@@ -178,7 +178,7 @@ class Planner(Protocol):
     def local_shards(self, states: States) -> LocalShards:
         """Return the shards of this rank. Raises :class:`~bcp.errors.StateError` if a leaf cannot be saved."""
 
-    def load_targets(self, states: States, saved: Saved) -> LoadTargets:
+    def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
         """Return the memory that this rank wants filled; optimizer states that do not exist yet may be made for that.
 
         ``saved`` has the names of the checkpoint, as ``LoadOptions(rename=...)`` makes them the target's.

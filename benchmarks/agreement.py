@@ -12,7 +12,7 @@ from functools import partial
 import anyio
 import xxhash
 
-from bcp._agree import agree
+from bcp._agree import gather_broadcast
 from bcp.coordinators.tree.coordinator import GrpcCoordinator
 from bcp.coordinators.tree.loop import current_loop
 from bcp.coordinators.tree.rendezvous import Tree
@@ -74,7 +74,7 @@ def gathered(world_size: int, figures: Figures) -> None:
 
     for name, answer in (("begin", same_plan), ("commit", joined)):
         words = [b"\0" + (bytes(16) if answer is same_plan else secrets.token_bytes(16)) for _ in range(world_size)]
-        work = partial(anyio.run, agree, _Gathered(words), name, 0, words[0][1:], answer)
+        work = partial(anyio.run, gather_broadcast, _Gathered(words), name, 0, words[0][1:], answer)
         figures.add(f"rank 0 and what {world_size:,} ranks say at {name}", cpu_ms(work), "ms")
 
 

@@ -23,10 +23,10 @@ from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout, find_all
 from bcp.plan.read.copies import assign
 from bcp.plan.read.reads import wants
-from bcp.plan.read.share import BlockLine, share
+from bcp.plan.read.share import BlockIndex, share
 from bcp.plan.shards import ShardTable
-from bcp.plan.write.divide import Division, divide
-from bcp.plan.write.survey import Stated, Survey, digest, encode_flat, encode_shares, gather, survey
+from bcp.plan.write.divide import WriteDivision, divide
+from bcp.plan.write.survey import EncodedTable, Survey, digest, encode_flat, encode_shares, gather, survey
 from bcp.plan.write.world import factor
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
@@ -42,16 +42,16 @@ class Planned:
     """A save that was planned: the division, and the contents of ``metadata.arrow``."""
 
     job: Job
-    division: Division
+    division: WriteDivision
     metadata: bytes
 
 
-def states(job: Job) -> list[Stated]:
+def states(job: Job) -> list[EncodedTable]:
     """Return what every rank says. Ranks of a group are factored once, and a few of them again, as a check."""
-    said: list[Stated | None] = [None] * job.world_size
+    said: list[EncodedTable | None] = [None] * job.world_size
     for tp, pp, table, start, stop in job.groups():
         factored = factor(replace(table, start=start[0], stop=stop[0]))
-        alike = Stated.of(factored, b"")
+        alike = EncodedTable.of(factored, b"")
         first = factored.rows[factored.row_begin[:-1]]
         for dp in range(job.dp):
             low, high = start[dp][first], stop[dp][first]
@@ -63,11 +63,11 @@ def states(job: Job) -> list[Stated]:
     return everyone
 
 
-def _check(job: Job, said: Sequence[Stated]) -> None:
+def _check(job: Job, said: Sequence[EncodedTable]) -> None:
     """Compare what some ranks say with what they would say by themselves."""
     for rank in np.linspace(0, job.world_size - 1, 8).astype(int).tolist():
         table = job.table(rank)
-        real = Stated.of(factor(table), digest(table))
+        real = EncodedTable.of(factor(table), digest(table))
         if replace(real, table=said[rank].table) != said[rank]:
             raise AssertionError(f"rank {rank} would say something else")
 
@@ -111,7 +111,7 @@ def plan(job: Job, figures: Figures) -> Planned:
     return Planned(job, division, stored)
 
 
-def _entries(division: Division) -> int:
+def _entries(division: WriteDivision) -> int:
     """Count pieces, patterns and segments as they are stored."""
     folded = division.layout.segments.folded()
     return len(folded.pattern) + len(folded.begin) - 1 + len(folded)
@@ -129,7 +129,7 @@ def _commit(job: Job) -> Commit:
     )
 
 
-def _balance(job: Job, division: Division, figures: Figures, case: str) -> None:
+def _balance(job: Job, division: WriteDivision, figures: Figures, case: str) -> None:
     layout = division.layout
     load = np.bincount(layout.file_rank, weights=layout.file_nbytes, minlength=job.world_size)
     groups = load.reshape(job.pp, job.dp, job.tp)
@@ -176,7 +176,7 @@ def _ranges(layout: Layout, table: ShardTable) -> Ints:
 def share_reads(planned: Planned, target: Job, figures: Figures) -> None:
     """Divide the reading of a load between all ranks of another job, as rank 0 does."""
     layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
-    line = BlockLine.of(layout)
+    line = BlockIndex.of(layout)
     runs: list[Ints] = [np.empty((0, 2), dtype=np.int64)] * target.world_size
     for tp, pp, table, start, stop in target.groups():
         saved = find_all(layout, table.tensors)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from bcp.plan.layout import Layout
 from bcp.plan.shards import ShardTable
 from bcp.plan.write.divide import Writes, divide, expand
-from bcp.plan.write.survey import Stated, Survey, decode_share, digest, encode_shares, gather, survey
-from bcp.plan.write.world import World, factor
+from bcp.plan.write.survey import EncodedTable, Survey, decode_share, digest, encode_shares, gather, survey
+from bcp.plan.write.world import AllTables, factor
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Divided:
     owned: tuple[list[tuple[str, str]], ...] = ()
 
 
-def world_of(tables: Sequence[ShardTable], balance: str = "split", block_bytes: int = 4096) -> World:
+def world_of(tables: Sequence[ShardTable], balance: str = "split", block_bytes: int = 4096) -> AllTables:
     """Send what all ranks hold to rank 0."""
-    stated = [Stated.of(factor(table), digest(table)) for table in tables]
+    stated = [EncodedTable.of(factor(table), digest(table)) for table in tables]
     plan = survey([each.hello for each in stated], balance=balance, block_bytes=block_bytes)
     told = Survey.decode(plan.encode())
     return gather(plan, [each.message(rank, told) for rank, each in enumerate(stated)])

@@ -17,8 +17,8 @@ from bcp.errors import CorruptError
 from bcp.format.receipt import Blocks, FileReceipt
 from bcp.options import Graph
 from bcp.pipeline import Budget
-from bcp.plan.read.copies import Assignment, assign, check_complete, copies, straight
-from bcp.plan.read.share import BlockLine, Shared, share
+from bcp.plan.read.copies import Assignment, assign, check_complete, copies, zero_copy_reads
+from bcp.plan.read.share import BlockIndex, SharedReads, share
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer, Codec
 from bcp.runtime.device import Lanes
@@ -26,7 +26,7 @@ from bcp.runtime.staging import Lease, StagingPool
 from bcp.stages.items import ReadItem
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.memcpy import addresses, bytes_of, torch_dtype, writable
-from bcp.stages.place import Targets
+from bcp.stages.place import LoadBuffers
 
 HEADER = bytes(range(40))
 
@@ -132,7 +132,7 @@ class Rank:
     def dtypes(self) -> list[str]:
         return [self.saved.layout.tensors.dtype[self.memory.tensor(row)] for row in range(len(self.table))]
 
-    def targets(self, assignment: Assignment, able: Any) -> Targets:
+    def targets(self, assignment: Assignment, able: Any) -> LoadBuffers:
         layout, table = self.saved.layout, self.table
         found = copies(layout, table, self.memory.wants, assignment.chunks)
         check_complete(found, table, self.memory.wants)
@@ -140,8 +140,8 @@ class Rank:
         same = [tensor.dtype is torch_dtype(name) for tensor, name in zip(self.tensors, self.dtypes, strict=True)]
         known = addresses(self.tensors, table) * self.plain
         address = writable(self.tensors, known, (table.stop - table.start) * sizes, np.array(same, np.bool_))
-        way = straight(found, able, address > 0)
-        return Targets(self.tensors, sizes, self.dtypes, address, found, way, self.lanes)
+        way = zero_copy_reads(found, able, address > 0)
+        return LoadBuffers(self.tensors, sizes, self.dtypes, address, found, way, self.lanes)
 
     def expected(self, row: int) -> torch.Tensor:
         values = self.memory.expected(row, self.saved.arrays[self.memory.tensor(row)])
@@ -156,10 +156,10 @@ def plan(
     saved: Saved, ranks: Sequence[Rank], *, shared: bool, read_bytes: int, exchange_bytes: int
 ) -> list[Assignment]:
     """Say what every rank reads."""
-    line = BlockLine.of(saved.layout)
+    line = BlockIndex.of(saved.layout)
     runs = [line.runs(rank.memory.wants.ranges()) for rank in ranks]
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
-    table = share(line, runs, **limits) if shared else Shared.nothing()
+    table = share(line, runs, **limits) if shared else SharedReads.nothing()
     return [assign(line, rank, mine, table, read_bytes=read_bytes) for rank, mine in enumerate(runs)]
 
 

@@ -16,7 +16,7 @@ from typing import NoReturn
 import anyio
 
 from bcp._doctor.examination import examined
-from bcp._doctor.meeting import Place
+from bcp._doctor.meeting import RankPlace
 from bcp._doctor.report import Times
 from bcp.backends import resolve
 from bcp.errors import InputError
@@ -33,7 +33,7 @@ def doctor(path: str | None, timeout: float) -> int:
 
     """
     try:
-        place = Place.of(os.environ)
+        place = RankPlace.of(os.environ)
         if path is not None:
             resolve(path)
     except InputError as error:
@@ -55,7 +55,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-async def _until_signal(place: Place, path: str | None, times: Times) -> bool:
+async def _until_signal(place: RankPlace, path: str | None, times: Times) -> bool:
     """Examine the job; where a signal asks for the end, tidy up and say that all is not well."""
     healthy = False
     async with anyio.create_task_group() as group:

@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import anyio
 
 from bcp._doctor.dial import Door, UnreachedError, answering, knock, reason_of
-from bcp._doctor.meeting import Meeting, Place, ToldError, met
+from bcp._doctor.meeting import Meeting, RankPlace, ToldError, met
 from bcp._doctor.report import Finding, FoundError, Report, Times, in_words, left
 from bcp._doctor.screen import Job, ascii_only, screen, subject
-from bcp._doctor.storage import Shelf, shelf_at, tidied, try_out
+from bcp._doctor.storage import TrialFolder, shelf_at, tidied, try_out
 from bcp.coordinators.hosts import HINT, VARIABLE, interfaces, stated_address
 from bcp.errors import InputError, PeerError
 
@@ -110,7 +110,7 @@ def _broken(meeting: Meeting, text: str) -> Finding:
     return Finding("reach", text, _DO, of_host=meeting.leads)
 
 
-async def examined(place: Place, path: str | None, times: Times) -> bool:
+async def examined(place: RankPlace, path: str | None, times: Times) -> bool:
     """Examine the job, and return whether all is well.
 
     Rank 0 prints the screen. Another rank prints what it has found only where rank 0 cannot be told.
@@ -141,7 +141,7 @@ async def examined(place: Place, path: str | None, times: Times) -> bool:
         return _alone(job, report)
 
 
-async def _shelf(path: str, times: Times, report: Report) -> Shelf | None:
+async def _shelf(path: str, times: Times, report: Report) -> TrialFolder | None:
     """Look at the storage path before any rank changes what is there."""
     try:
         return await shelf_at(path, left(times.met) / 2)
@@ -153,7 +153,7 @@ async def _shelf(path: str, times: Times, report: Report) -> Shelf | None:
         return None
 
 
-async def _check(meeting: Meeting, times: Times, report: Report, shelf: Shelf | None) -> None:
+async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> None:
     """Make the checks, all at once."""
 
     async def bounded(check: Awaitable[None]) -> None:
@@ -168,7 +168,7 @@ async def _check(meeting: Meeting, times: Times, report: Report, shelf: Shelf | 
             group.start_soon(bounded, try_out(shelf, meeting, times, report))
 
 
-async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf: Shelf | None) -> bool:
+async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> bool:
     """Gather all reports, print the screen, and tell the others."""
     ranks = range(1, job.place.world_size)
     posted = await meeting.board.posted(times.reported, "report", ranks)

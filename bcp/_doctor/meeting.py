@@ -25,17 +25,17 @@ from bcp._doctor.dial import connected, reason_of
 from bcp._doctor.report import Finding, FoundError, Times, in_words, left, ranks_in_words
 from bcp.coordinators.hosts import Host
 from bcp.coordinators.messages import Abort
-from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
 from bcp.errors import InputError, PeerError
 
-__all__ = ["Board", "Meeting", "Place", "ToldError", "met"]
+__all__ = ["KeyBoard", "Meeting", "RankPlace", "ToldError", "met"]
 
 _PORTS = range(1, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One rank, and where the job's store is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
     serves: bool = False
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> RankPlace:
         """Read the place from the variables of ``init_method="env://"``.
 
         Raises:
@@ -93,7 +93,7 @@ _NOT_OWN = "serves the store, and does not reach it at {}: that is another host,
 _SILENT = "has connected to {}, where no store answers"
 
 
-async def opened_store(place: Place, times: Times) -> Store:
+async def opened_store(place: RankPlace, times: Times) -> Store:
     """Return a client of the job's store; serve it if that is this process's task.
 
     Raises:
@@ -117,7 +117,7 @@ async def opened_store(place: Place, times: Times) -> Store:
         raise _found(place, f"cannot {verb} the store at {place.store}: {str(cause).splitlines()[0]}") from error
 
 
-async def _reached(place: Place, times: Times) -> None:
+async def _reached(place: RankPlace, times: Times) -> None:
     """Wait until something listens where the store is to be. A store comes later than the ranks, as a rule."""
     assert place.server is not None  # noqa: S101 -- for mypy
     last = "no answer"
@@ -134,7 +134,7 @@ async def _reached(place: Place, times: Times) -> None:
     raise _found(place, f"cannot reach the store at {place.store}: {last}")
 
 
-def store_help(place: Place) -> str:
+def store_help(place: RankPlace) -> str:
     """Return what to do where a rank has no store."""
     if place.serves:
         return "let MASTER_ADDR be the host of rank 0, and MASTER_PORT a port that is free there"
@@ -144,7 +144,7 @@ def store_help(place: Place) -> str:
     )
 
 
-def _found(place: Place, text: str) -> FoundError:
+def _found(place: RankPlace, text: str) -> FoundError:
     return FoundError(Finding("store", text, store_help(place)))
 
 
@@ -155,7 +155,7 @@ _LEAST_SECONDS = 0.3  # that a store has to answer, also at the end of a step
 _PAUSE = 0.05  # seconds between two looks, for up to 1,000 ranks; more look less often
 
 
-class Board:
+class KeyBoard:
     """The store's keys below one prefix that no other session has. Every call is bounded by a deadline.
 
     All methods raise :class:`~bcp.errors.PeerError` where the store fails or is silent.
@@ -246,9 +246,9 @@ class Meeting:
         store_seconds: how long the store takes to answer.
     """
 
-    place: Place
-    board: Board
-    roll: Roll = field(repr=False)
+    place: RankPlace
+    board: KeyBoard
+    roll: RollCall = field(repr=False)
     session: str
     leaders: list[int]
     names: list[str]
@@ -267,7 +267,7 @@ class Meeting:
         return self.leaders.index(self.place.rank) if self.leads else 0
 
 
-async def met(place: Place, times: Times) -> Meeting:
+async def met(place: RankPlace, times: Times) -> Meeting:
     """Meet all ranks.
 
     Raises:
@@ -278,7 +278,7 @@ async def met(place: Place, times: Times) -> Meeting:
     began = time.monotonic()
     client = StoreClient(await opened_store(place, times))
     host_of: list[int] = []
-    roll = Roll(client, _PREFIX, place.rank, place.world_size, texts=partial(_seats, host_of))
+    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_seats, host_of))
     answer = None
     try:
         with anyio.move_on_after(left(times.met)):
@@ -288,7 +288,7 @@ async def met(place: Place, times: Times) -> Meeting:
         leaders, names = json.loads(answer.text)
         seconds = time.monotonic() - began
         times.meet()
-        board = Board(client, roll.key(), place.world_size)
+        board = KeyBoard(client, roll.key(), place.world_size)
         store_seconds = await board.call(times.shown, partial(_answers_within, client))
     except PeerError as error:
         raise FoundError(Finding("store", f"has lost the store: {error}", store_help(place))) from error
@@ -309,7 +309,7 @@ def _answers_within(client: StoreClient) -> float:
     return min(seconds)
 
 
-async def _miss(place: Place, times: Times, client: StoreClient, roll: Roll) -> NoReturn:
+async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollCall) -> NoReturn:
     """Say who has not come; on rank 0, to all who have."""
     waited = f"within {times.meeting_seconds:.0f} s"
     do = (

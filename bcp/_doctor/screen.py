@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from bcp._doctor.meeting import Place
+from bcp._doctor.meeting import RankPlace
 from bcp._doctor.report import Finding, Report, in_words, ranks_in_words, span, while_short
 
 __all__ = ["Job", "Screen", "ascii_only", "screen", "subject"]
@@ -31,7 +31,7 @@ class Job:
         path: the storage path, if there is one.
     """
 
-    place: Place
+    place: RankPlace
     names: Sequence[str] = ()
     host_of: Sequence[int] = ()
     seconds: float = 0.0

@@ -24,7 +24,7 @@ from bcp.protocols import Backend
 from bcp.runtime.event_loop import Loop
 from bcp.runtime.threads import in_thread
 
-__all__ = ["Shelf", "aside", "shelf_at", "tidied", "try_out"]
+__all__ = ["TrialFolder", "aside", "shelf_at", "tidied", "try_out"]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ _WRITABLE = "give a path that all ranks may write to, or mend this one"
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class TrialFolder:
     """The place for the files.
 
     Attributes:
@@ -76,7 +76,7 @@ class Shelf:
         return f"bcp doctor {session} rank {rank}; may be deleted\n".encode()
 
 
-async def shelf_at(path: str, seconds: float) -> Shelf:
+async def shelf_at(path: str, seconds: float) -> TrialFolder:
     """Return the place for the files; where the path is a folder that is not there, it will not be there in the end.
 
     Raises:
@@ -85,7 +85,7 @@ async def shelf_at(path: str, seconds: float) -> Shelf:
 
     """
     backend = resolve(path)
-    return Shelf(
+    return TrialFolder(
         path, await aside(in_thread(_from_above, backend), seconds) if isinstance(backend, LocalBackend) else backend
     )
 
@@ -99,7 +99,7 @@ def _from_above(backend: LocalBackend) -> Backend:
     return backend
 
 
-async def try_out(shelf: Shelf, meeting: Meeting, times: Times, report: Report) -> None:
+async def try_out(shelf: TrialFolder, meeting: Meeting, times: Times, report: Report) -> None:
     """Write this rank's file, look for those of other hosts if this rank leads one, and remove it."""
     rank, session = meeting.place.rank, meeting.session
     put = shelf.backend.put(shelf.key(session, rank), shelf.content(session, rank))
@@ -113,13 +113,13 @@ async def try_out(shelf: Shelf, meeting: Meeting, times: Times, report: Report) 
             await _done(delete, max(_TIDY_SECONDS, left(times.examined)), "delete its file in", shelf, report)
 
 
-async def tidied(shelf: Shelf, meeting: Meeting, ranks: Sequence[int], seconds: float) -> None:
+async def tidied(shelf: TrialFolder, meeting: Meeting, ranks: Sequence[int], seconds: float) -> None:
     """Remove the files of ranks that cannot any more."""
     with suppress(TimeoutError, BcpError):
         await aside(shelf.backend.delete([shelf.key(meeting.session, rank) for rank in ranks]), seconds)
 
 
-async def _done(work: Coroutine[Any, Any, None], seconds: float, verb: str, shelf: Shelf, report: Report) -> bool:
+async def _done(work: Coroutine[Any, Any, None], seconds: float, verb: str, shelf: TrialFolder, report: Report) -> bool:
     """Wait for one piece of work; say whether it went well."""
     try:
         await aside(work, seconds)
@@ -141,7 +141,7 @@ def _reason(error: Exception) -> str:
 # -- the files of other hosts -----------------------------------------------------------------
 
 
-async def _look(shelf: Shelf, meeting: Meeting, times: Times, report: Report, *, wrote: bool) -> None:
+async def _look(shelf: TrialFolder, meeting: Meeting, times: Times, report: Report, *, wrote: bool) -> None:
     """Look for other hosts' files; return when no other host looks for this one's any more."""
     await meeting.board.post(times.shown, "wrote", meeting.place.rank, wrote)
     written = await meeting.board.posted(times.shown, "wrote", _others(meeting))
@@ -172,7 +172,7 @@ def _others(meeting: Meeting) -> list[int]:
     return list(dict.fromkeys([*turn, *meeting.leaders[: min(1, meeting.mine)]]))
 
 
-async def _missed(shelf: Shelf, session: str, leaders: Sequence[int]) -> tuple[list[int], dict[int, str]]:
+async def _missed(shelf: TrialFolder, session: str, leaders: Sequence[int]) -> tuple[list[int], dict[int, str]]:
     """Read files; return whose are not there, and what was wrong with others."""
     unseen, broken = list[int](), dict[int, str]()
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from bcp._job import LoadJob
 from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
-from bcp._load.reads import Reading
-from bcp._load.targets import Wanted, extra_ranks, find_targets
+from bcp._load.reads import LoadPlan
+from bcp._load.targets import LoadRequest, extra_ranks, find_targets
 from bcp._load.units import put_units, read_units, saved_units, unit_places
 from bcp.errors import CorruptError, FqnMismatchError
 from bcp.format.metadata import Metadata
@@ -23,7 +23,7 @@ from bcp.options import LoadOptions
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.protocols import ObjectKey, Stateful
-from bcp.runtime.threads import in_thread, planning
+from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.stages.items import Stored
 from bcp.stages.memcpy import bytes_of
 from bcp.state.objects import restore
@@ -34,13 +34,13 @@ from bcp.state.values import decode_values
 __all__ = ["ask", "needed_receipts", "put_values"]
 
 
-def needed_receipts(reading: Reading, wanted: Wanted, layout: Layout) -> set[int]:
+def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> set[int]:
     """Return the ranks whose receipts this rank still has to read."""
     files = {chunk.file for chunk in reading.assignment.items() if chunk.stop > chunk.start}
     return {int(layout.file_rank[file]) for file in files} - set(wanted.receipts)
 
 
-async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
+async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
     """Find the tensors that this rank wants, and read all values that are no tensors.
 
     Raises:
@@ -48,13 +48,13 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
 
     """
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
-    wanted = await planning(_find, job, metadata, opaque)
+    wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()
     rows = {key: row for key, row in names if key[0] not in OPAQUE_KINDS and KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     sources = extra_sources(layout, opaque, job.rank)
     receipts = await fetch_receipts(job.backend, metadata, {*owners, *sources.values()})
-    objects = await planning(_read_objects, rows, layout, receipts, job.options)
+    objects = await in_thread_gc_paused(_read_objects, rows, layout, receipts, job.options)
     await in_thread(wanted.targets.check, objects)
     units, lacking = await read_units(job, metadata, saved)
     extras, nbytes = await read_extras(job, metadata, receipts, sources)
@@ -71,7 +71,7 @@ async def ask(job: LoadJob, metadata: Metadata) -> Wanted:
     )
 
 
-def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> Wanted:
+def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRequest:
     """Find the targets. States that the planner makes for them are made as the caller would make them.
 
     The caller's queued device work is over when this returns: it may copy from or to targets in host memory.
@@ -104,7 +104,7 @@ def _texts(
         yield name, text, f"{kind}: {path}"
 
 
-def put_values(job: LoadJob, wanted: Wanted) -> None:
+def put_values(job: LoadJob, wanted: LoadRequest) -> None:
     """Set values, dataloader, extra states, random states, in this order; called when every rank has all its tensors.
 
     The owners of each kind take their states in the order of their keys, so that they may communicate. Work

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from bcp._agree import agree
+from bcp._agree import gather_broadcast
 from bcp._job import LoadJob
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, Metadata, data_key, decode_metadata, operation_of, receipt_key
@@ -24,7 +24,7 @@ from bcp.plan.columns import Ints
 from bcp.plan.read.copies import Chunk
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement, Backend
-from bcp.runtime.threads import in_thread, planning
+from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.stages.items import ReadItem, Stored
 from bcp.stages.load import check, decoded
 from bcp.stages.memcpy import bytes_of
@@ -176,12 +176,12 @@ async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
 
     async def answer(_: Sequence[bytes]) -> bytes:
         data = await _read_metadata(job.backend, job.path)
-        await planning(decode_metadata, data, where)
+        await in_thread_gc_paused(decode_metadata, data, where)
         return f"{job.watch.trace}\n".encode() + data
 
     where = f"{job.path}/{METADATA_KEY}"
-    trace, _, data = (await agree(agreement, "open", job.rank, b"", answer)).partition(b"\n")
-    metadata = await planning(decode_metadata, data, where)
+    trace, _, data = (await gather_broadcast(agreement, "open", job.rank, b"", answer)).partition(b"\n")
+    metadata = await in_thread_gc_paused(decode_metadata, data, where)
     job.watch.join(metadata.commit.operation, trace.decode(), metadata.commit.created)
     return metadata
 
@@ -224,7 +224,7 @@ async def say_if_replaced(backend: Backend, metadata: Metadata, path: str) -> As
         yield
     except CorruptError as error:
         with suppress(BcpError, FileNotFoundError):
-            now = await planning(decode_metadata, await backend.get(METADATA_KEY), path)
+            now = await in_thread_gc_paused(decode_metadata, await backend.get(METADATA_KEY), path)
             if now.commit.operation != metadata.commit.operation:
                 error.add_note(
                     f"Operation {now.commit.operation} has replaced the checkpoint at {path} during this load, and its "
@@ -234,7 +234,7 @@ async def say_if_replaced(backend: Backend, metadata: Metadata, path: str) -> As
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _ReceiptToFetch:
     """A receipt to fetch, as an item of a graph."""
 
     rank: int
@@ -245,11 +245,11 @@ class _Wanted:
 async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[int]) -> dict[int, Receipt]:
     """Read what those ranks wrote down when they saved, and check it against the commit record."""
 
-    async def fetch(wanted: _Wanted) -> Receipt:
+    async def fetch(wanted: _ReceiptToFetch) -> Receipt:
         return await _fetch_receipt(backend, metadata, wanted.rank)
 
-    start: Pipeline[_Wanted, _Wanted] = Pipeline()
-    wanted = [_Wanted(rank, receipt_key(rank, metadata.commit.operation)) for rank in sorted(set(ranks))]
+    start: Pipeline[_ReceiptToFetch, _ReceiptToFetch] = Pipeline()
+    wanted = [_ReceiptToFetch(rank, receipt_key(rank, metadata.commit.operation)) for rank in sorted(set(ranks))]
     graph = start.then(Stage("receipts", fetch, workers=RECEIPTS_AT_ONCE))
     receipts = await graph.run(wanted, budget=Budget(max(len(wanted), 1)))
     return {receipt.rank: receipt for receipt in receipts}

@@ -17,17 +17,17 @@ from bcp.errors import MismatchError
 from bcp.plan.box import Box, flat_boxes
 from bcp.plan.columns import Ints, concat, padded
 from bcp.plan.layout import resolve_all
-from bcp.plan.read.renamed import Renamed, extended
+from bcp.plan.read.renamed import RenamedLayout, extended
 from bcp.plan.read.renames import Moved
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.plan.strided import Strided
 from bcp.protocols import LocalShards
 from bcp.stages.memcpy import addresses, block_of, stretch, written
 
-__all__ = ["Shared", "put_shared", "relocated", "without_overlaps"]
+__all__ = ["OverlappingTargets", "put_shared", "relocated", "without_overlaps"]
 
 
-def relocated(shards: LocalShards, source: Ints, names: Renamed) -> tuple[LocalShards, Ints]:
+def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[LocalShards, Ints]:
     """Cut shards of tensors that are put together of blocks where the blocks meet.
 
     Args:
@@ -109,7 +109,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class OverlappingTargets:
     """Targets that share memory, each with at least one of the others.
 
     Attributes:
@@ -146,7 +146,9 @@ class Shared:
             target.detach().copy_(value)
 
 
-def without_overlaps(shards: LocalShards, source: Ints, names: Renamed) -> tuple[LocalShards, tuple[Shared, ...]]:
+def without_overlaps(
+    shards: LocalShards, source: Ints, names: RenamedLayout
+) -> tuple[LocalShards, tuple[OverlappingTargets, ...]]:
     """Return targets that share no memory, and what is to be put into shared memory when all are loaded.
 
     Targets of one tensor may share memory: its planner has put the same value into several places. So may two that are
@@ -169,13 +171,13 @@ def without_overlaps(shards: LocalShards, source: Ints, names: Renamed) -> tuple
     for rows in (rows for stretch_rows in stretches for rows in _sharing(shards, stretch_rows, stored)):
         targets = [tensors[row] for row in rows]
         values = [torch.empty(target.shape, dtype=target.dtype, device="cpu") for target in targets]
-        shared.append(Shared([_name(table, row) for row in rows], targets, values))
+        shared.append(OverlappingTargets([_name(table, row) for row in rows], targets, values))
         for row, value in zip(rows, values, strict=True):
             tensors[row] = value
     return replace(shards, tensors=tensors, address=None if shared else address), tuple(shared)
 
 
-def put_shared(job: LoadJob, shared: Sequence[Shared]) -> None:
+def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
     """Put values into memory that targets share.
 
     Raises:
@@ -188,7 +190,7 @@ def put_shared(job: LoadJob, shared: Sequence[Shared]) -> None:
             each.put()
 
 
-def _check_same(shared: Sequence[Shared], rank: int) -> None:
+def _check_same(shared: Sequence[OverlappingTargets], rank: int) -> None:
     """Look whether targets that share memory agree about its values."""
     wrong = list(filter(None, (each.differing() for each in shared)))
     if wrong:
@@ -264,7 +266,7 @@ def _same_value(table: ShardTable, stored: Ints, one: int, other: int) -> bool:
     return all(np.array_equal(column[one], column[other]) for column in columns)
 
 
-def _stored(source: Ints, names: Renamed) -> Ints:
+def _stored(source: Ints, names: RenamedLayout) -> Ints:
     """int64[n]: a number for each tensor, equal for those whose values are stored once."""
     own = source < len(names.layout.tensors)
     return np.where(own, resolve_all(names.layout, np.where(own, source, -1)), source)

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import agree
+from bcp._agree import gather_broadcast
 from bcp._job import LoadJob
 from bcp._load.opening import file_of
-from bcp._load.targets import Wanted, both_names, some
+from bcp._load.targets import LoadRequest, both_names, some
 from bcp._load.units import check_wanted
 from bcp.coordinators.process_group import GroupExchange, join_group
 from bcp.errors import BcpError, CorruptError, FqnMismatchError
@@ -33,20 +33,20 @@ from bcp.options import LoadOptions
 from bcp.pipeline import Budget
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout, find, resolve, resolve_all, rows_of
-from bcp.plan.read.copies import Assignment, Chunk, Straight, assign
-from bcp.plan.read.renamed import MASTER, Renamed
-from bcp.plan.read.share import VERSIONS, BlockLine, Floats, Shared, share
+from bcp.plan.read.copies import Assignment, Chunk, ZeroCopyReads, assign
+from bcp.plan.read.renamed import MASTER, RenamedLayout
+from bcp.plan.read.share import VERSIONS, BlockIndex, Floats, SharedReads, share
 from bcp.plan.shards import KINDS
 from bcp.plan.units import decode_claims, encode_claims
 from bcp.protocols import Agreement, FailureReporter
 from bcp.runtime.device import Lanes
-from bcp.runtime.threads import planning
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import ReadItem
 from bcp.stages.load import SEAL_BYTES, AllToAll
 from bcp.stages.memcpy import bytes_of
 
 __all__ = [
-    "Reading",
+    "LoadPlan",
     "budget_of",
     "contents",
     "exchange",
@@ -94,7 +94,7 @@ def exchange_devices(job: LoadJob, devices: Sequence[int]) -> list[int]:
 
 
 @asynccontextmanager
-async def exchange(job: LoadJob, agreement: Agreement, reading: Reading, lanes: Lanes) -> AsyncIterator[AllToAll]:
+async def exchange(job: LoadJob, agreement: Agreement, reading: LoadPlan, lanes: Lanes) -> AsyncIterator[AllToAll]:
     """Open what the rounds of a load run over; all ranks enter it, and leave it after their last round.
 
     A process group lives as long as one load. One that was kept would hold threads, or device memory, in training.
@@ -102,7 +102,7 @@ async def exchange(job: LoadJob, agreement: Agreement, reading: Reading, lanes: 
     if job.options.exchange == "sockets" or job.world_size == 1 or not reading.assignment.rounds:
         yield partial(_over_sockets, agreement)
         return
-    nonce = (await agree(agreement, "process group", job.rank, b"", _draw)).decode()
+    nonce = (await gather_broadcast(agreement, "process group", job.rank, b"", _draw)).decode()
     device = job.exchange_device
     group = await join_group(nonce, job.rank, job.world_size, device=device, patience=job.options.timeout)
     report = partial(_report, agreement)
@@ -132,7 +132,7 @@ async def _report(agreement: Agreement, rank: int, cause: str) -> Exception:
     return BcpError(cause)
 
 
-class _Asked(NamedTuple):
+class _RankRequest(NamedTuple):
     """A message that was taken apart.
 
     Attributes:
@@ -153,7 +153,7 @@ HEAD = struct.Struct("<3q")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadPlan:
     """The reading that all ranks agreed on.
 
     Attributes:
@@ -166,43 +166,43 @@ class Reading:
 
 
 async def plan_reads(
-    agreement: Agreement, rank: int, mine: Wanted | BcpError, metadata: Metadata, options: LoadOptions
-) -> tuple[Wanted, Reading]:
+    agreement: Agreement, rank: int, mine: LoadRequest | BcpError, metadata: Metadata, options: LoadOptions
+) -> tuple[LoadRequest, LoadPlan]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
 
     Rank 0 divides the bytes that several ranks want, and tells all ranks. Each rank reads its other bytes by itself.
     If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     """
     layout = metadata.layout
-    line = BlockLine.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
+    line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
     if isinstance(mine, BcpError):
-        await agree(agreement, "reads", rank, mine, _nothing)
+        await gather_broadcast(agreement, "reads", rank, mine, _nothing)
         raise mine
 
-    asked_of: list[_Asked] = []  # on rank 0
+    asked_of: list[_RankRequest] = []  # on rank 0
 
     async def answer(messages: Sequence[bytes]) -> bytes:
         asked_of.extend(_opened(message, mine.renamed, rank) for rank, message in enumerate(messages))
-        return await planning(_answer, mine, line, asked_of, options)
+        return await in_thread_gc_paused(_answer, mine, line, asked_of, options)
 
     async def answer_again(rates: Sequence[bytes]) -> bytes:
         speed = speeds(rates)
-        return b"" if speed is None else await planning(_share, line, asked_of, options, speed)
+        return b"" if speed is None else await in_thread_gc_paused(_share, line, asked_of, options, speed)
 
-    runs = await planning(line.runs, mine.wants.ranges())
+    runs = await in_thread_gc_paused(line.runs, mine.wants.ranges())
     kinds = sum(1 << code for code in mine.kinds)
     claims = encode_claims([read.claim for read in mine.units]).encode()
     asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"", claims)
-    found = _opened(await agree(agreement, "reads", rank, asked, answer), mine.renamed, 0)
+    found = _opened(await gather_broadcast(agreement, "reads", rank, asked, answer), mine.renamed, 0)
     world_size = found.number
-    shared = await planning(Shared.decode, found.rest, line, world_size)
+    shared = await in_thread_gc_paused(SharedReads.decode, found.rest, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
         rate = packed_rate(await agreement.bandwidth())
-        if table := await agree(agreement, "speeds", rank, rate, answer_again):
-            shared = await planning(Shared.decode, table, line, world_size)
-    assignment = await planning(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
-    return mine, Reading(assignment, tuple(_names(mine.renamed, found.names)))
+        if table := await gather_broadcast(agreement, "speeds", rank, rate, answer_again):
+            shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
+    assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
+    return mine, LoadPlan(assignment, tuple(_names(mine.renamed, found.names)))
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
@@ -214,7 +214,7 @@ def _message(number: int, names: Ints, rest: bytes, claims: bytes = b"") -> byte
     return HEAD.pack(number, len(names), len(claims)) + names.astype("<i4").tobytes() + claims + rest
 
 
-def _opened(data: bytes, names: Renamed, rank: int) -> _Asked:
+def _opened(data: bytes, names: RenamedLayout, rank: int) -> _RankRequest:
     """Undo :func:`_message`. Raises CorruptError."""
     known = len(names.saved.tensors) + len(names.layout.objects)
     number, count, claims = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1, 0)
@@ -224,10 +224,10 @@ def _opened(data: bytes, names: Renamed, rank: int) -> _Asked:
     rows = np.frombuffer(data, "<i4", count, HEAD.size) if is_whole else np.array([-1])
     if rows.min(initial=0) < 0 or rows.max(initial=0) >= max(known, 1):
         raise CorruptError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
-    return _Asked(number, rows, data[middle:end], data[end:])
+    return _RankRequest(number, rows, data[middle:end], data[end:])
 
 
-def _answer(mine: Wanted, line: BlockLine, asked: Sequence[_Asked], options: LoadOptions) -> bytes:
+def _answer(mine: LoadRequest, line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions) -> bytes:
     """Find the names that no rank wants, and divide the reading; on rank 0."""
     names = mine.renamed
     kinds = reduce(or_, (each.number for each in asked))
@@ -239,11 +239,11 @@ def _answer(mine: Wanted, line: BlockLine, asked: Sequence[_Asked], options: Loa
         )
     claims = [(rank, decode_claims(each.claims.decode(errors="replace"))) for rank, each in enumerate(asked)]
     check_wanted(mine.saved_units, claims, strict=options.strict)
-    table = _share(line, asked, options) if options.overlap_loading else Shared.nothing().encode(line)
+    table = _share(line, asked, options) if options.overlap_loading else SharedReads.nothing().encode(line)
     return _message(len(asked), unexpected, table)
 
 
-def _share(line: BlockLine, asked: Sequence[_Asked], options: LoadOptions, speed: Floats | None = None) -> bytes:
+def _share(line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions, speed: Floats | None = None) -> bytes:
     """Divide the reading of the blocks that several ranks want; on rank 0."""
     runs = [line.decode(each.rest) for each in asked]
     line.check(np.concatenate(runs))
@@ -251,8 +251,8 @@ def _share(line: BlockLine, asked: Sequence[_Asked], options: LoadOptions, speed
     return divided.encode(line)
 
 
-def _unexpected(names: Renamed, kinds: int, rows: Ints) -> Ints:
-    """Return the names that no rank wants, of the kinds that any rank loads, as rows of ``Wanted.rows``.
+def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:
+    """Return the names that no rank wants, of the kinds that any rank loads, as rows of ``LoadRequest.rows``.
 
     Of tied names it is enough that one is wanted. A master goes with its parameter.
     """
@@ -273,7 +273,7 @@ def _unexpected(names: Renamed, kinds: int, rows: Ints) -> Ints:
     return concat([tensors, count + np.flatnonzero(~wanted[count : count + behind] & model), partly])
 
 
-def _partly(names: Renamed, wanted: npt.NDArray[np.bool_], loaded: npt.NDArray[np.bool_]) -> Ints:
+def _partly(names: RenamedLayout, wanted: npt.NDArray[np.bool_], loaded: npt.NDArray[np.bool_]) -> Ints:
     """Return assembled tensors that no rank wants although other blocks of their source tensors are wanted.
 
     A rename may offer one block under several names: it is enough that one of them is wanted.
@@ -303,12 +303,12 @@ def _goes_with_parameter(layout: Layout, row: int, wanted: npt.NDArray[np.bool_]
     return parameter is not None and bool(wanted[resolve(layout, parameter)])
 
 
-def _names(names: Renamed, rows: Ints) -> list[str]:
+def _names(names: RenamedLayout, rows: Ints) -> list[str]:
     """Name tensors and, behind these, objects, and parts of tensors."""
     return [_named(names, row) for row in rows.tolist()]
 
 
-def _named(names: Renamed, row: int) -> str:
+def _named(names: RenamedLayout, row: int) -> str:
     layout, count = names.layout, len(names.layout.tensors)
     if count <= row < count + len(layout.objects):
         return ": ".join(layout.objects[row - count])
@@ -321,7 +321,7 @@ def _named(names: Renamed, row: int) -> str:
 
 
 def read_items(
-    reading: Reading, wanted: Wanted, metadata: Metadata, receipts: Mapping[int, Receipt], straight: Straight
+    reading: LoadPlan, wanted: LoadRequest, metadata: Metadata, receipts: Mapping[int, Receipt], straight: ZeroCopyReads
 ) -> list[ReadItem]:
     """List the chunks that this rank reads, and the rounds in which it only receives, in plan order.
 
@@ -371,12 +371,12 @@ def key_of(metadata: Metadata, file: int) -> str:
     return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
 
 
-def budget_of(options: LoadOptions, reading: Reading) -> Budget:
+def budget_of(options: LoadOptions, reading: LoadPlan) -> Budget:
     """Return the graph's byte budget: ``budget_bytes`` less the most bytes that a round brings in, held besides."""
     return Budget(max(options.budget_bytes - reading.assignment.most_received, 1))
 
 
-def contents(items: Mapping[str, ReadItem], wanted: Wanted, name: str) -> tuple[str, Sequence[str]]:
+def contents(items: Mapping[str, ReadItem], wanted: LoadRequest, name: str) -> tuple[str, Sequence[str]]:
     """Return the file and the first tensors of a chunk, by the name of its item; both empty if there is none."""
     item = items.get(name)
     if item is None or item.chunk is None:
@@ -385,7 +385,7 @@ def contents(items: Mapping[str, ReadItem], wanted: Wanted, name: str) -> tuple[
     return item.key, [tensors.fqn[row] for row in _tensors_in(wanted, item.chunk)]
 
 
-def _first_name(wanted: Wanted, layout: Layout, chunk: Chunk) -> str:
+def _first_name(wanted: LoadRequest, layout: Layout, chunk: Chunk) -> str:
     """Name the first tensor that this rank wants of a chunk."""
     tensors = _tensors_in(wanted, chunk)
     if not tensors:
@@ -395,7 +395,7 @@ def _first_name(wanted: Wanted, layout: Layout, chunk: Chunk) -> str:
     return name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more"
 
 
-def _tensors_in(wanted: Wanted, chunk: Chunk) -> list[int]:
+def _tensors_in(wanted: LoadRequest, chunk: Chunk) -> list[int]:
     """Return the tensors that this rank wants of a chunk, as rows of its table."""
     table, mine = wanted.targets.shards.table, wanted.wants
     first, last = rows_of(mine.file, chunk.file)

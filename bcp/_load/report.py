@@ -10,19 +10,19 @@ from operator import eq
 import numpy as np
 
 from bcp._job import LoadJob
-from bcp._load.reads import Reading, key_of
-from bcp._load.targets import Wanted
+from bcp._load.reads import LoadPlan, key_of
+from bcp._load.targets import LoadRequest
 from bcp.events import LoadReport
 from bcp.format.metadata import Metadata
 from bcp.options import unchanged
-from bcp.plan.read.copies import check_complete, copies, straight
+from bcp.plan.read.copies import check_complete, copies, zero_copy_reads
 from bcp.protocols import ScatterReader, retries_of
 from bcp.runtime.device import Lanes, stream_count
 from bcp.runtime.staging import Lease
 from bcp.runtime.threads import thread_count
 from bcp.stages.load import AllToAll, LoadContext
 from bcp.stages.memcpy import addresses, writable
-from bcp.stages.place import Targets
+from bcp.stages.place import LoadBuffers
 
 __all__ = ["everyone_is_done", "lay_out", "load_context", "report", "say_if_half_loaded"]
 
@@ -41,7 +41,7 @@ def say_if_half_loaded(context: LoadContext) -> Iterator[None]:
         raise
 
 
-def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, lanes: Lanes) -> Targets:
+def lay_out(job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: LoadPlan, lanes: Lanes) -> LoadBuffers:
     """Say where every byte goes that this rank reads or receives, and which chunks need no staging memory on their way.
 
     Every chunk does where codecs have to decode it, and where the caller edits the graph: the stages that were put in
@@ -58,12 +58,12 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, 
     address = writable(tensors, addresses(tensors, table) if known is None else known, table.nbytes, same)
     able = isinstance(job.backend, ScatterReader) and job.options.edit is unchanged and not metadata.commit.codecs
     private = np.arange(len(chunks)) < (len(assignment.private) if able else 0)
-    way = straight(found, private, address > 0)
-    return Targets(tensors, table.tensors.itemsize[table.tensor], dtypes, address, found, way, lanes)
+    way = zero_copy_reads(found, private, address > 0)
+    return LoadBuffers(tensors, table.tensors.itemsize[table.tensor], dtypes, address, found, way, lanes)
 
 
 def load_context(
-    job: LoadJob, all_to_all: AllToAll, metadata: Metadata, reading: Reading, targets: Targets, lease: Lease
+    job: LoadJob, all_to_all: AllToAll, metadata: Metadata, reading: LoadPlan, targets: LoadBuffers, lease: Lease
 ) -> LoadContext:
     """Build the context that the stages of the load share."""
     return LoadContext(
@@ -88,7 +88,9 @@ async def everyone_is_done(_: Sequence[bytes]) -> bytes:
     return b""
 
 
-def report(job: LoadJob, metadata: Metadata, wanted: Wanted, reading: Reading, context: LoadContext) -> LoadReport:
+def report(
+    job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: LoadPlan, context: LoadContext
+) -> LoadReport:
     """Sum up the load for the caller."""
     return LoadReport(
         path=job.path,

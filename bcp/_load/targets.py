@@ -17,21 +17,21 @@ import numpy as np
 import torch
 
 from bcp._job import LoadJob
-from bcp._load.overlaps import Shared, relocated, without_overlaps
+from bcp._load.overlaps import OverlappingTargets, relocated, without_overlaps
 from bcp._load.units import ReadState
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.format.metadata import Metadata
 from bcp.format.receipt import Receipt
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
-from bcp.plan.read.reads import Wants, fitted, wants
-from bcp.plan.read.renamed import MASTER, Renamed, Saved, renamed
+from bcp.plan.read.reads import ReadRequest, fitted, wants
+from bcp.plan.read.renamed import MASTER, CheckpointNames, RenamedLayout, renamed
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
 
-__all__ = ["Wanted", "advice", "both_names", "extra_ranks", "find_targets", "some"]
+__all__ = ["LoadRequest", "advice", "both_names", "extra_ranks", "find_targets", "some"]
 
 EXAMINED = 3
 """Missing names that are looked at: each costs a walk over all names of the checkpoint."""
@@ -80,7 +80,7 @@ SHOWN = 10  # names in an error message
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequest:
     """The tensors, values and units that this rank wants of the checkpoint.
 
     Attributes:
@@ -109,20 +109,20 @@ class Wanted:
     rows: Ints
     kinds: tuple[int, ...]
     missing: tuple[str, ...]
-    wants: Wants
-    renamed: Renamed
+    wants: ReadRequest
+    renamed: RenamedLayout
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, int] = field(default_factory=dict)
     extras_nbytes: int = 0
-    shared: Sequence[Shared] = ()
+    shared: Sequence[OverlappingTargets] = ()
     units: Sequence[ReadState] = ()
     saved_units: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> Wanted:
+def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRequest:
     """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet.
 
     Args:
@@ -156,7 +156,7 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     _check_dataloader(opaque, layout, job.world_size)
     for kind in opaque:
         check_changeable(states[kind], kind)
-    return Wanted(
+    return LoadRequest(
         replace(targets, shards=shards),
         saved,
         _wanted_rows(names, concat([found, source]), objects),
@@ -169,7 +169,7 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     )
 
 
-def _advice(missing: Sequence[str], names: Renamed) -> str:
+def _advice(missing: Sequence[str], names: RenamedLayout) -> str:
     """Return the end of a message on missing names: how those of the model might be meant."""
     front = "model: "
     model = [name.removeprefix(front) for name in missing if name.startswith(front)]
@@ -178,7 +178,9 @@ def _advice(missing: Sequence[str], names: Renamed) -> str:
     return f"; {found}" if found else ""
 
 
-def _unmatched(states: States, names: Renamed, found: Ints, shards: LocalShards, layout: Layout) -> tuple[str, ...]:
+def _unmatched(
+    states: States, names: RenamedLayout, found: Ints, shards: LocalShards, layout: Layout
+) -> tuple[str, ...]:
     """Return the kinds of which something is wanted and nothing was found; ``found``: kinds of the found tensors."""
     wanted = {KINDS[code] for code in set(shards.table.tensors.kind.tolist())} | {kind for kind, _ in shards.objects}
     there = {KINDS[code] for code in set(found.tolist())} | {
@@ -188,7 +190,7 @@ def _unmatched(states: States, names: Renamed, found: Ints, shards: LocalShards,
     return tuple(kind for kind in KINDS if kind in states and kind in wanted.union(OPAQUE_KINDS) - there)
 
 
-def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
+def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> Ints:
     """Let a master that the checkpoint lacks be read from the model, and a model of a master's dtype from its master.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
@@ -213,15 +215,15 @@ def _from_masters(saved: Saved, wanted: TensorTable, found: Ints) -> Ints:
     return source
 
 
-def _whole_optimizer(names: Renamed, wanted: Collection[ObjectKey]) -> list[str]:
+def _whole_optimizer(names: RenamedLayout, wanted: Collection[ObjectKey]) -> list[str]:
     """Say that the checkpoint has nothing of any optimizer, where one is wanted: a new one wants no tensors by name."""
     code = KINDS.index("optimizer")
     there = code in names.saved.tensors.kind or any(kind == "optimizer" for kind, _ in names.objects)
     return [] if there or all(kind != "optimizer" for kind, _ in wanted) else ["the optimizer, all of it"]
 
 
-def _wanted_rows(names: Renamed, found: Ints, objects: Collection[ObjectKey]) -> Ints:
-    """Return ``Wanted.rows``: the found names, and those that no rank is expected to want."""
+def _wanted_rows(names: RenamedLayout, found: Ints, objects: Collection[ObjectKey]) -> Ints:
+    """Return ``LoadRequest.rows``: the found names, and those that no rank is expected to want."""
     count, behind = len(names.layout.tensors), len(names.layout.objects)
     values = np.array([count + names.objects[key] for key in objects if key in names.objects], np.int64)
     wanted = np.zeros(len(names.saved.tensors) + behind, np.bool_)
@@ -244,7 +246,7 @@ def both_names(target: TensorTable, row: int, saved: TensorTable, origin: int) -
     return new if new == old else f"{new} (saved as {old})"
 
 
-def _check_shapes(target: TensorTable, names: Renamed, found: Ints, rank: int) -> None:
+def _check_shapes(target: TensorTable, names: RenamedLayout, found: Ints, rank: int) -> None:
     """Compare shapes of everything that both have; ``found``: the row of each target in ``names.saved.tensors``."""
     saved, origin = names.saved.tensors, names.layout.tensors
     both = np.flatnonzero(found >= 0)

@@ -1,19 +1,19 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
-from bcp._save.leader import BLOCK_BYTES, Opening, Root, Undo, not_replaced, undone_on_error
-from bcp._save.local_state import Held
+from bcp._save.leader import BLOCK_BYTES, CleanUp, Opening, SaveLeader, not_replaced, undone_on_error
+from bcp._save.local_state import LocalState
 from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
 from bcp._save.snapshot import Snapshot, first_sizes, pinned_nbytes, rehearse
 
 __all__ = [
     "BLOCK_BYTES",
-    "Held",
+    "CleanUp",
+    "LocalState",
     "Opening",
-    "Root",
+    "SaveLeader",
     "SavePlan",
     "Snapshot",
-    "Undo",
     "contents",
     "first_sizes",
     "make_receipt",

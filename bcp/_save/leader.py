@@ -39,16 +39,16 @@ from bcp.plan.units import check_shared
 from bcp.plan.write.divide import divide
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, gather, survey
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
-from bcp.runtime.threads import planning
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import WriteItem
 from bcp.telemetry.store import FOLDER as TELEMETRY
 from bcp.telemetry.store import outdated
 
 __all__ = [
     "BLOCK_BYTES",
+    "CleanUp",
     "Opening",
-    "Root",
-    "Undo",
+    "SaveLeader",
     "check_written",
     "data_nbytes",
     "encode_written",
@@ -96,7 +96,7 @@ async def taken(backend: Backend, path: str, operation: str, found: Version | No
     if await backend.version(METADATA_KEY) == found:
         return ExistsError(f"another job is committing a checkpoint at {path}, as is operation {operation}; {advice}")
     try:
-        winner = f"operation {(await planning(decode_metadata, data, path)).commit.operation}"
+        winner = f"operation {(await in_thread_gc_paused(decode_metadata, data, path)).commit.operation}"
     except CheckpointError:
         winner = "an operation with metadata that cannot be read"
     return ExistsError(
@@ -147,7 +147,7 @@ async def check_written(
         StorageError: a file is missing or has another size; names the first ones.
 
     """
-    wrong = await planning(_differences, messages, listed, operation, encoded)
+    wrong = await in_thread_gc_paused(_differences, messages, listed, operation, encoded)
     lost = [info async for info in _lost(backend, wrong)]
     if lost:
         raise StorageError(
@@ -236,7 +236,7 @@ class Opening:
 
 
 @dataclass(slots=True)
-class Root:
+class SaveLeader:
     """The coordinator's side of a save (paper sec. 3.3); its methods run on rank 0 only.
 
     Attributes:
@@ -284,7 +284,7 @@ class Root:
 
     async def survey(self, hellos: Sequence[bytes]) -> bytes:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
-        self.plan = await planning(self._survey, hellos)
+        self.plan = await in_thread_gc_paused(self._survey, hellos)
         self.key = self.plan.key
         return self.plan.encode()
 
@@ -329,7 +329,7 @@ class Root:
             self.committing = False
             raise await taken(self.backend, self.path, self.operation, self.found)
         await self._check_place(version)
-        self.all_nbytes = await planning(data_nbytes, messages)
+        self.all_nbytes = await in_thread_gc_paused(data_nbytes, messages)
         await self._sweep(listed, unfinished)
         return b""
 
@@ -393,7 +393,7 @@ def _is_of_a_save(key: str) -> bool:
 CLEAN_UP_SECONDS = 30.0
 
 
-class Undo:
+class CleanUp:
     """What would have to be removed. Only rank 0 knows whether the metadata may be there already.
 
     So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
@@ -426,9 +426,9 @@ class Undo:
 
 
 @asynccontextmanager
-async def undone_on_error(job: SaveJob, root: Root) -> AsyncIterator[Undo]:
+async def undone_on_error(job: SaveJob, root: SaveLeader) -> AsyncIterator[CleanUp]:
     """Remove what was written if the save fails or is cancelled; takes some seconds at most, and raises the same."""
-    undo = Undo(job.rank)
+    undo = CleanUp(job.rank)
     try:
         yield undo
     except BaseException:

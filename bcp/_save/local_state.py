@@ -17,13 +17,13 @@ from bcp.stages.memcpy import addresses
 from bcp.state.objects import check_changeable, collect
 from bcp.state.packed import pack
 from bcp.state.random_states import undisturbed
-from bcp.state.units import Image, collect_units, opaque_states
+from bcp.state.units import UnitImage, collect_units, opaque_states
 
-__all__ = ["Held", "take_stock"]
+__all__ = ["LocalState", "collect_local_state"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalState:
     """The local state of this rank: shards of tensors, values, and opaque objects as bytes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held:
     shards: LocalShards
     address: Ints
     extras: Mapping[str, bytes]
-    units: Mapping[str, Image]
+    units: Mapping[str, UnitImage]
     shared: Mapping[str, str]
 
     @property
@@ -49,7 +49,7 @@ class Held:
         return int(self.shards.table.nbytes.sum()) + sum(map(len, self.extras.values())) + units
 
 
-def take_stock(job: SaveJob) -> Held:
+def collect_local_state(job: SaveJob) -> LocalState:
     """Ask the planner for this rank's shards, and pack the opaque objects and units.
 
     Copies that the caller has queued from a device to host memory are over when this returns.
@@ -68,7 +68,7 @@ def take_stock(job: SaveJob) -> Held:
         units = collect_units(job.states, trust=job.options.trust)
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
-    return Held(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())
+    return LocalState(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

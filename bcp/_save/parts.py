@@ -15,7 +15,7 @@ import torch
 
 from bcp._job import SaveJob
 from bcp._save.leader import Opening, encode_written
-from bcp._save.local_state import Held
+from bcp._save.local_state import LocalState
 from bcp._save.plan import SavePlan
 from bcp._save.snapshot import Snapshot
 from bcp.events import SaveReport
@@ -29,7 +29,7 @@ from bcp.plan.write.divide import Writes
 from bcp.plan.write.files import DataFile, data_files
 from bcp.protocols import Backend, ObjectKey, PartWriter, retries_of
 from bcp.runtime.device import stream_count
-from bcp.runtime.threads import planning, thread_count
+from bcp.runtime.threads import in_thread_gc_paused, thread_count
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.memcpy import addresses
 from bcp.state.values import encode_value, encode_values
@@ -37,18 +37,18 @@ from bcp.state.values import encode_value, encode_values
 __all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
 
 
-def unit_ends(held: Held, plan: SavePlan) -> list[int]:
+def unit_ends(held: LocalState, plan: SavePlan) -> list[int]:
     """Return where each unit ends in the data section."""
     return list(accumulate(held.units[path].nbytes for path in plan.units))
 
 
-def places(held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
+def places(held: LocalState, plan: SavePlan) -> dict[ObjectKey, str]:
     """Say where this rank's units lie in the data section: first byte and one past the last (paper sec. 3.2)."""
     bounds = pairwise([0, *unit_ends(held, plan)])
     return {("dataloader", path): encode_value(list(each)) for path, each in zip(plan.units, bounds, strict=True)}
 
 
-def unit_rows(held: Held, plan: SavePlan) -> Iterator[tuple[str, torch.Tensor]]:
+def unit_rows(held: LocalState, plan: SavePlan) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and memory of all that the units consist of, in the order of the file."""
     for path in plan.units:
         image = held.units[path]
@@ -56,14 +56,14 @@ def unit_rows(held: Held, plan: SavePlan) -> Iterator[tuple[str, torch.Tensor]]:
         yield path, torch.frombuffer(bytearray(image.tail), dtype=torch.uint8)
 
 
-def owned_values(job: SaveJob, held: Held, plan: SavePlan) -> dict[ObjectKey, str]:
+def owned_values(job: SaveJob, held: LocalState, plan: SavePlan) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
     with job.caller.streams_in_use():
         values = encode_values(held.shards.objects, plan.objects, trust=job.options.trust)
     return values | places(held, plan)
 
 
-def write_items(held: Held, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
+def write_items(held: LocalState, plan: SavePlan, operation: str, rank: int, options: SaveOptions) -> list[WriteItem]:
     """List the parts of all of this rank's files, in the order in which they enter the graph.
 
     Last come opaque objects and units, whose memory nobody changes: training does not wait until they are copied.
@@ -186,13 +186,13 @@ def _file_receipt(data_start: int, parts: Sequence[PartReceipt], codecs: tuple[s
 
 async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
     """Store the receipt; return this rank's message for the commit."""
-    data = await planning(encode_receipt, receipt)
+    data = await in_thread_gc_paused(encode_receipt, receipt)
     await backend.put(receipt_key(receipt.rank, receipt.operation), data)
     return encode_written(receipt, receipt_digest(data), len(data))
 
 
 def report(
-    job: SaveJob, held: Held, opening: Opening, receipt: Receipt, items: Sequence[WriteItem], snapshot: Snapshot
+    job: SaveJob, held: LocalState, opening: Opening, receipt: Receipt, items: Sequence[WriteItem], snapshot: Snapshot
 ) -> SaveReport:
     """Sum up the save for the caller."""
     data_nbytes = sum(file.nbytes - file.data_start for file in receipt.files)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from bcp._agree import agree, agree_shares
+from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
-from bcp._save.leader import Opening, Root
-from bcp._save.local_state import Held
+from bcp._save.leader import Opening, SaveLeader
+from bcp._save.local_state import LocalState
 from bcp.errors import BcpError, InputError
 from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache
@@ -18,10 +18,10 @@ from bcp.plan.shards import ShardTable
 from bcp.plan.units import decode_claims, encode_shared
 from bcp.plan.write.divide import expand
 from bcp.plan.write.files import DataFile, data_files
-from bcp.plan.write.survey import DIGEST_BYTES, Stated, Survey, decode_share, digest
-from bcp.plan.write.world import Factored, factor
+from bcp.plan.write.survey import DIGEST_BYTES, EncodedTable, Survey, decode_share, digest
+from bcp.plan.write.world import FactoredTable, factor
 from bcp.protocols import Agreement
-from bcp.runtime.threads import planning
+from bcp.runtime.threads import in_thread_gc_paused
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]
 
@@ -48,36 +48,36 @@ class SavePlan:
 
 
 async def plan_writes(
-    agreement: Agreement, root: Root, rank: int, held: Held | BcpError, options: SaveOptions
-) -> tuple[Held, Opening, SavePlan]:
+    agreement: Agreement, root: SaveLeader, rank: int, held: LocalState | BcpError, options: SaveOptions
+) -> tuple[LocalState, Opening, SavePlan]:
     """Agree with all ranks on the writes; an unchanged layout costs 16 bytes a rank (paper sec. 4.1).
 
     Ranks with sharded dataloader states also say a digest of each state's shared part.
     """
     if isinstance(held, BcpError):
-        await agree(agreement, "begin", rank, held, root.open)
+        await gather_broadcast(agreement, "begin", rank, held, root.open)
         raise held
     root.framework = held.framework
     table = held.shards.table
-    mine = await planning(digest, table)
+    mine = await in_thread_gc_paused(digest, table)
     slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
     known = _plans.get(slot)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
-    opening = Opening.decode(await agree(agreement, "begin", rank, hello, root.open))
+    opening = Opening.decode(await gather_broadcast(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
         return held, opening, known
-    factored = await planning(factor, table)
-    stated = await planning(Stated.of, factored, mine)
-    survey = Survey.decode(await agree(agreement, "survey", rank, stated.hello, root.survey))
-    share = await agree_shares(agreement, "plan", rank, stated.message(rank, survey), root.divide)
-    plan = await planning(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
+    factored = await in_thread_gc_paused(factor, table)
+    stated = await in_thread_gc_paused(EncodedTable.of, factored, mine)
+    survey = Survey.decode(await gather_broadcast(agreement, "survey", rank, stated.hello, root.survey))
+    share = await gather_scatter(agreement, "plan", rank, stated.message(rank, survey), root.divide)
+    plan = await in_thread_gc_paused(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
     _plans.put(slot, plan)
     return held, opening, plan
 
 
 def _read_share(
-    share: bytes, table: ShardTable, factored: Factored, rank: int, key: bytes, part_bytes: int
+    share: bytes, table: ShardTable, factored: FactoredTable, rank: int, key: bytes, part_bytes: int
 ) -> SavePlan:
     """Turn rank 0's answer into data files and owned values."""
     mine = decode_share(share)

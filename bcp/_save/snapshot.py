@@ -28,7 +28,7 @@ import torch
 from torch.optim import Optimizer
 
 from bcp._job import SaveJob
-from bcp._save.local_state import Held, take_stock
+from bcp._save.local_state import LocalState, collect_local_state
 from bcp.errors import InputError, StateChangedError, StateError
 from bcp.events import PhaseEvent, emit
 from bcp.options import SaveOptions
@@ -46,9 +46,9 @@ from bcp.state.guard import StepHold, check_not_loading, check_unchanged, torch_
 __all__ = [
     "BLOCK_BYTES",
     "PARTS_IN_FLIGHT",
-    "Sample",
+    "MemorySample",
+    "OptimizerOwnedMemory",
     "Snapshot",
-    "Steady",
     "first_sizes",
     "pinned_nbytes",
     "rehearse",
@@ -125,7 +125,7 @@ ELEMENTS = 8
 SHOWN = 5  # names in an error message
 
 
-class Sample:
+class MemorySample:
     """Blocks of every tensor of a snapshot in host memory, as they were at one moment.
 
     Up to ``MOST`` blocks lie at equal distances between the first and the last byte of a tensor; a small tensor is
@@ -234,7 +234,7 @@ def _in_host_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-class Steady:
+class OptimizerOwnedMemory:
     """The memory of the parameters that change in a step of some optimizers only.
 
     These are their own, but for frozen ones, which no step changes and a forward pass may. Wrappers (Megatron-LM's,
@@ -346,7 +346,7 @@ class Snapshot:
         if self._hold is not None:
             self._hold.release()
 
-    def take_stock(self) -> Held:
+    def take_stock(self) -> LocalState:
         """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on.
 
         Raises:
@@ -362,14 +362,14 @@ class Snapshot:
             ) from error
         if self._job.options.guard:
             check_not_loading(held.shards, self._job.rank)
-            sample = Sample(held.shards, held.address)
+            sample = MemorySample(held.shards, held.address)
             self._check = partial(_check, held.shards, versions(held.shards), sample, self._job.rank)
         if self._hold is not None:
             self._go_on()
         return held
 
-    def _taken_stock(self) -> Held:
-        held = take_stock(self._job)
+    def _taken_stock(self) -> LocalState:
+        held = collect_local_state(self._job)
         self.devices = accelerators(held.shards.tensors, held.address)
         self.fence = self._job.caller.fence(self.devices)
         if self._job.options.snapshot == "eager":
@@ -405,14 +405,14 @@ class Snapshot:
             self._job.watch.blocking = self.seconds
         self._job.on_snapshot()
 
-    def _hold_back(self, held: Held) -> Held:
+    def _hold_back(self, held: LocalState) -> LocalState:
         """Hold back what would change the shards, and copy what something else may change.
 
         To host memory: in the device's there may be no room for it twice.
         """
         optimizers, wrapped = _optimizers(self._job)
         self._hold = StepHold(optimizers)
-        steady = Steady(self._job.states.get("model"), optimizers, wrapped=wrapped)
+        steady = OptimizerOwnedMemory(self._job.states.get("model"), optimizers, wrapped=wrapped)
         shards, address = held.shards, held.address.copy()
         others, tensors = _not_states(shards.table.tensors), list(shards.tensors)
         rows = [at for at, row in enumerate(shards.table.tensor.tolist()) if row in others]
@@ -424,9 +424,9 @@ class Snapshot:
         return replace(held, shards=kept, address=address)
 
 
-def rehearse(job: SaveJob) -> Held:
+def rehearse(job: SaveJob) -> LocalState:
     """Find out what this rank holds, for a save to come; for lazy ones, notice from now on if a step is captured."""
-    held = take_stock(job)
+    held = collect_local_state(job)
     if job.options.snapshot == "lazy":
         StepHold(_optimizers(job)[0]).release()
     return held
@@ -442,7 +442,7 @@ def _optimizers(job: SaveJob) -> tuple[list[Optimizer], bool]:
     return torch_optimizers(job.states["optimizer"])
 
 
-def _check(shards: LocalShards, before: list[int], sample: Sample, rank: int) -> None:
+def _check(shards: LocalShards, before: list[int], sample: MemorySample, rank: int) -> None:
     """Compare with the state when stock was taken. Counted writes come first: that error says how many they are."""
     check_unchanged(shards, before, rank)
     sample.check(rank)

@@ -17,10 +17,10 @@ from bcp.coordinators.sockets import Wire
 from bcp.errors import InputError, PeerError
 from bcp.runtime.threads import in_pool
 
-__all__ = ["Blame", "Exchange"]
+__all__ = ["Exchange", "ReportPeerFailure"]
 
 
-class Blame(Protocol):
+class ReportPeerFailure(Protocol):
     """Tells all ranks that one is to blame, and returns the error that ends the operation."""
 
     async def __call__(self, rank: int, cause: str, *, sure: bool) -> Exception:
@@ -35,7 +35,7 @@ _PROBE_SECONDS = 0.05  # after these the last message says how fast the way is; 
 class Exchange:
     """This rank's side of all exchanges of one operation."""
 
-    def __init__(self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], blame: Blame) -> None:
+    def __init__(self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], blame: ReportPeerFailure) -> None:
         """Prepare.
 
         Args:

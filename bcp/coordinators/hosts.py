@@ -29,8 +29,8 @@ from bcp.errors import InputError
 __all__ = [
     "HINT",
     "VARIABLE",
-    "GroupSeat",
     "Host",
+    "ProcessGroupMember",
     "address_of",
     "here",
     "identity",
@@ -46,7 +46,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDi
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSeat:
+class ProcessGroupMember:
     """This rank's seat in a process group, for one coordinator.
 
     Attributes:
@@ -63,7 +63,7 @@ class GroupSeat:
     prefix: str
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> GroupSeat:
+    def of(cls, group: dist.ProcessGroup | None) -> ProcessGroupMember:
         """Take a seat in a group, None for the default one. Every member has to do so equally often.
 
         Nothing is sent, so this never waits for the store.

@@ -15,11 +15,11 @@ import anyio
 from bcp.errors import InputError, PeerError
 from bcp.protocols import REFUSED
 
-__all__ = ["LEFT", "Abort", "Hello", "Liveness", "agrees", "describe", "different", "error_of"]
+__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "agrees", "describe", "different", "error_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class PeerInfo:
     """One rank that takes part in an operation."""
 
     rank: int
@@ -28,7 +28,7 @@ class Hello:
     pid: int
 
     @classmethod
-    def of(cls, rank: int, what: str) -> Hello:
+    def of(cls, rank: int, what: str) -> PeerInfo:
         """Return this process's hello."""
         return cls(rank, what, socket.gethostname(), os.getpid())
 
@@ -77,14 +77,14 @@ LEFT = b"left"
 
 
 @dataclass(slots=True)
-class _Sign:
+class _Heartbeat:
     """The last sign of life of a rank: what it was, and when it was first seen, in seconds."""
 
     value: bytes | None
     since: float
 
 
-class Liveness:
+class Heartbeats:
     """The signs of life of the ranks that this rank watches.
 
     A rank's sign changes while it lives. Ages are counted from when this rank *saw* a change, so clocks of
@@ -93,7 +93,7 @@ class Liveness:
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
         """Watch these ranks; a rank that gives no sign at all is late, counted from ``now``."""
-        self._signs = {rank: _Sign(None, now) for rank in ranks}
+        self._signs = {rank: _Heartbeat(None, now) for rank in ranks}
 
     def __repr__(self) -> str:
         """Show how many are here and how many have left."""
@@ -113,7 +113,7 @@ class Liveness:
     def note(self, rank: int, value: bytes | None, now: float) -> None:
         """Take note of a rank's sign, or of None where it has given none yet."""
         if value != self._signs[rank].value:
-            self._signs[rank] = _Sign(value, now)
+            self._signs[rank] = _Heartbeat(value, now)
 
     def lost(self, timeout: float, now: float) -> tuple[int, float, bool] | None:
         """Return (rank, seconds, whether it had ever begun) of the rank that is silent longest, or None."""

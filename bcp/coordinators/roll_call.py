@@ -27,7 +27,7 @@ from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient, innermost
 from bcp.errors import PeerError
 
-__all__ = ["Ended", "Roll"]
+__all__ = ["Ended", "RollCall"]
 
 AT_ONCE = 256
 """Keys in one look."""
@@ -64,7 +64,7 @@ class Answer:
         return cls(**{**data, "elsewhere": tuple(map(Host.of, data["elsewhere"]))})
 
 
-class Keys:
+class RollKeys:
     """Keys below a prefix, whose values are JSON. All calls but :meth:`name` block until the store has answered."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
@@ -117,7 +117,7 @@ class Caller:
         hosts: the hosts of ranks 1, 2 and so on, as far as they have come.
     """
 
-    def __init__(self, keys: Keys, world_size: int, texts: Callable[[Sequence[Host]], Sequence[str]]) -> None:
+    def __init__(self, keys: RollKeys, world_size: int, texts: Callable[[Sequence[Host]], Sequence[str]]) -> None:
         """Prepare; ``texts`` returns rank 0's words for each rank, given the hosts of all."""
         self.heard: Ended | None = None
         self.hosts: list[Host] = []
@@ -224,7 +224,7 @@ class Member:
         heard: the last operation that another rank has ended meanwhile.
     """
 
-    def __init__(self, keys: Keys, rank: int) -> None:
+    def __init__(self, keys: RollKeys, rank: int) -> None:
         """Prepare."""
         self.heard: Ended | None = None
         self._keys = keys
@@ -284,7 +284,7 @@ _ATTENTION_PAUSE = 0.05  # seconds between two looks in the background
 _ATTENTION_SECONDS = 60.0  # how long a store may be silent before nobody looks in the background any more
 
 
-class Roll:
+class RollCall:
     """One rank's part in the roll call: looks, one after another, until there is an answer.
 
     :meth:`look`, :meth:`present` and :meth:`tell` block until the store has answered, and are called in the client's
@@ -323,7 +323,7 @@ class Roll:
         self._given_address = address
         self._stated = ""
         self._host: Host | None = None
-        self._keys = Keys(client, prefix)
+        self._keys = RollKeys(client, prefix)
         self._part = Caller(self._keys, world_size, texts) if rank == 0 else Member(self._keys, rank)
         self._attendant: threading.Thread | None = None
 
@@ -414,7 +414,7 @@ class Roll:
         return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
 
 
-def _attend(roll_of: ref[Roll]) -> None:
+def _attend(roll_of: ref[RollCall]) -> None:
     """Look now and then, as long as somebody has the roll and the store answers."""
     with suppress(PeerError):
         while (roll := roll_of()) is not None:

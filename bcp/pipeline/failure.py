@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from bcp.errors import StageError
 
-__all__ = ["BranchError", "FirstFailure", "beside", "is_cancellation"]
+__all__ = ["BranchError", "FirstFailure", "is_cancellation", "run_while_opening"]
 
 
 class BranchError(StageError):
@@ -93,7 +93,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
-async def beside(
+async def run_while_opening(
     context: AbstractAsyncContextManager[C], opened: Callable[[C], None], work: Callable[[], Awaitable[T]]
 ) -> T:
     """Do the work while the context is being entered; leave the context when the work has ended.

@@ -15,7 +15,7 @@ import numpy as np
 
 from bcp.plan.columns import Ints
 
-__all__ = ["Box", "Boxes", "FlatBoxes", "decompose", "flat_boxes", "indices", "swept"]
+__all__ = ["Box", "Boxes", "FlatBoxes", "decompose", "flat_boxes", "indices", "sweep_intervals"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
         yield from flat_boxes(lengths, tail * row, stop)
 
 
-def swept(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
+def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
     """Sweep over runs that may overlap: cut where one begins or ends, and add up the weights of those that are there.
 
     Args:

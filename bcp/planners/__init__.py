@@ -11,7 +11,7 @@ from bcp.planners.fsdp2 import Fsdp2Planner, VeScalePlanner, holds_ddp, holds_dt
 from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron
 from bcp.planners.torch_native import DdpPlanner, PlainPlanner
 from bcp.protocols import Planner, States
-from bcp.state.detection import SeenStates
+from bcp.state.detection import InspectedStates
 from bcp.state.guard import check_unchanged, versions
 
 __all__ = [
@@ -58,7 +58,7 @@ def planner(framework: str | None, states: States) -> Planner:
         InputError: no planner of that name is known, or it cannot work with the installed versions.
 
     """
-    seen = SeenStates(states)
+    seen = InspectedStates(states)
     name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](seen))
     if name not in _KNOWN:
         raise InputError(f"framework={framework!r} is unknown; known are {', '.join(sorted(_KNOWN))}")

@@ -22,14 +22,14 @@ from torch import distributed, nn
 
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
 from bcp.state.inventory import Leaves, state_dict_of
 from bcp.state.modules import Finish, ParamNames, add_state
 from bcp.state.names import cleaner
 from bcp.state.optimizers import OPTIMIZER, STEP, Slot, counts_in_group, optimizers_in
-from bcp.state.placement import Leaf, Placement, Sharded, Span
+from bcp.state.placement import Leaf, LocalInterval, Placement, ShardedLeaf
 
 __all__ = ["DeepSpeedPlanner", "holds_deepspeed"]
 
@@ -131,7 +131,7 @@ class Held:
         weights: torch.Tensor = getattr(self.parameter, "ds_tensor", self.parameter)
         if self.fp32.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             return None
-        return Sharded(self.fp32, self.placement) if self.placement else self.fp32
+        return ShardedLeaf(self.fp32, self.placement) if self.placement else self.fp32
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
@@ -204,18 +204,20 @@ def _drop_second_copies(module: Any) -> None:
         parameter.ds_secondary_tensor = None
 
 
-def _run_of(parameter: Any, fqn: str) -> Sharded:
+def _run_of(parameter: Any, fqn: str) -> ShardedLeaf:
     """Return this rank's run of a ZeRO-3 parameter's weights."""
     if parameter.ds_status.name == "INFLIGHT":
         raise StateError(f"ZeRO-3 is gathering {fqn!r} at the moment; save and load between steps")
-    return Sharded(parameter.ds_tensor, _run_in(parameter, tuple(parameter.ds_tensor.shape)))
+    return ShardedLeaf(parameter.ds_tensor, _run_in(parameter, tuple(parameter.ds_tensor.shape)))
 
 
 def _run_in(parameter: Any, local: tuple[int, ...], at: int = 0) -> Placement:
     """Place this rank's run of a ZeRO-3 parameter in a local tensor; the last ranks' runs are short, or empty."""
     shape, length = tuple(parameter.ds_shape), parameter.ds_tensor.ds_numel
     start = min(distributed.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
-    return Placement(shape, local, (Span(Box.whole(shape), start, min(start + length, parameter.ds_numel), at),))
+    return Placement(
+        shape, local, (LocalInterval(Box.whole(shape), start, min(start + length, parameter.ds_numel), at),)
+    )
 
 
 def _zero3(optimizer: Any) -> Iterator[Held]:
@@ -264,7 +266,7 @@ def _rows(optimizer: Any, groups: Any, rows: Any, partitions: Any) -> Iterator[H
                 )
             start = min(max(low - begin, 0), parameter.numel())
             stop = min(max(low + fp32.numel() - begin, start), parameter.numel())
-            span = Span(Box.whole(shape), start, stop, max(begin - low, 0) if stop > start else 0)
+            span = LocalInterval(Box.whole(shape), start, stop, max(begin - low, 0) if stop > start else 0)
             yield Held(parameter, fp32, Placement(shape, tuple(fp32.shape), (span,)), group)
 
 
@@ -339,7 +341,7 @@ class DeepSpeedPlanner(PlainPlanner):
                     )
         return tested
 
-    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:
+    def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
         """Take the weights, and in a load without an optimizer its masters as well."""
         engine, optimizer, module = _parts(states)
         check_readable(engine, optimizer, module)
@@ -356,7 +358,7 @@ class DeepSpeedPlanner(PlainPlanner):
             self._add_masters(leaves, optimizer, module, saved)
         return finish
 
-    def _add_masters(self, leaves: Leaves, optimizer: Any, module: nn.Module, saved: Saved) -> None:
+    def _add_masters(self, leaves: Leaves, optimizer: Any, module: nn.Module, saved: CheckpointNames) -> None:
         """Let a load of the weights fill their masters too, from which the next step makes the weights anew."""
         if optimizer is None and any(map(is_marked, module.parameters())):
             raise StateError(
@@ -370,7 +372,7 @@ class DeepSpeedPlanner(PlainPlanner):
             if (master := held.master) is not None:
                 leaves.also("model", names(held.parameter)[0], master)
 
-    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+    def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Read the optimizer; stage 0 in fp32 has a plain one of torch."""
         _, optimizer, module = _parts(states)
         if states.get(OPTIMIZER) is None:
@@ -480,7 +482,7 @@ def _scale_name(key: str) -> ObjectKey:
     return (OPTIMIZER, f"loss_scaler.{key}")
 
 
-def _add_scaler(leaves: Leaves, optimizer: Any, saved: Saved | None) -> None:
+def _add_scaler(leaves: Leaves, optimizer: Any, saved: CheckpointNames | None) -> None:
     """Take a dynamic loss scaler; a load wants of it what the checkpoint has."""
     scaler = _scaler(optimizer)
     for key in _SCALER:

@@ -17,17 +17,17 @@ from torch import nn
 
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
-from bcp.state.detection import SeenStates
+from bcp.state.detection import InspectedStates
 from bcp.state.dtensor import is_dtensor
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import Leaves, probe
 from bcp.state.modules import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
 from bcp.state.names import cleaner, dotted, walk
 from bcp.state.optimizers import OPTIMIZER, Slot, optimizers_in, slots_of
-from bcp.state.placement import Placement, Sharded, Span
+from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
 
 if TYPE_CHECKING:  # as a torch without FSDP1 will do for everything else
     from torch.distributed.fsdp._flat_param import FlatParamHandle, _ShardParamInfo
@@ -45,7 +45,7 @@ _FLAT = (
 _FLAT_NAME = "_flat_param"
 """By this name a module has its flat parameter among its parameters, where ``use_orig_params`` is false."""
 
-_Managed = Mapping[int, Mapping[str, Sharded]]
+_Managed = Mapping[int, Mapping[str, ShardedLeaf]]
 """By id of the module, by name in it: where a parameter is that the module itself may have nothing of."""
 
 
@@ -81,13 +81,13 @@ class Fsdp1Planner(PlainPlanner):
             raise InputError(f"{tested}, whose FlatParameter has no {', '.join(missing)}; pin torch or upgrade bcp")
         return tested
 
-    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:
+    def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
         """Take what modules have by themselves, and the parts of flat parameters that are here."""
         if states.get("model") is None:
             return super()._add_model(leaves, states, saved)
         return add_state(leaves, "model", states["model"], _add_module)
 
-    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+    def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots of the optimizers: of a flat parameter, one for each parameter in it."""
         optimizers = optimizers_in(states.get(OPTIMIZER))
         if optimizers is None:
@@ -109,7 +109,7 @@ class Fsdp1Planner(PlainPlanner):
 
 def holds_fsdp1(states: States) -> bool:
     """Whether a module of the model is, or contains, a ``FullyShardedDataParallel``."""
-    return any(map(is_fsdp1_type, {type(part) for part in SeenStates.of(states).modules}))
+    return any(map(is_fsdp1_type, {type(part) for part in InspectedStates.of(states).modules}))
 
 
 def _modules(states: States) -> Iterator[nn.Module]:
@@ -189,8 +189,8 @@ def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping
 
 def _managed(module: nn.Module) -> _Managed:
     """Find every parameter that FSDP1 manages; one of several names is one leaf, in whichever unit the names are."""
-    found: dict[int, dict[str, Sharded]] = {}
-    originals: dict[int, Sharded] = {}
+    found: dict[int, dict[str, ShardedLeaf]] = {}
+    originals: dict[int, ShardedLeaf] = {}
     for handle in _handles(module):
         flat = handle.flat_param
         where = [found.setdefault(id(owner), {}) for _, owner, _ in flat._param_infos]
@@ -207,7 +207,7 @@ def _managed(module: nn.Module) -> _Managed:
     return found
 
 
-def _leaf(handle: FlatParamHandle, index: int) -> Sharded:
+def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
     """Say what of one original parameter is here, as a part of what the optimizer steps.
 
     Raises:
@@ -219,9 +219,11 @@ def _leaf(handle: FlatParamHandle, index: int) -> Sharded:
     shape = tuple(flat._shapes[index])
     first, stop, at = _interval(flat._shard_param_infos[index])
     if flat._params is None:
-        return Sharded(flat, Placement(shape, tuple(flat._sharded_size), (Span(Box.whole(shape), first, stop, at),)))
+        return ShardedLeaf(
+            flat, Placement(shape, tuple(flat._sharded_size), (LocalInterval(Box.whole(shape), first, stop, at),))
+        )
     local = (stop - first,) if handle.uses_sharded_strategy else shape
-    return Sharded(flat._params[index], Placement(shape, local, (Span(Box.whole(shape), first, stop),)))
+    return ShardedLeaf(flat._params[index], Placement(shape, local, (LocalInterval(Box.whole(shape), first, stop),)))
 
 
 def _interval(info: _ShardParamInfo) -> tuple[int, int, int]:
@@ -280,18 +282,18 @@ def _check_placed(state: object) -> None:
             )
 
 
-def _placed(leaves: Leaves) -> dict[int, list[tuple[Sharded, list[str]]]]:
+def _placed(leaves: Leaves) -> dict[int, list[tuple[ShardedLeaf, list[str]]]]:
     """Return the parts of what optimizers step, by its id: each with its names in the model."""
-    found: dict[int, dict[int, tuple[Sharded, list[str]]]] = {}
+    found: dict[int, dict[int, tuple[ShardedLeaf, list[str]]]] = {}
     for fqn, leaf in leaves.tensors.get("model", {}).items():
-        if isinstance(leaf, Sharded):
+        if isinstance(leaf, ShardedLeaf):
             parts = found.setdefault(id(leaf.tensor), {})
             parts.setdefault(id(leaf), (leaf, []))[1].append(fqn)
     return {tensor: list(parts.values()) for tensor, parts in found.items()}
 
 
 def _named(
-    slot: Slot, parts: Iterable[tuple[Sharded, list[str]]] | None, saved: Collection[ObjectKey]
+    slot: Slot, parts: Iterable[tuple[ShardedLeaf, list[str]]] | None, saved: Collection[ObjectKey]
 ) -> Iterator[Slot]:
     """Yield the slots of what an optimizer steps: itself, or one for each parameter of which it has a part.
 

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bcp.errors import StateError
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import States
-from bcp.state.detection import SeenStates
+from bcp.state.detection import InspectedStates
 from bcp.state.dtensor import is_dtensor, is_ragged
 from bcp.state.hooks import hooked_placement, ragged_placement, unstated
 from bcp.state.inventory import Leaves, probe
@@ -41,7 +41,7 @@ class Fsdp2Planner(PlainPlanner):
         super().probe()
         return probe({DTensor: ["_spec", "_local_tensor", "device_mesh", "placements"]}, self.name)
 
-    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+    def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots; where a parameter says itself where it lies, its states lie there, too."""
         slots = super()._slots(leaves, states, saved)
         placed = ((slot, _stated(slot)) for slot in slots or ())
@@ -61,17 +61,17 @@ class VeScalePlanner(Fsdp2Planner):
 
 def holds_dtensors(states: States) -> bool:
     """Whether there is a DTensor in the model, or in a plain optimizer state dict."""
-    return any(map(is_dtensor, SeenStates.of(states).special))
+    return any(map(is_dtensor, InspectedStates.of(states).special))
 
 
 def holds_ragged(states: States) -> bool:
     """Whether there is a ragged shard in the model, or in a plain optimizer state dict."""
-    return any(map(is_ragged, SeenStates.of(states).special))
+    return any(map(is_ragged, InspectedStates.of(states).special))
 
 
 def holds_ddp(states: States) -> bool:
     """Whether a module of the model is, or contains, a ``DistributedDataParallel``."""
-    return any(isinstance(part, DistributedDataParallel) for part in SeenStates.of(states).modules)
+    return any(isinstance(part, DistributedDataParallel) for part in InspectedStates.of(states).modules)
 
 
 def _stated(slot: Slot) -> Placement | None:

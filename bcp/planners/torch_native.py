@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.state.inventory import Leaves, probe
 from bcp.state.modules import Check, Finish, ParamNames, add_state
@@ -52,7 +52,7 @@ class PlainPlanner:
             add_slots(leaves, slots)
         return leaves.to_save()
 
-    def load_targets(self, states: States, saved: Saved) -> LoadTargets:
+    def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
         """Say where this rank wants what to be put; see :meth:`bcp.protocols.Planner.load_targets`."""
         leaves = Leaves()
         finish_model = self._add_model(leaves, states, saved)
@@ -70,11 +70,11 @@ class PlainPlanner:
 
         return LoadTargets(leaves.to_load(saved.rows), check, finish)
 
-    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:  # noqa: ARG002 -- hook
+    def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:  # noqa: ARG002 -- hook
         """Take the leaves of the model; return what puts loaded objects back. ``saved`` is there in a load."""
         return _add_plain(leaves, "model", states)
 
-    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+    def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots of the optimizers, or None where they are a plain nested state; the model was taken before."""
         known: Collection[ObjectKey] = saved.rows if saved else ()
         optimizers = optimizers_in(states.get(OPTIMIZER))

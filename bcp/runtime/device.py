@@ -19,7 +19,7 @@ import torch
 
 from bcp.errors import InputError
 from bcp.runtime.accelerator import devices_in_use, enter_thread, kind, new_stream, sleeping_event
-from bcp.runtime.threads import at_last, in_thread
+from bcp.runtime.threads import in_thread, in_thread_even_if_cancelled
 
 __all__ = ["SMALL_BYTES", "Caller", "Fence", "Lanes", "Mark", "accelerators", "on_side_stream", "stream_count"]
 
@@ -187,7 +187,7 @@ class Lanes:
         """Wait for what is still queued: nothing, unless the load failed."""
         if self.devices and error is not None:
             with suppress(RuntimeError):  # as above
-                await at_last(self._wait)
+                await in_thread_even_if_cancelled(self._wait)
 
     def _settle(self) -> None:
         for device in self.devices:

@@ -20,7 +20,7 @@ import torch
 
 from bcp._log import log
 from bcp.runtime.accelerator import lock_pages, locks_pages, unlock_pages
-from bcp.runtime.threads import at_last
+from bcp.runtime.threads import in_thread_even_if_cancelled
 
 __all__ = ["Lease", "StagingPool", "pool_for", "shared_pool"]
 
@@ -95,7 +95,7 @@ class StagingPool:
         try:
             yield lease
         finally:
-            await at_last(partial(self._end, lease, keep=keep))
+            await in_thread_even_if_cancelled(partial(self._end, lease, keep=keep))
 
     def reserve(self, sizes: Sequence[int], *, most: int = sys.maxsize) -> None:
         """Make sure that buffers of these sizes are free and in physical memory, for one operation to come. Blocks.

@@ -23,16 +23,16 @@ import anyio
 from anyio.lowlevel import RunVar
 
 __all__ = [
-    "at_last",
-    "beginning_with",
-    "failures_collected",
-    "giving_way",
+    "collect_failure_garbage",
+    "gc_paused",
     "in_pool",
     "in_thread",
+    "in_thread_even_if_cancelled",
+    "in_thread_gc_paused",
+    "low_priority_threads",
     "on_loop",
-    "planning",
     "thread_count",
-    "uncollected",
+    "with_thread_setup",
 ]
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ _first: ContextVar[Callable[[], None]] = ContextVar("bcp thread beginning", defa
 
 
 @contextmanager
-def giving_way(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
+def low_priority_threads(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
     """Let calls of :func:`in_thread` inside of the block run in threads that let other work go first.
 
     Args:
@@ -78,7 +78,7 @@ def giving_way(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def beginning_with(first: Callable[[], None]) -> Iterator[None]:
+def with_thread_setup(first: Callable[[], None]) -> Iterator[None]:
     """Let every call of :func:`in_thread` inside of the block begin with this one, in the same thread.
 
     It sets what belongs to a thread and not to a task: a library's current device, for instance.
@@ -102,7 +102,7 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     return await in_pool(_threads(), function, *args)
 
 
-async def at_last(function: Callable[[*Ts], object], *args: *Ts) -> None:
+async def in_thread_even_if_cancelled(function: Callable[[*Ts], object], *args: *Ts) -> None:
     """Run a blocking call in a worker thread, also when cancelled: for what has to be done before a block is left.
 
     Where no thread has begun it, because a cancellation comes first or no thread can be had, the call is made here.
@@ -257,17 +257,17 @@ _inside = 0
 _usual = gc.get_threshold()
 
 
-async def planning(function: Callable[[*Ts], T], *args: *Ts) -> T:
+async def in_thread_gc_paused(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Do as :func:`~bcp.runtime.threads.in_thread`, with garbage collection put off.
 
     What planning makes for 20,000 tensors would set off full collections, which look at every object of the process:
     0.2 s where torch is imported, and all threads stand still meanwhile.
     """
-    return await in_thread(uncollected()(function), *args)
+    return await in_thread(gc_paused()(function), *args)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Put off garbage collection as long as any thread is in here; leave it off where it was, or is switched off."""
     global _inside, _usual  # noqa: PLW0603 -- as the switch itself, for the whole process
     with _lock:
@@ -288,7 +288,7 @@ _failed = False
 
 
 @asynccontextmanager
-async def failures_collected() -> AsyncIterator[None]:
+async def collect_failure_garbage() -> AsyncIterator[None]:
     """Collect garbage before an operation if the one before it failed.
 
     An error and the frames of its traceback can form cycles, in the standard library and anyio too, and the frames lead

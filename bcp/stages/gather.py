@@ -11,7 +11,7 @@ import torch
 
 from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
-from bcp.plan.write.files import Span
+from bcp.plan.write.files import PartInterval
 from bcp.runtime.device import SMALL_BYTES, Fence, accelerators, on_side_stream
 from bcp.stages.items import WriteItem
 from bcp.stages.memcpy import INTEGER, flat_to_bytes, move, row_of, typed
@@ -23,7 +23,7 @@ _TOGETHER_BYTES = 1 << 22
 
 _ALIGNED = 16  # bytes of the largest element
 
-Copy = tuple[torch.Tensor, Span]
+Copy = tuple[torch.Tensor, PartInterval]
 """The live memory of a row, and what of it goes where."""
 
 
@@ -139,19 +139,19 @@ def _gathered(sources: Sequence[torch.Tensor], starts: Sequence[int], nbytes: in
     return there
 
 
-def _flat(tensor: torch.Tensor, span: Span, item: WriteItem) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, span: PartInterval, item: WriteItem) -> torch.Tensor:
     """View what a span shows of a contiguous tensor, as one row."""
     return row_of(tensor)[_inside(span, item)]
 
 
-def _alone(tensor: torch.Tensor, span: Span, item: WriteItem, buffer: torch.Tensor) -> None:
+def _alone(tensor: torch.Tensor, span: PartInterval, item: WriteItem, buffer: torch.Tensor) -> None:
     """Make one copy."""
     inside = _inside(span, item)
     out = buffer[span.at : span.at + (inside.stop - inside.start) * tensor.element_size()]
     flat_to_bytes(tensor.detach(), inside.start, inside.stop, out)
 
 
-def _inside(span: Span, item: WriteItem) -> slice:
+def _inside(span: PartInterval, item: WriteItem) -> slice:
     """Return which of the elements in memory a span shows."""
     first = int(item.table.start[span.row])
     return slice(span.start - first, span.stop - first)

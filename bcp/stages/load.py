@@ -27,7 +27,7 @@ from bcp.runtime.staging import Lease
 from bcp.runtime.threads import in_thread
 from bcp.stages.items import Loaded, ReadItem, Stored
 from bcp.stages.memcpy import bytes_of
-from bcp.stages.place import Targets
+from bcp.stages.place import LoadBuffers
 
 __all__ = ["SEAL_BYTES", "AllToAll", "LoadContext", "check", "decoded", "digests", "load_graph"]
 
@@ -159,7 +159,7 @@ class LoadContext:
     backend: Backend
     scatter: ScatterReader | None
     lease: Lease
-    targets: Targets
+    targets: LoadBuffers
     assignment: Assignment
     codecs: Mapping[str, Codec]
     verify: bool

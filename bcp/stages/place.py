@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from bcp.plan.columns import Ints
-from bcp.plan.read.copies import Chunk, Copies, Straight
+from bcp.plan.read.copies import Chunk, Copies, ZeroCopyReads
 from bcp.runtime.device import SMALL_BYTES, Lanes, Mark
 from bcp.stages.memcpy import INTEGER, block_of, bytes_at, move, torch_dtype, typed, written
 
-__all__ = ["Targets"]
+__all__ = ["LoadBuffers"]
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LoadBuffers:
     """The tensors that a load fills, and which bytes of the checkpoint go where.
 
     Attributes:
@@ -36,7 +36,7 @@ class Targets:
     dtypes: Sequence[str]
     address: Ints
     copies: Copies
-    straight: Straight
+    straight: ZeroCopyReads
     lanes: Lanes
 
     def views(self, chunk: Chunk, start: int, stop: int) -> list[memoryview]:

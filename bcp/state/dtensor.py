@@ -28,7 +28,7 @@ from bcp.errors import StateError
 from bcp.plan.box import Box
 
 __all__ = [
-    "Cut",
+    "DimensionCut",
     "Meshes",
     "Run",
     "chunk",
@@ -49,7 +49,7 @@ Run = tuple[int, int]
 """(first global index, how many); a local dimension is a list of runs, back to back."""
 
 
-class Cut(NamedTuple):
+class DimensionCut(NamedTuple):
     """How one mesh dimension cuts one tensor dimension.
 
     Attributes:
@@ -67,7 +67,7 @@ class AmbiguousCutsError(ValueError):
     """Several readings of the same cuts exist, and torch itself uses more than one."""
 
 
-def runs_of(length: int, cuts: Sequence[Cut], order: Sequence[int] | None) -> list[Run]:
+def runs_of(length: int, cuts: Sequence[DimensionCut], order: Sequence[int] | None) -> list[Run]:
     """Return the indices of a dimension that are left after the cuts, which are in mesh order.
 
     Args:
@@ -91,7 +91,7 @@ def runs_of(length: int, cuts: Sequence[Cut], order: Sequence[int] | None) -> li
     return runs_in_order(length, _plain(cuts, order))
 
 
-def runs_in_order(length: int, cuts: Iterable[Cut]) -> list[Run]:
+def runs_in_order(length: int, cuts: Iterable[DimensionCut]) -> list[Run]:
     """Return the indices that are left after the cuts were made one after the other, as ``distribute_tensor`` does.
 
     A cut with factor f makes f groups first, and takes a part of each.
@@ -116,7 +116,7 @@ def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
     return out
 
 
-def decoded(cuts: Sequence[Cut]) -> list[int] | None:
+def decoded(cuts: Sequence[DimensionCut]) -> list[int] | None:
     """Return the places of the cuts in the order in which they are made; None if a factor gives no place.
 
     A cut stands behind those cuts to its right whose sizes multiply to its factor: a ``Shard`` before all of them. This
@@ -132,7 +132,7 @@ def decoded(cuts: Sequence[Cut]) -> list[int] | None:
     return order
 
 
-def _cut_after_strided(length: int, cuts: Sequence[Cut]) -> bool:
+def _cut_after_strided(length: int, cuts: Sequence[DimensionCut]) -> bool:
     """Return whether a strided cut has another cut to its right, of which torch's gather then miscounts the rows.
 
     One whose factor is at least the length leaves all rows to coordinate 0, and is no cut.
@@ -145,18 +145,18 @@ def _cut_after_strided(length: int, cuts: Sequence[Cut]) -> bool:
     return any(cut.factor is not None for cut in real[:-1])
 
 
-def _is_fsdp2(cuts: Sequence[Cut]) -> bool:
+def _is_fsdp2(cuts: Sequence[DimensionCut]) -> bool:
     """Return whether FSDP2 makes these cuts: one strided cut, after all shards by mesh dimensions to its right."""
     strided = [at for at, cut in enumerate(cuts) if (cut.factor or 1) > 1]
     return len(strided) == 1 and cuts[strided[0]].factor == math.prod(cut.parts for cut in cuts[strided[0] + 1 :])
 
 
-def _plain(cuts: Sequence[Cut], order: Iterable[int]) -> list[Cut]:
+def _plain(cuts: Sequence[DimensionCut], order: Iterable[int]) -> list[DimensionCut]:
     """Return the cuts in another order, which says all that their factors said."""
-    return [Cut(cuts[at].parts, cuts[at].mine) for at in order]
+    return [DimensionCut(cuts[at].parts, cuts[at].mine) for at in order]
 
 
-def _check_same(length: int, cuts: Sequence[Cut], order: Sequence[int]) -> None:
+def _check_same(length: int, cuts: Sequence[DimensionCut], order: Sequence[int]) -> None:
     """Raise AmbiguousCutsError if the two readings differ on any rank."""
     for coordinate in product(*(range(cut.parts) for cut in cuts)):
         there = [cut._replace(mine=mine) for cut, mine in zip(cuts, coordinate, strict=True)]
@@ -328,10 +328,10 @@ def _traced(
         orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.
 
     """
-    cuts: list[dict[int, Cut]] = [{} for _ in shape]
+    cuts: list[dict[int, DimensionCut]] = [{} for _ in shape]
     for at, split in enumerate(splits):
         if split:
-            cuts[split[0]][at] = Cut(parts[at], coordinate[at], split[1])
+            cuts[split[0]][at] = DimensionCut(parts[at], coordinate[at], split[1])
     places = [decoded(list(each.values())) for each in cuts]
     runs = []
     for dim, length in enumerate(shape):

@@ -32,7 +32,7 @@ from torch.distributed.tensor import Replicate
 from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.state.dtensor import is_dtensor, is_reordered, local_tensor, mesh_blocks
-from bcp.state.placement import Placement, Sharded, Span
+from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
 
 __all__ = [
     "ATTACH",
@@ -132,7 +132,7 @@ def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
     local = local_tensor(tensor)
     if not is_hooked(local) or hasattr(local, HOOKS[1]):
         return None
-    spans = tuple(Span.whole(box) for box, _ in hooked_blocks(local, name, tuple(tensor.shape)))
+    spans = tuple(LocalInterval.whole(box) for box, _ in hooked_blocks(local, name, tuple(tensor.shape)))
     return Placement(tuple(tensor.shape), tuple(local.shape), spans)
 
 
@@ -175,7 +175,7 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     if len(blocks) > 1:
         raise StateError(f"{label} cuts {len(blocks)} blocks at once, which is not supported; redistribute it")
     coordinate = tensor.device_mesh.get_coordinate()[at]
-    spans = tuple(Span(box, *_interval(ragged, coordinate, box.numel, label)) for box in blocks)
+    spans = tuple(LocalInterval(box, *_interval(ragged, coordinate, box.numel, label)) for box in blocks)
     placement = Placement(tuple(tensor.shape), tuple(local.shape), spans)
     if local.numel() != placement.numel or not local.is_contiguous():
         raise StateError(
@@ -229,7 +229,7 @@ def local_shards(tensor: Any) -> list[torch.Tensor]:
     return [each for part in parts for each in (local_shards(part) if is_sharded_tensor(part) else [part])]
 
 
-def sharded_leaf(tensor: Any, label: str) -> Sharded:
+def sharded_leaf(tensor: Any, label: str) -> ShardedLeaf:
     """Return the local shards of a ``ShardedTensor`` as one leaf, in the order of their offsets.
 
     A local shard may itself be a ``ShardedTensor``: FSDP1 over tensor parallelism nests them.
@@ -250,11 +250,11 @@ def sharded_leaf(tensor: Any, label: str) -> Sharded:
         raise StateError(f"{label} is a ShardedTensor whose local shards have the dtypes {names}; give them one dtype")
     if not parts:
         nothing = torch.empty(0, dtype=tensor.metadata().tensor_properties.dtype, device="cpu")
-        return Sharded(nothing, Placement(shape, (0,), ()))
-    return Sharded.joined(parts)
+        return ShardedLeaf(nothing, Placement(shape, (0,), ()))
+    return ShardedLeaf.joined(parts)
 
 
-def _parts(tensor: Any, shape: tuple[int, ...], corner: tuple[int, ...], label: str) -> Iterator[Sharded]:
+def _parts(tensor: Any, shape: tuple[int, ...], corner: tuple[int, ...], label: str) -> Iterator[ShardedLeaf]:
     """Yield each local shard with elements; ``corner`` is where the tensor begins in the one of this shape."""
     if getattr(tensor, "_init_rrefs", False) or getattr(tensor, "_remote_shards", None):
         raise StateError(
@@ -268,7 +268,7 @@ def _parts(tensor: Any, shape: tuple[int, ...], corner: tuple[int, ...], label: 
         if is_sharded_tensor(shard.tensor):
             yield from _parts(shard.tensor, shape, offsets, label)
         elif 0 not in sizes:
-            yield Sharded(shard.tensor, Placement(shape, sizes, (Span.whole(Box(offsets, sizes)),)))
+            yield ShardedLeaf(shard.tensor, Placement(shape, sizes, (LocalInterval.whole(Box(offsets, sizes)),)))
 
 
 def _check_shard(shard: Any, offsets: tuple[int, ...], shape: tuple[int, ...], label: str) -> None:

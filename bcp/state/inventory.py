@@ -16,9 +16,9 @@ from bcp.errors import InputError, StateError
 from bcp.protocols import LocalShards, ObjectKey
 from bcp.state.hooks import is_sharded_tensor, sharded_leaf
 from bcp.state.memory import readable, unsupported, writable
-from bcp.state.placement import Leaf, Sharded
-from bcp.state.shard_table import Rows, Stock, recall, remember
-from bcp.state.tensor_specs import PLAIN, Looks, Ties, firsts_of, look_at, ties_of
+from bcp.state.placement import Leaf, ShardedLeaf
+from bcp.state.shard_table import ShardTableCache, TableRows, recall, remember
+from bcp.state.tensor_specs import PLAIN, LeafInspection, Ties, firsts_of, inspect_leaves, ties_of
 
 __all__ = ["Leaves", "probe", "state_dict_of"]
 
@@ -28,7 +28,7 @@ Name = tuple[str, str]
 Group = tuple[str, Sequence[str], Mapping[str, Any]]
 """(kind, prefixes, values): objects ``<prefix>.<key>``, which have the same values for all prefixes."""
 
-_ASKED_LATER = PLAIN | {DTensor, Sharded}
+_ASKED_LATER = PLAIN | {DTensor, ShardedLeaf}
 """Types of tensor leaves that are looked at when all are there; those of others may be nothing that can be asked."""
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
@@ -63,7 +63,7 @@ class Leaves:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf, a tensor or not. Of placed ones (:class:`Sharded`), one object under two names is tied.
+        """Take one leaf, a tensor or not. Of placed ones (:class:`ShardedLeaf`), one object under two names is tied.
 
         Raises:
             StateError: there is a leaf of that name already, or the tensor cannot be read.
@@ -114,7 +114,7 @@ class Leaves:
         self._readable((kind, fqn), leaf)
         self.copies.setdefault((kind, fqn), []).append(leaf)
 
-    def join(self, kind: str, fqn: str, part: Sharded) -> None:
+    def join(self, kind: str, fqn: str, part: ShardedLeaf) -> None:
         """Add a further local tensor to a placed tensor: another part of the same logical tensor.
 
         Raises:
@@ -122,7 +122,7 @@ class Leaves:
 
         """
         first = self.tensors[kind][fqn]
-        if not isinstance(first, Sharded):
+        if not isinstance(first, ShardedLeaf):
             raise self._named_twice((kind, fqn))
         shapes, dtypes = (first.placement.shape, part.placement.shape), (first.tensor.dtype, part.tensor.dtype)
         if shapes[0] != shapes[1] or dtypes[0] != dtypes[1]:
@@ -131,7 +131,7 @@ class Leaves:
                 f"{list(shapes[1])}, with dtypes {dtypes[0]} and {dtypes[1]}; rename one of them, or correct it"
             )
         self._readable((kind, fqn), part)
-        self.tensors[kind][fqn] = Sharded.joined([first, *first.more, part])
+        self.tensors[kind][fqn] = ShardedLeaf.joined([first, *first.more, part])
 
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Leaves:
 
         """
         names, leaves = self._listed()
-        looks = look_at(leaves, lambda number: self._label(names[number]))
+        looks = inspect_leaves(leaves, lambda number: self._label(names[number]))
         ties = ties_of(names, looks)
         stock = self._stock(names, looks, ties)
         if stock.plain:
@@ -158,14 +158,14 @@ class Leaves:
                 views += map(readable, looks.views(number, self._label(names[number])))
         return LocalShards(stock.table, views, self._objects(stock.keys))
 
-    def _stock(self, names: Sequence[Name], looks: Looks, ties: Ties) -> Stock:
+    def _stock(self, names: Sequence[Name], looks: LeafInspection, ties: Ties) -> ShardTableCache:
         """Return what follows from names, forms and ties; a table that was made of the same before is used again."""
         seen = (names, looks.forms, ties, *self._grouped())
         stock = recall(seen)
         if stock is None:
-            rows, keys = Rows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
+            rows, keys = TableRows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
             plain, tracked = all(form.plain for form in rows.held), any(form.tracked for form in rows.held)
-            stock = Stock(seen, rows.table(sorted(keys)), rows.stored, keys, plain, tracked)
+            stock = ShardTableCache(seen, rows.table(sorted(keys)), rows.stored, keys, plain, tracked)
             remember(stock)
         return stock
 
@@ -183,7 +183,7 @@ class Leaves:
         names, leaves = self._listed()
         seconds = [(name, copy) for name, copies in self.copies.items() for copy in copies]
         labels, leaves = [*names, *(name for name, _ in seconds)], [*leaves, *(copy for _, copy in seconds)]
-        looks = look_at(leaves, lambda number: self._label(labels[number]))
+        looks = inspect_leaves(leaves, lambda number: self._label(labels[number]))
         ties = ties_of(names, looks)
         if not (ties or seconds or self.aliases):  # as a rule: then a load wants what a save would hold
             stock = self._stock(names, looks, ties)
@@ -196,13 +196,13 @@ class Leaves:
         for number, (name, _) in enumerate(seconds, len(names)):
             if name in numbers:
                 copies.setdefault(firsts.get(numbers[name], numbers[name]), []).append(number)
-        rows, keys = Rows.of(names, looks.forms, firsts, copies), self._keys([*names, *self.aliases])
+        rows, keys = TableRows.of(names, looks.forms, firsts, copies), self._keys([*names, *self.aliases])
         for (kind, alias), first in self.aliases.items():
             rows.add(kind, alias, looks.forms[numbers[kind, first]], tied_to=first)
         views = self._writable(rows.stored, looks, labels)
         return LocalShards(rows.table(sorted(keys)), views, self._objects(keys))
 
-    def _plain(self, stock: Stock, looks: Looks) -> LocalShards:
+    def _plain(self, stock: ShardTableCache, looks: LeafInspection) -> LocalShards:
         """Return what this rank holds where all of it is plain.
 
         A storage keeps the memory of a tensor as well as a detached view of it, which takes four times as long to make.
@@ -214,7 +214,7 @@ class Leaves:
         storages = list(map(torch.Tensor.untyped_storage, memory))
         return LocalShards(stock.table, memory, self._objects(stock.keys), address, storages)
 
-    def _writable(self, stored: Sequence[int], looks: Looks, labels: Sequence[Name]) -> list[torch.Tensor]:
+    def _writable(self, stored: Sequence[int], looks: LeafInspection, labels: Sequence[Name]) -> list[torch.Tensor]:
         """Return the memory of these leaves, to be written to."""
         views: list[torch.Tensor] = []
         for number in stored:

@@ -15,7 +15,7 @@ from bcp.plan.strided import overlaps_itself
 from bcp.runtime.accelerator import kind
 from bcp.state.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tensor, placement_key, stated_orders
 from bcp.state.hooks import HOOKS, hooked_blocks, is_hooked, ragged_placement, unstated
-from bcp.state.placement import Leaf, Part, Sharded
+from bcp.state.placement import Leaf, LocalShard, ShardedLeaf
 
 __all__ = ["FLATTENED", "dtype_name", "memory", "parts_of", "readable", "unsupported", "writable"]
 
@@ -28,7 +28,7 @@ def memory(tensor: Leaf) -> object:
 
     Two DTensors, and two leaves that were placed, are the same if their local tensors are, and they are placed alike.
     """
-    if isinstance(tensor, Sharded):
+    if isinstance(tensor, ShardedLeaf):
         return tensor.placement.shape, tensor.placement.spans, memory(tensor.tensor), *map(memory, tensor.more)
     if is_dtensor(tensor):
         keys = tuple(placement_key(placement) for placement in tensor.placements)
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parts_of(leaf: Leaf, label: str) -> Iterator[Part]:
+def parts_of(leaf: Leaf, label: str) -> Iterator[LocalShard]:
     """Yield the parts of the logical tensor that are here, as plain detached views.
 
     Raises:
@@ -54,12 +54,12 @@ def parts_of(leaf: Leaf, label: str) -> Iterator[Part]:
 
     """
     if isinstance(leaf, torch.Tensor) and is_ragged(leaf):
-        leaf = Sharded(local_tensor(leaf), ragged_placement(leaf, label))
-    if isinstance(leaf, Sharded):
+        leaf = ShardedLeaf(local_tensor(leaf), ragged_placement(leaf, label))
+    if isinstance(leaf, ShardedLeaf):
         yield from leaf.parts(label)
         return
     for box, view in _blocks(leaf, label):
-        yield Part(box, 0, box.numel, view)
+        yield LocalShard(box, 0, box.numel, view)
 
 
 def readable(view: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
 
 def unsupported(leaf: Leaf) -> str:
     """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
-    if not isinstance(leaf, Sharded):
+    if not isinstance(leaf, ShardedLeaf):
         return _reason(leaf, None)
     reasons = (_reason(each.tensor, each.placement.numel) for each in (leaf, *leaf.more))
     return next(filter(None, reasons), "")

@@ -17,7 +17,7 @@ from bcp.state.inventory import Leaves, state_dict_of
 from bcp.state.memory import memory, unsupported
 from bcp.state.names import Path, cleaned, cleaner, dotted, walk
 from bcp.state.native_values import same_generator, set_generator
-from bcp.state.placement import Leaf, Sharded
+from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.tensor_specs import is_flat
 from bcp.state.values import same_value
 
@@ -266,7 +266,7 @@ def _storages(tensor: torch.Tensor) -> set[object]:
 
 def _has_memory(tensor: Leaf) -> bool:
     """Whether the tensor's memory tells it from others: an empty local shard may stand for any of several tensors."""
-    if isinstance(tensor, Sharded):
+    if isinstance(tensor, ShardedLeaf):
         return False
     local = local_tensor(tensor)
     return not is_sharded_tensor(local) and not unsupported(local) and local.numel() > 0

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import CheckpointError, CorruptError, MismatchError, StateError
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import TensorMeta
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import is_sharded_tensor
@@ -29,7 +29,7 @@ Change = tuple[dict[str, Any], str, Any]
 """(group, key, value) to set."""
 
 
-def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: Saved) -> tuple[Check, Finish]:
+def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) -> tuple[Check, Finish]:
     """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
 
     What is made becomes the optimizer's own when everything is in place: a load that fails leaves it without.
@@ -134,7 +134,7 @@ class _There:
     places: dict[str, tuple[str, str, str] | None]
 
     @classmethod
-    def of(cls, saved: Saved, slots: Mapping[str, Slot]) -> _There:
+    def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _There:
         """Sort the names of a checkpoint."""
         there = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
         for names, hypers in ((saved.rows, there.tensors), (saved.objects, there.hypers)):
@@ -151,7 +151,7 @@ class _There:
         return self.places[name]
 
 
-def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Saved) -> bool:
+def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: CheckpointNames) -> bool:
     """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted.
 
     Returns:
@@ -213,7 +213,9 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     return dtype
 
 
-def _want_hypers(leaves: Leaves, slots: Iterable[Slot], there: _There, saved: Saved) -> dict[ObjectKey, torch.Tensor]:
+def _want_hypers(
+    leaves: Leaves, slots: Iterable[Slot], there: _There, saved: CheckpointNames
+) -> dict[ObjectKey, torch.Tensor]:
     """Want the hyper-parameters of all parameters: those of a group that were saved alike together.
 
     Those that were saved as tensors go into new ones, until all are compared.
@@ -241,7 +243,9 @@ def _owner(slot: Slot) -> tuple[int, int]:
     return id(slot.state), id(slot.parameter)
 
 
-def _want_count(leaves: Leaves, slot: Slot, keys: Collection[str], saved: Saved) -> list[tuple[Slot, torch.Tensor]]:
+def _want_count(
+    leaves: Leaves, slot: Slot, keys: Collection[str], saved: CheckpointNames
+) -> list[tuple[Slot, torch.Tensor]]:
     """Want the step count of a parameter whose optimizer has a number, or one count for several parameters.
 
     It is loaded into a new tensor, and set when all are known to agree.
@@ -274,7 +278,7 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
     ]
 
 
-def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: Saved) -> None:
+def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) -> None:
     """Want what was saved by the further names of parameters, which is what is wanted by the first."""
     fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
     wanted = leaves.tensors.get(OPTIMIZER, {})

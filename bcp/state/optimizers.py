@@ -18,7 +18,7 @@ from bcp.plan.read.renamed import MASTER
 from bcp.state.dtensor import is_ragged, local_tensor
 from bcp.state.inventory import Leaves
 from bcp.state.names import Path, dotted, walk
-from bcp.state.placement import Leaf, Placement, Sharded
+from bcp.state.placement import Leaf, Placement, ShardedLeaf
 from bcp.state.tensor_specs import PLAIN
 
 __all__ = ["MASTER", "OPTIMIZER", "STEP", "Slot", "add_slots", "counts_in_group", "optimizers_in", "slots_of"]
@@ -121,7 +121,7 @@ class Slot:
                 f"{list(placement.local)} on rank {rank}: which part of it is here cannot be told. States have to "
                 "be of the parameter's shape, or 0-d"
             )
-        return Sharded(value, placement)
+        return ShardedLeaf(value, placement)
 
 
 def optimizers_in(value: object) -> list[torch.optim.Optimizer] | None:

@@ -23,7 +23,7 @@ from bcp.plan.box import Box
 from bcp.protocols import States
 from bcp.state.dtensor import is_dtensor
 
-__all__ = ["Leaf", "Part", "Placement", "Sharded", "Span", "coordinates", "memory_of", "numel_of"]
+__all__ = ["Leaf", "LocalInterval", "LocalShard", "Placement", "ShardedLeaf", "coordinates", "memory_of", "numel_of"]
 
 LOOKED_AT = 64
 """Tensors that are asked for their mesh: all of a model have the same ones, as a rule."""
@@ -86,7 +86,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LocalInterval:
     """A flat interval of a block of a logical tensor, and where it lies in local memory.
 
     Attributes:
@@ -103,7 +103,7 @@ class Span:
     at: int = 0
 
     @classmethod
-    def whole(cls, box: Box, at: int = 0) -> Span:
+    def whole(cls, box: Box, at: int = 0) -> LocalInterval:
         """Return the span that is all of a box."""
         return cls(box, 0, box.numel, at)
 
@@ -125,7 +125,7 @@ class Placement:
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LocalInterval, ...]
 
     @property
     def numel(self) -> int:
@@ -134,7 +134,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalShard:
     """One shard: a flat interval of a box, and the live memory where it is.
 
     Attributes:
@@ -151,7 +151,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ShardedLeaf:
     """A leaf of which a framework keeps parts in a local tensor, or in several.
 
     Attributes:
@@ -162,15 +162,15 @@ class Sharded:
 
     tensor: torch.Tensor
     placement: Placement
-    more: tuple[Sharded, ...] = ()
+    more: tuple[ShardedLeaf, ...] = ()
 
     @classmethod
-    def joined(cls, leaves: Sequence[Sharded]) -> Sharded:
+    def joined(cls, leaves: Sequence[ShardedLeaf]) -> ShardedLeaf:
         """Return one leaf of the leaves of one logical tensor, of which there is at least one."""
         first, *others = leaves
         return cls(first.tensor, first.placement, tuple(others))
 
-    def parts(self, label: str) -> Iterator[Part]:
+    def parts(self, label: str) -> Iterator[LocalShard]:
         """Yield one part per span, as views of the local memory.
 
         Raises:
@@ -180,7 +180,7 @@ class Sharded:
         for leaf in (self, *self.more):
             yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class
 
-    def _own_parts(self, label: str) -> Iterator[Part]:
+    def _own_parts(self, label: str) -> Iterator[LocalShard]:
         """Yield the parts in ``tensor``."""
         local, placement = self.tensor.detach(), self.placement
         if tuple(local.shape) != placement.local:
@@ -190,27 +190,27 @@ class Sharded:
             )
         spans = placement.spans
         if len(spans) == 1 and spans[0].is_whole and spans[0].box.lengths == placement.local:
-            yield Part(spans[0].box, 0, spans[0].stop, local)
+            yield LocalShard(spans[0].box, 0, spans[0].stop, local)
             return
         if not local.is_contiguous():
             raise StateError(f"{label}: {len(spans)} parts of it lie in memory that is not contiguous; make it so")
         flat = local.view(-1)
         for span in spans:
             view = flat.narrow(0, span.at if span.stop > span.start else 0, span.stop - span.start)
-            yield Part(span.box, span.start, span.stop, view.view(span.box.lengths) if span.is_whole else view)
+            yield LocalShard(span.box, span.start, span.stop, view.view(span.box.lengths) if span.is_whole else view)
 
 
-Leaf = torch.Tensor | Sharded
+Leaf = torch.Tensor | ShardedLeaf
 """A tensor leaf: a tensor that is whole or says itself (DTensor) which part of it is here, or one that was placed."""
 
 
 def numel_of(leaf: Leaf) -> int:
     """Return how many elements a leaf has: of a placed one here, of any other tensor in all."""
-    if not isinstance(leaf, Sharded):
+    if not isinstance(leaf, ShardedLeaf):
         return math.prod(leaf.shape)
     return sum(each.placement.numel for each in (leaf, *leaf.more))
 
 
 def memory_of(leaf: Leaf) -> torch.Tensor:
     """Return the tensor behind a leaf, of several the first."""
-    return leaf.tensor if isinstance(leaf, Sharded) else leaf
+    return leaf.tensor if isinstance(leaf, ShardedLeaf) else leaf

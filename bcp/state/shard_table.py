@@ -19,15 +19,15 @@ from bcp.plan.columns import Ints, matrix, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
 from bcp.protocols import ObjectKey
 from bcp.state.memory import dtype_name
-from bcp.state.tensor_specs import LEFT_OUT, Form
+from bcp.state.tensor_specs import LEFT_OUT, TensorSpec
 
-__all__ = ["Rows", "Stock", "recall", "remember"]
+__all__ = ["ShardTableCache", "TableRows", "recall", "remember"]
 
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 
 @dataclass(slots=True)
-class Rows:
+class TableRows:
     """A table in the making.
 
     Attributes:
@@ -42,20 +42,20 @@ class Rows:
 
     kinds: list[int]
     fqns: list[str]
-    forms: list[Form]
+    forms: list[TensorSpec]
     tied_to: list[str]
     owners: list[int]
     stored: list[int]
-    held: list[Form]
+    held: list[TensorSpec]
 
     @classmethod
     def of(
         cls,
         names: Sequence[tuple[str, str]],
-        forms: Sequence[Form],
+        forms: Sequence[TensorSpec],
         firsts: Mapping[int, int],
         copies: Mapping[int, Sequence[int]],
-    ) -> Rows:
+    ) -> TableRows:
         """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere.
 
         Args:
@@ -90,7 +90,7 @@ class Rows:
             held=[forms[each] for _, each in shards],
         )
 
-    def add(self, kind: str, fqn: str, form: Form, tied_to: str) -> None:
+    def add(self, kind: str, fqn: str, form: TensorSpec, tied_to: str) -> None:
         """Take a tensor without shards."""
         self.kinds.append(_CODES[kind])
         self.fqns.append(fqn)
@@ -133,7 +133,7 @@ class Rows:
         )
 
 
-def _distinct(forms: Sequence[Form]) -> tuple[list[Form], Ints]:
+def _distinct(forms: Sequence[TensorSpec]) -> tuple[list[TensorSpec], Ints]:
     """Return the different forms, and the number of each form among them."""
     different = {id(form): form for form in forms}
     numbers = {key: number for number, key in enumerate(different)}
@@ -153,7 +153,7 @@ Seen = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stock:
+class ShardTableCache:
     """What follows from names, forms and ties.
 
     Attributes:
@@ -173,11 +173,11 @@ class Stock:
     tracked: bool
 
 
-_stocks: list[Stock] = []
+_stocks: list[ShardTableCache] = []
 _lock = Lock()
 
 
-def recall(seen: Seen) -> Stock | None:
+def recall(seen: Seen) -> ShardTableCache | None:
     """Return what followed from the same before, or None."""
     with _lock:
         stocks = list(_stocks)
@@ -187,7 +187,7 @@ def recall(seen: Seen) -> Stock | None:
     return found
 
 
-def remember(stock: Stock) -> None:
+def remember(stock: ShardTableCache) -> None:
     """Remember what was worked out. Others will get the same table, so that its numbers cannot be changed any more."""
     for part in (stock.table, stock.table.tensors):
         for column in (getattr(part, each.name) for each in fields(part)):
@@ -196,7 +196,7 @@ def remember(stock: Stock) -> None:
     _put_first(stock)
 
 
-def _put_first(stock: Stock) -> None:
+def _put_first(stock: ShardTableCache) -> None:
     """Note that a stock was just needed; the one that was needed longest ago makes room."""
     with _lock:
         _stocks[:] = [stock, *(each for each in _stocks if each is not stock)][:MOST]

@@ -24,9 +24,19 @@ from bcp.plan.columns import Ints
 from bcp.state.dtensor import Meshes, layout_of, local_tensor
 from bcp.state.hooks import HOOKS, MEGATRON_FSDP, is_hooked
 from bcp.state.memory import FLATTENED, memory, parts_of, unsupported
-from bcp.state.placement import Leaf, Part, Sharded, Span, memory_of, numel_of
+from bcp.state.placement import Leaf, LocalInterval, LocalShard, ShardedLeaf, memory_of, numel_of
 
-__all__ = ["LEFT_OUT", "PLAIN", "Form", "Looks", "Ties", "firsts_of", "is_flat", "look_at", "ties_of"]
+__all__ = [
+    "LEFT_OUT",
+    "PLAIN",
+    "LeafInspection",
+    "TensorSpec",
+    "Ties",
+    "firsts_of",
+    "inspect_leaves",
+    "is_flat",
+    "ties_of",
+]
 
 PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """The types of tensors that are their own memory; subclasses have to be asked."""
@@ -41,7 +51,7 @@ _MOST = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     """All of a leaf but its name, its values, and where they are in memory.
 
     Attributes:
@@ -62,17 +72,17 @@ class Form:
     device: str
     requires_grad: bool
     tracked: bool
-    spans: tuple[Span, ...]
+    spans: tuple[LocalInterval, ...]
     whole: bool
     plain: bool
 
 
-_forms: dict[object, Form] = {}
+_forms: dict[object, TensorSpec] = {}
 """By what torch says of a leaf: all that its form depends on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class LeafInspection:
     """What a look at leaves found.
 
     Attributes:
@@ -85,9 +95,9 @@ class Looks:
 
     leaves: Sequence[Leaf]
     memory: Sequence[torch.Tensor]
-    forms: Sequence[Form]
+    forms: Sequence[TensorSpec]
     addresses: Ints
-    parts: Mapping[int, Sequence[Part]]
+    parts: Mapping[int, Sequence[LocalShard]]
 
     def views(self, number: int, label: str) -> list[torch.Tensor]:
         """Return the memory of each shard of a leaf whose form is not ``whole``."""
@@ -99,25 +109,25 @@ def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
     return isinstance(state, Mapping) and set(map(type, state)) <= {str} and PLAIN.issuperset(map(type, state.values()))
 
 
-def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
+def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafInspection:
     """Look at leaves; ``label`` names one of them for messages, by its number.
 
     Raises:
         StateError: a leaf has no plain memory here, or what it says of its shards cannot be.
 
     """
-    meshes, parts, memory = Meshes(), dict[int, Sequence[Part]](), list[torch.Tensor]()
-    forms, placed = [], dict[object, Form]()
+    meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
+    forms, placed = [], dict[object, TensorSpec]()
     for number, leaf in enumerate(leaves):
         kind = type(leaf)
         held: Any = leaf if kind in PLAIN else local_tensor(memory_of(leaf))
-        known = placed if kind is Sharded else _forms
+        known = placed if kind is ShardedLeaf else _forms
         try:
-            facts = _facts(leaf, held, kind, meshes)
+            facts = _spec_key(leaf, held, kind, meshes)
         except RuntimeError:  # what has no shape or no strides is refused, with the reason
             facts = None
         if (form := known.get(facts)) is None:
-            form, parts[number] = _worked_out(leaf, held, label(number))
+            form, parts[number] = _inspect_closely(leaf, held, label(number))
             _remember(known, facts, form)
         memory.append(held)
         forms.append(form)
@@ -129,22 +139,22 @@ def look_at(leaves: Sequence[Leaf], label: Callable[[int], str]) -> Looks:
     for number in np.flatnonzero(addresses == 0).tolist():  # empty shards have none, and what torch.func wraps
         if reason := unsupported(leaves[number]):
             raise StateError(f"{label(number)} {reason}")
-    return Looks(leaves, memory, forms, addresses, parts)
+    return LeafInspection(leaves, memory, forms, addresses, parts)
 
 
-def _facts(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> object:
+def _spec_key(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> object:
     """Return all that the form of a leaf depends on, to be compared; None where only a close look can tell.
 
     Beyond what is said here, it depends on the memory being strided: that of other layouts has no address.
     """
-    marked = kind is not Sharded and not _MARKS.isdisjoint(leaf.__dict__)
+    marked = kind is not ShardedLeaf and not _MARKS.isdisjoint(leaf.__dict__)
     if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or marked:
         return None
     order = memory.is_contiguous() or memory.stride()  # to ask for strides takes twice as long
     said = memory.shape, order, memory.dtype, memory.device, memory.requires_grad, memory.is_neg()
     if leaf is memory:
         return said
-    if kind is Sharded:  # whose placement is there as long as the leaves are looked at, and no longer
+    if kind is ShardedLeaf:  # whose placement is there as long as the leaves are looked at, and no longer
         return (id(leaf.placement), said) if memory is leaf.tensor and not leaf.more else None
     if kind is not DTensor or (layout := layout_of(leaf, meshes)) is None:
         return None
@@ -161,7 +171,7 @@ def _address(leaf: Leaf, memory: torch.Tensor, label: Callable[[int], str], numb
         return id(memory)
 
 
-def _remember(known: dict[object, Form], facts: object, form: Form) -> None:
+def _remember(known: dict[object, TensorSpec], facts: object, form: TensorSpec) -> None:
     """Remember a form, if it may come again; of too many, begin anew."""
     if len(known) >= _MOST:
         known.clear()
@@ -169,7 +179,7 @@ def _remember(known: dict[object, Form], facts: object, form: Form) -> None:
         known[facts] = form
 
 
-def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, list[Part]]:
+def _inspect_closely(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[TensorSpec, list[LocalShard]]:
     """Take a close look at a leaf: return its form, and its parts."""
     if reason := unsupported(leaf):
         raise StateError(f"{label} {reason}")
@@ -178,16 +188,16 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
         raise StateError(f"{label} is {tensor.dtype}, but has memory of {other.pop()} here; give both one dtype")
     # complex ones may be conjugated lazily, which is not asked each time
     as_it_is = type(memory) in PLAIN and not (is_hooked(memory) or memory.is_neg() or memory.is_complex())
-    alone = not (isinstance(leaf, Sharded) and leaf.more)
+    alone = not (isinstance(leaf, ShardedLeaf) and leaf.more)
     whole = as_it_is and alone and [part.view.shape for part in parts] == [memory.shape]
-    form = Form(
+    form = TensorSpec(
         dtype=tensor.dtype,
-        shape=leaf.placement.shape if isinstance(leaf, Sharded) else tuple(tensor.shape),
+        shape=leaf.placement.shape if isinstance(leaf, ShardedLeaf) else tuple(tensor.shape),
         stride=_stride(leaf),
         device=tensor.device.type,
         requires_grad=tensor.requires_grad,
         tracked=memory.requires_grad,
-        spans=tuple(Span(part.box, part.start, part.stop) for part in parts),
+        spans=tuple(LocalInterval(part.box, part.start, part.stop) for part in parts),
         whole=whole,
         plain=whole and memory.is_cpu and memory.is_contiguous(),
     )
@@ -196,7 +206,7 @@ def _worked_out(leaf: Leaf, memory: torch.Tensor, label: str) -> tuple[Form, lis
 
 def _stride(leaf: Leaf) -> tuple[int, ...]:
     """Return the strides of the logical tensor in elements; () where its parts do not tell."""
-    if isinstance(leaf, Sharded):
+    if isinstance(leaf, ShardedLeaf):
         return _row_major(leaf.placement.shape)
     if type(leaf) in PLAIN and leaf.is_contiguous():  # where torch may say anything of dimensions of length 1
         return _row_major(leaf.shape)
@@ -214,7 +224,7 @@ Ties = list[list[int]]
 """Numbers of leaves of one kind that are the same memory seen in the same way, two at least in each list."""
 
 
-def ties_of(names: Sequence[tuple[str, str]], looks: Looks) -> Ties:
+def ties_of(names: Sequence[tuple[str, str]], looks: LeafInspection) -> Ties:
     """Find the leaves of one kind that are the same elements in the same order; ``names``: (kind, FQN) of each leaf."""
     addresses = looks.addresses[: len(names)]
     # 0.3 ms for 20,000; 5.8 in a set, whose hashes are the numbers themselves, and these all end in zeros
@@ -224,7 +234,7 @@ def ties_of(names: Sequence[tuple[str, str]], looks: Looks) -> Ties:
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for number in np.flatnonzero(np.isin(addresses, distinct[count > 1])).tolist():
         leaf = looks.leaves[number]
-        same = memory(leaf) if numel_of(leaf) else id(leaf) if isinstance(leaf, Sharded) else number
+        same = memory(leaf) if numel_of(leaf) else id(leaf) if isinstance(leaf, ShardedLeaf) else number
         groups[names[number][0], same].append(number)
     return [group for group in groups.values() if len(group) > 1]
 

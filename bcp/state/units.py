@@ -27,7 +27,7 @@ from bcp.protocols import ShardedState, Stateful, States
 from bcp.state.packed import pack, unpack
 
 __all__ = [
-    "Image",
+    "UnitImage",
     "Units",
     "collect_units",
     "image_of",
@@ -46,7 +46,7 @@ _DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class UnitImage:
     """A unit to write.
 
     Attributes:
@@ -70,7 +70,7 @@ class Image:
         return state.hexdigest()
 
 
-def image_of(state: Any, where: str, *, trust: bool) -> Image:
+def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     """Make the image of a unit's state, whose tensors nobody may change until they are written.
 
     Args:
@@ -90,7 +90,7 @@ def image_of(state: Any, where: str, *, trust: bool) -> Image:
     head = json.dumps(rows, separators=(",", ":")).encode()
     start = sum(tensor.nbytes for tensor in tensors)
     padding = bytes(-(start + len(head) + len(packed) + _END.size) % ALIGNMENT)
-    return Image(tensors, head + packed + padding + _END.pack(start, len(head), len(packed)))
+    return UnitImage(tensors, head + packed + padding + _END.pack(start, len(head), len(packed)))
 
 
 def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
@@ -148,7 +148,7 @@ class Units:
     """
 
     claims: Sequence[Claim]
-    images: Mapping[str, Image]
+    images: Mapping[str, UnitImage]
 
     def shared_digests(self) -> dict[str, str]:
         """Return the digest of each state's shared part, which is the same on all ranks, by the state's name."""

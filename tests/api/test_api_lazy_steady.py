@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import bcp
-from bcp._save.snapshot import Steady
+from bcp._save.snapshot import OptimizerOwnedMemory
 from bcp.state import guard as steps
 from bcp.state.guard import StepHold, torch_optimizers
 
@@ -230,7 +230,7 @@ def test_compiled_steps_are_held() -> None:
 def test_memory_is_steady_if_all_of_it_is_stepped() -> None:
     row = torch.zeros(6, 10)
     left, right, rest = row[:2], row[2:4], row[4:]
-    steady = Steady(None, [optim.SGD([left.requires_grad_(), right.requires_grad_()])], wrapped=False)
+    steady = OptimizerOwnedMemory(None, [optim.SGD([left.requires_grad_(), right.requires_grad_()])], wrapped=False)
     assert "160 bytes in 1 stretch" in repr(steady)
     assert all(part in steady for part in (left, right[1], row[1:3], row[:4, 3:5], row[:4].t()))
     assert not any(part in steady for part in (rest, row[3:5], row[:5, 3:5], row, torch.zeros(2)))
@@ -244,9 +244,9 @@ def test_a_wrapper_that_steps_copies_steps_the_model() -> None:
     other = nn.Linear(2, 2)
     copies = optim.SGD([model.weight.detach().clone().requires_grad_()])
     for optimizers in ([copies], [optim.SGD([{"params": []}])]):
-        steady = Steady([model, {"b": other}], optimizers, wrapped=True)
+        steady = OptimizerOwnedMemory([model, {"b": other}], optimizers, wrapped=True)
         assert [p in steady for p in (*model.parameters(), *other.parameters())] == [True, False, True, True]
-    own = Steady([model, {"b": other}], [optim.SGD(model.parameters())], wrapped=True)
+    own = OptimizerOwnedMemory([model, {"b": other}], [optim.SGD(model.parameters())], wrapped=True)
     assert [p in own for p in (*model.parameters(), *other.parameters())] == [True, True, False, False]
 
 

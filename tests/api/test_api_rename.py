@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bcp
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.read.renames import Moved
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LoadTargets, LocalShards, States
@@ -304,7 +304,7 @@ class Flat:
     def local_shards(self, states: States) -> LocalShards:
         raise NotImplementedError
 
-    def load_targets(self, _: States, saved: Saved) -> LoadTargets:
+    def load_targets(self, _: States, saved: CheckpointNames) -> LoadTargets:
         assert {fqn for _, fqn in saved.names("model")} >= set(self.memory)
         shards = LocalShards(ShardTable.build(self.rows), list(self.memory.values()))
         return LoadTargets(shards, lambda _: None, lambda _: None)

@@ -16,8 +16,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 import bcp.coordinators
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
 from bcp.coordinators.hosts import private_connection, reconnected
-from bcp.coordinators.messages import LEFT, Liveness
-from bcp.coordinators.tree.operation_state import Vigil
+from bcp.coordinators.messages import LEFT, Heartbeats
+from bcp.coordinators.tree.operation_state import FailureDetector
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
@@ -203,7 +203,7 @@ def test_one_coordinator_for_each_process_group(
 
 
 def test_liveness_blames_the_one_that_is_silent_longest() -> None:
-    liveness = Liveness([1, 2, 3], now=100.0)
+    liveness = Heartbeats([1, 2, 3], now=100.0)
     assert liveness.lost(5.0, now=105.0) is None
     liveness.note(1, b"1", now=103.0)
     liveness.note(2, b"1", now=101.0)
@@ -218,14 +218,14 @@ def test_liveness_blames_the_one_that_is_silent_longest() -> None:
 
 
 def test_a_watcher_that_slept_blames_nobody() -> None:
-    liveness = Liveness([1], now=0.0)
+    liveness = Heartbeats([1], now=0.0)
     liveness.note(1, b"1", now=1.0)
     liveness.note(1, b"99", now=1000.0)  # the first look after a long sleep
     assert liveness.lost(5.0, now=1000.0) is None
 
 
 def test_a_vigil_does_not_count_the_seconds_of_its_own_sleep() -> None:
-    vigil = Vigil(timeout=5.0, pause=1.0, now=100.0)
+    vigil = FailureDetector(timeout=5.0, pause=1.0, now=100.0)
     vigil.watch([1, 2])
     vigil.note(1)
     assert vigil.look(now=101.0) is None

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
 from bcp.coordinators.hosts import private_connection
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.tree.messages import Frame, Kind, pack_number
 from bcp.coordinators.tree.node import Node
 from bcp.coordinators.tree.rendezvous import Addresses, Invitation, MemoryRendezvous, StoreRendezvous, Tree
@@ -208,7 +208,7 @@ class Stranger:
     """Talks to a rank's server without a coordinator."""
 
     def __init__(self, invitation: Invitation, address: str, **changes: str | None) -> None:
-        said = dict([*metadata_of(Hello.of(1, "")), *credentials_of(invitation, "another process")])
+        said = dict([*metadata_of(PeerInfo.of(1, "")), *credentials_of(invitation, "another process")])
         said.update({f"bcp-{name.replace('_', '-')}": value for name, value in changes.items() if value is not None})
         gone = {f"bcp-{name.replace('_', '-')}" for name, value in changes.items() if value is None}
         self._token = said.pop("bcp-token", invitation.token)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.tree.transport import Link, Traffic
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ class Wire:
 async def pumped(link: Link, frames: int) -> list[bytes]:
     """Connect a link, let it write so many frames, and return them."""
     wire = Wire(link, frames)
-    link.up(wire, Hello.of(3, ""))
+    link.up(wire, PeerInfo.of(3, ""))
     with anyio.fail_after(5):
         await link.pump(wire, wire.write)
     return wire.written

@@ -17,10 +17,10 @@ from bcp.__main__ import main
 from bcp._doctor import storage
 from bcp._doctor.dial import Door, UnreachedError, answering, knock
 from bcp._doctor.examination import _judge, _judged
-from bcp._doctor.meeting import Board, Meeting, Place
+from bcp._doctor.meeting import KeyBoard, Meeting, RankPlace
 from bcp._doctor.report import Finding, Report, Times, Way, ranks_in_words
 from bcp._doctor.screen import Job, screen
-from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import PeerError
 
@@ -34,7 +34,7 @@ PER_HOST = RANKS // HOSTS
 def job() -> Job:
     """A job as large as they come."""
     names = [f"h{host}" for host in range(HOSTS)]
-    place = Place(0, RANKS, ("h0", 29500))
+    place = RankPlace(0, RANKS, ("h0", 29500))
     return Job(place, names, [rank // PER_HOST for rank in range(RANKS)], 1.2, "/shared")
 
 
@@ -145,9 +145,9 @@ async def test_a_door_of_somebody_else_is_noticed(says: bytes, said: str) -> Non
 @pytest.fixture
 def meeting() -> Meeting:
     """Rank 0 on host h0 with rank 1 on host h1, which says nothing."""
-    client, place = StoreClient(HashStore()), Place(0, 2, ("h0", 29500))
-    board = Board(client, "session", 2)
-    return Meeting(place, board, Roll(client, "roll", 0, 2), "session", [0, 1], ["h0", "h1"], (0, 1), 0.1, 0.001)
+    client, place = StoreClient(HashStore()), RankPlace(0, 2, ("h0", 29500))
+    board = KeyBoard(client, "session", 2)
+    return Meeting(place, board, RollCall(client, "roll", 0, 2), "session", [0, 1], ["h0", "h1"], (0, 1), 0.1, 0.001)
 
 
 def met(timeout: float) -> Times:
@@ -168,7 +168,7 @@ async def test_a_rank_without_a_verdict_prints_its_own_findings(
     meeting: Meeting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report(1, findings=[Finding("storage", "cannot write to /shared: No space left on device", "free some")])
-    assert not await _judged(replace(meeting, place=Place(1, 2, ("h0", 29500))), met(1.0), report)
+    assert not await _judged(replace(meeting, place=RankPlace(1, 2, ("h0", 29500))), met(1.0), report)
     out, err = capsys.readouterr()
     assert out == ""
     assert "rank 1 (host" in err
@@ -184,7 +184,7 @@ async def test_a_store_that_falls_silent_is_given_up() -> None:
 
     awake, began = threading.Event(), time.monotonic()
     with pytest.raises(PeerError, match="has not answered"):
-        await Board(StoreClient(Silent()), "session", 2).posted(began + 0.5, "report", [1])
+        await KeyBoard(StoreClient(Silent()), "session", 2).posted(began + 0.5, "report", [1])
     assert time.monotonic() - began < 5.0
     awake.set()
 
@@ -209,7 +209,7 @@ async def test_storage_that_hangs_is_left_alone(meeting: Meeting) -> None:
 
     report = Report(0)
     alone = replace(meeting, leaders=[0], names=["h0"])
-    await storage.try_out(storage.Shelf("/hung", Hung()), alone, met(2.0), report)
+    await storage.try_out(storage.TrialFolder("/hung", Hung()), alone, met(2.0), report)
     assert "cannot write to /hung: no answer within" in report.findings[0].text
 
 

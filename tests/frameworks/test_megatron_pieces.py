@@ -20,7 +20,7 @@ from bcp.planners.megatron.model import Pieces, add_model
 from bcp.planners.megatron.pieces import Piece, flat_placement, fresh_placement, named, pieces_of
 from bcp.planners.megatron.slots import optimizers_of
 from bcp.state.inventory import Leaves
-from bcp.state.placement import Span
+from bcp.state.placement import LocalInterval
 
 
 @dataclass
@@ -107,7 +107,7 @@ def halves(tensor: torch.Tensor) -> list[ShardedTensor]:
 def test_a_sharded_tensor_is_one_block() -> None:
     leaf = ShardedTensor("w", torch.zeros(2, 3), (4, 3), (2, 0), (0, 1, 3), allow_shape_mismatch=True)
     box = Box((2, 0), (2, 3))
-    assert pieces_of(leaf) == [Piece("w", (4, 3), (Span.whole(box),), main=False, flexible=True)]
+    assert pieces_of(leaf) == [Piece("w", (4, 3), (LocalInterval.whole(box),), main=False, flexible=True)]
     leaf.replica_id = (0, 0, 3)
     assert pieces_of(leaf)[0].main, "data-parallel replicas are told apart by what they hold"
 
@@ -115,20 +115,20 @@ def test_a_sharded_tensor_is_one_block() -> None:
 def test_a_factory_is_one_piece_of_several_blocks() -> None:
     (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
     assert piece.shape == (8, 3)
-    assert piece.spans == (Span(Box((2, 0), (2, 3)), 0, 6, 0), Span(Box((6, 0), (2, 3)), 0, 6, 6))
+    assert piece.spans == (LocalInterval(Box((2, 0), (2, 3)), 0, 6, 0), LocalInterval(Box((6, 0), (2, 3)), 0, 6, 6))
 
 
 def test_a_flat_interval_is_cut_out_of_every_block() -> None:
     (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
     first, second = (span.box for span in piece.spans)
-    assert flat_placement(piece, 4, 9).spans == (Span(first, 4, 6, 0), Span(second, 0, 3, 2))
-    assert flat_placement(piece, 7, 12).spans == (Span(second, 1, 6, 0), Span(first, 0, 0))
+    assert flat_placement(piece, 4, 9).spans == (LocalInterval(first, 4, 6, 0), LocalInterval(second, 0, 3, 2))
+    assert flat_placement(piece, 7, 12).spans == (LocalInterval(second, 1, 6, 0), LocalInterval(first, 0, 0))
     assert flat_placement(piece, 4, 9).local == (5,)
     unstated = flat_placement(piece, 4, 9, stated=False)
     assert (unstated.local, unstated.numel) == ((5,), 0)
     assert {span.box for span in unstated.spans} == {first, second}
     fresh = fresh_placement(piece, torch.zeros(4, 3), 4, 9)
-    assert fresh.spans == (Span(first, 4, 6, 4), Span(second, 0, 3, 6))
+    assert fresh.spans == (LocalInterval(first, 4, 6, 4), LocalInterval(second, 0, 3, 6))
     assert fresh.local == (4, 3)
 
 
@@ -138,8 +138,8 @@ def test_parts_that_are_rows_of_columns_are_runs() -> None:
 
     left, right = pieces_of(ShardedTensorFactory("w", torch.zeros(2, 4), left_and_right))
     box = Box.whole((2, 2))
-    assert (left.fqn, left.spans) == ("w.0", (Span(box, 0, 2, 0), Span(box, 2, 4, 4)))
-    assert (right.fqn, right.spans) == ("w.1", (Span(box, 0, 2, 2), Span(box, 2, 4, 6)))
+    assert (left.fqn, left.spans) == ("w.0", (LocalInterval(box, 0, 2, 0), LocalInterval(box, 2, 4, 4)))
+    assert (right.fqn, right.spans) == ("w.1", (LocalInterval(box, 0, 2, 2), LocalInterval(box, 2, 4, 6)))
 
 
 def test_a_factory_that_copies_is_traced() -> None:
@@ -148,7 +148,7 @@ def test_a_factory_that_copies_is_traced() -> None:
 
     (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(3, 2), reversed_rows))
     box = Box.whole((3, 2))
-    assert piece.spans == (Span(box, 0, 2, 4), Span(box, 2, 4, 2), Span(box, 4, 6, 0))
+    assert piece.spans == (LocalInterval(box, 0, 2, 4), LocalInterval(box, 2, 4, 2), LocalInterval(box, 4, 6, 0))
 
 
 def test_a_factory_that_transposes_or_drops_elements_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_a_factory_that_transposes_or_drops_elements_is_refused() -> None:
 def test_prepended_axes_are_numbers_in_the_name(key: str, offsets: tuple[int, ...], name: str) -> None:
     leaf = ShardedTensor(key, torch.zeros(2), (*(9 for _ in offsets), 4), (*offsets, 2), prepend_axis_num=len(offsets))
     assert named(leaf) == name
-    assert pieces_of(leaf)[0].spans == (Span.whole(Box((2,), (2,))),)
+    assert pieces_of(leaf)[0].spans == (LocalInterval.whole(Box((2,), (2,))),)
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(9, 3), (8, 2), (7, 1), (6, 0), (5, 0), (20, 3)])
@@ -182,7 +182,7 @@ def test_a_padded_tensor_is_shortened_to_what_both_have(rows: int, kept: int) ->
     leaf = ShardedTensor("w", torch.zeros(3, 2), (9, 2), (6, 0), allow_shape_mismatch=True)
     piece = pieces_of(leaf)[0].fitted((rows, 2))
     assert piece.shape == (rows, 2)
-    assert piece.spans == ((Span.whole(Box((6, 0), (kept, 2))),) if kept else ())
+    assert piece.spans == ((LocalInterval.whole(Box((6, 0), (kept, 2))),) if kept else ())
     leaf.allow_shape_mismatch = False
     assert pieces_of(leaf)[0].fitted((rows, 2)).shape == (9, 2)
 

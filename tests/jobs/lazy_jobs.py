@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import bcp
-from bcp._save.snapshot import Steady
+from bcp._save.snapshot import OptimizerOwnedMemory
 from bcp.planners import planner
 from bcp.runtime.threads import in_thread
 from bcp.state import guard as steps
@@ -214,7 +214,7 @@ def _at_once(states: dict[str, Any]) -> set[str]:
     """Return which tensors of the model are not left for later."""
     shards = planner(None, states).local_shards(states)
     optimizers, wrapped = steps.torch_optimizers(states["optimizer"])
-    steady = Steady(states["model"], optimizers, wrapped=wrapped)
+    steady = OptimizerOwnedMemory(states["model"], optimizers, wrapped=wrapped)
     metas = map(shards.table.meta, range(len(shards.table)))
     named = [(meta.fqn, tensor) for meta, tensor in zip(metas, shards.tensors, strict=True) if meta.kind == "model"]
     return {fqn for fqn, tensor in named if tensor.numel() and tensor not in steady}

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import bcp
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.megatron import MegatronPlanner, MegatronRng
 
 
@@ -70,7 +70,9 @@ def prepare(net: Net, layout: Layout) -> list[str]:
     weights = [p.detach().clone() for chunk in fresh.chunks for p in chunk.parameters()]
     groups = [{**group, "params": list(map(id, group["params"]))} for group in fresh.optimizer.param_groups]
     with mock.patch("torch.optim.AdamW.step", side_effect=AssertionError("a step was taken")):
-        targets = MegatronPlanner().load_targets(fresh.states, Saved(rows, frozenset(table.objects), table.tensors))
+        targets = MegatronPlanner().load_targets(
+            fresh.states, CheckpointNames(rows, frozenset(table.objects), table.tensors)
+        )
     assert [{**group, "params": list(map(id, group["params"]))} for group in fresh.optimizer.param_groups] == groups
     assert all(map(torch.equal, weights, [p.detach() for chunk in fresh.chunks for p in chunk.parameters()]))
     states = [state for each in fresh.optimizer.chained_optimizers for state in each.optimizer.state.values()]

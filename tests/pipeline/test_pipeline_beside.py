@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from bcp.pipeline import beside
+from bcp.pipeline import run_while_opening
 from bcp.runtime.threads import in_thread
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +55,7 @@ async def test_work_begins_before_the_context_is_open() -> None:
         assert opening.left_with == "never left"
         return 7
 
-    assert await beside(opening.context(), opening.opened.append, work) == 7
+    assert await run_while_opening(opening.context(), opening.opened.append, work) == 7
     assert order == ["begun", "files"]
     assert opening.left_with is None
     assert opening.tasks == [anyio.get_current_task()] * 2
@@ -69,7 +69,7 @@ async def test_the_works_error_passes_through_the_context_and_comes_out_as_itsel
         raise boom
 
     with pytest.raises(OSError, match="boom") as caught:
-        await beside(opening.context(), opening.opened.append, work)
+        await run_while_opening(opening.context(), opening.opened.append, work)
     assert caught.value is boom
     assert opening.left_with is boom
 
@@ -85,7 +85,7 @@ async def test_where_opening_fails_the_work_is_cancelled() -> None:
             cleaned.append("work")
 
     with pytest.raises(OSError, match="no space"):
-        await beside(opening.context(), opening.opened.append, work)
+        await run_while_opening(opening.context(), opening.opened.append, work)
     assert cleaned == ["work"]
     assert opening.opened == []
 
@@ -94,7 +94,7 @@ async def test_an_error_at_the_end_of_the_context_comes_out() -> None:
     opening = Opening(leaving=OSError("fsync failed"))
     opening.may_open.set()
     with pytest.raises(OSError, match="fsync failed"):
-        await beside(opening.context(), opening.opened.append, anyio.lowlevel.checkpoint)
+        await run_while_opening(opening.context(), opening.opened.append, anyio.lowlevel.checkpoint)
 
 
 async def test_a_second_error_becomes_a_note() -> None:
@@ -109,7 +109,7 @@ async def test_a_second_error_becomes_a_note() -> None:
         raise OSError("boom")
 
     with pytest.raises(OSError, match="boom") as caught:
-        await beside(clumsy(), id, work)
+        await run_while_opening(clumsy(), id, work)
     assert "cannot clean up" in caught.value.__notes__[0]
 
 
@@ -124,7 +124,7 @@ async def test_cancellation_ends_both() -> None:
             cleaned.append("work")
 
     async with anyio.create_task_group() as group:
-        group.start_soon(beside, opening.context(), opening.opened.append, work)
+        group.start_soon(run_while_opening, opening.context(), opening.opened.append, work)
         while not opening.opened:
             await anyio.lowlevel.checkpoint()
         group.cancel_scope.cancel()
@@ -157,7 +157,7 @@ async def test_nothing_uses_what_was_opened_when_it_is_left_by_a_cancellation(ho
 
     async def main() -> None:
         with scope:
-            await beside(opening.context(), lambda _: None, work)
+            await run_while_opening(opening.context(), lambda _: None, work)
 
     task = asyncio.create_task(main())
     await began.wait()

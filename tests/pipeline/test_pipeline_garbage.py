@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from bcp.runtime.threads import planning, uncollected
+from bcp.runtime.threads import gc_paused, in_thread_gc_paused
 
 pytestmark = pytest.mark.anyio
 
@@ -30,8 +30,8 @@ def put_off() -> bool:
 
 
 async def test_it_is_put_off_until_the_last_one_is_done(enabled: bool) -> None:  # noqa: FBT001 -- a fixture
-    with uncollected():
-        assert await planning(put_off)
+    with gc_paused():
+        assert await in_thread_gc_paused(put_off)
         assert put_off()
     assert not put_off()
     assert gc.isenabled() is enabled
@@ -39,7 +39,7 @@ async def test_it_is_put_off_until_the_last_one_is_done(enabled: bool) -> None: 
 
 async def test_it_comes_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
-        await planning(lambda: 1 // 0)
+        await in_thread_gc_paused(lambda: 1 // 0)
     assert not put_off()
 
 
@@ -47,7 +47,7 @@ async def test_calls_at_once() -> None:
     seen: list[bool] = []
 
     async def look() -> None:
-        seen.append(await planning(put_off))
+        seen.append(await in_thread_gc_paused(put_off))
 
     async with anyio.create_task_group() as group:
         for _ in range(20):
@@ -58,10 +58,10 @@ async def test_calls_at_once() -> None:
 
 def test_what_others_switch_meanwhile_stays_so() -> None:
     before = gc.get_threshold()
-    with uncollected():
+    with gc_paused():
         gc.disable()
     assert not gc.isenabled()
-    with uncollected():
+    with gc_paused():
         gc.set_threshold(50_000, 20, 20)
     assert gc.get_threshold() == (50_000, 20, 20)
     gc.set_threshold(*before)
@@ -69,16 +69,16 @@ def test_what_others_switch_meanwhile_stays_so() -> None:
 
 FORKED = """
 import gc, os
-from bcp.runtime.threads import uncollected
+from bcp.runtime.threads import gc_paused
 
 def put_off():
     return gc.get_threshold()[0] == 0
 
-with uncollected():
+with gc_paused():
     child = os.fork()
     if child == 0:
         collects = not put_off()
-        with uncollected():
+        with gc_paused():
             assert put_off()
         os._exit(7 if collects and not put_off() else 8)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -16,7 +16,14 @@ import anyio
 import pytest
 
 from bcp.runtime import threads
-from bcp.runtime.threads import MAX_THREADS, at_last, beginning_with, giving_way, in_thread, thread_count
+from bcp.runtime.threads import (
+    MAX_THREADS,
+    in_thread,
+    in_thread_even_if_cancelled,
+    low_priority_threads,
+    thread_count,
+    with_thread_setup,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -38,9 +45,9 @@ def niceness() -> int:
 
 async def test_threads_give_way_inside_of_the_block_and_only_there() -> None:
     own = niceness()
-    with giving_way(nice=3):
+    with low_priority_threads(nice=3):
         assert await in_thread(niceness) == min(own + 3, 19)
-        with giving_way(nice=5):
+        with low_priority_threads(nice=5):
             assert await in_thread(niceness) == min(own + 5, 19)
         assert await in_thread(niceness) == min(own + 3, 19)
     assert await in_thread(niceness) == own == niceness()
@@ -51,9 +58,9 @@ async def test_threads_give_way_to_other_reads_and_writes() -> None:
     def priority() -> int:
         return int(ctypes.CDLL(None).syscall(252, 1, 0)) >> 13
 
-    with giving_way(io="best-effort"):
+    with low_priority_threads(io="best-effort"):
         assert await in_thread(priority) == 2
-    with giving_way(io="idle"):
+    with low_priority_threads(io="idle"):
         assert await in_thread(priority) == 3
     assert await in_thread(priority) == 0
 
@@ -67,9 +74,9 @@ async def test_calls_begin_with_what_the_block_says() -> None:
     def say(word: str) -> None:
         mine.word = word
 
-    with beginning_with(lambda: say("one")):
+    with with_thread_setup(lambda: say("one")):
         assert await in_thread(seen) == "one"
-        with beginning_with(lambda: say("two")):
+        with with_thread_setup(lambda: say("two")):
             assert await in_thread(seen) == "two"
         assert await in_thread(seen) == "one"
     assert seen() == ""
@@ -81,7 +88,7 @@ async def test_a_beginning_that_fails_fails_the_call() -> None:
     def fail() -> None:
         raise RuntimeError("device lost")
 
-    with beginning_with(fail), pytest.raises(RuntimeError, match="device lost"):
+    with with_thread_setup(fail), pytest.raises(RuntimeError, match="device lost"):
         await in_thread(calls.append, 1)
     assert calls == []
 
@@ -90,8 +97,8 @@ async def test_what_is_done_at_last_is_done_when_cancelled() -> None:
     done: list[str] = []
     with anyio.CancelScope() as scope:
         scope.cancel()
-        await at_last(done.append, "by a scope")
-    task = asyncio.ensure_future(at_last(done.append, "by asyncio"))
+        await in_thread_even_if_cancelled(done.append, "by a scope")
+    task = asyncio.ensure_future(in_thread_even_if_cancelled(done.append, "by asyncio"))
     await asyncio.sleep(0)
     task.cancel()
     task.cancel()
@@ -107,7 +114,7 @@ async def test_what_is_done_at_last_is_done_without_a_thread(monkeypatch: pytest
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    await at_last(done.append, "here")
+    await in_thread_even_if_cancelled(done.append, "here")
     assert done == ["here"]
 
 
@@ -119,7 +126,7 @@ async def test_an_error_of_what_is_done_at_last_comes_out_once() -> None:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        await at_last(fail)
+        await in_thread_even_if_cancelled(fail)
     assert calls == [1]
 
 

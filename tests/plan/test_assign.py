@@ -18,13 +18,13 @@ from bcp.plan.box import Box
 from bcp.plan.columns import Ints
 from bcp.plan.read import share as sharing
 from bcp.plan.read.copies import Assignment, assign
-from bcp.plan.read.share import BlockLine, Sets, Shared, Strip, begins, fill, share
+from bcp.plan.read.share import BlockIndex, RankSets, SharedReads, WantedBlocks, begins, fill, share
 
 MIB = 1 << 20
 
 
 def plans(
-    line: BlockLine,
+    line: BlockIndex,
     ranges: Sequence[Ints],
     *,
     read_bytes: int,
@@ -38,12 +38,12 @@ def plans(
     for rows in told:
         line.check(rows)
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
-    table = share(line, told, **limits, speed=speed) if shared else Shared.nothing()
-    known = Shared.decode(table.encode(line), line, len(ranges))
+    table = share(line, told, **limits, speed=speed) if shared else SharedReads.nothing()
+    known = SharedReads.decode(table.encode(line), line, len(ranges))
     return [assign(line, rank, mine, known, read_bytes=read_bytes) for rank, mine in enumerate(runs)]
 
 
-def blocks_of(line: BlockLine, plan: Assignment) -> Counter[tuple[int, int]]:
+def blocks_of(line: BlockIndex, plan: Assignment) -> Counter[tuple[int, int]]:
     chunks = [item for item in plan.items() if item.file >= 0]
     size = line.block_bytes
     return Counter((c.file, b) for c in chunks for b in range(c.start // size, -(-c.stop // size)))
@@ -66,7 +66,7 @@ def test_readers_share_every_wanted_block_and_everything_arrives(data: st.DataOb
     memories = [Memory(saved, table) for table in tables]
     shared = data.draw(st.booleans())
     read_bytes, exchange_bytes = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 400))
-    line = BlockLine.of(saved.layout, data.draw(st.sampled_from([None, 48])))
+    line = BlockIndex.of(saved.layout, data.draw(st.sampled_from([None, 48])))
     ranges = [memory.wants.ranges() for memory in memories]
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
     speed = data.draw(st.none() | st.lists(st.floats(0.001, 1.0), min_size=ranks, max_size=ranks).map(np.array))
@@ -85,7 +85,7 @@ def test_readers_share_every_wanted_block_and_everything_arrives(data: st.DataOb
         memory.check()
 
 
-def check_chunks(line: BlockLine, plan: list[Assignment], wanted: list[set[tuple[int, int]]], most: int) -> None:
+def check_chunks(line: BlockIndex, plan: list[Assignment], wanted: list[set[tuple[int, int]]], most: int) -> None:
     for rank, mine in enumerate(wanted):
         items = plan[rank].items()
         assert [item.round for item in items if item.round >= 0] == list(range(plan[0].rounds))
@@ -121,7 +121,7 @@ def test_sets_that_look_the_same_cost_reads_and_no_bytes(data: st.DataObject) ->
     saved = data.draw(checkpoints())
     memories = [Memory(saved, data.draw(targets(saved))) for _ in range(4)]
     ranges = [memory.wants.ranges() for memory in memories]
-    line = BlockLine.of(saved.layout)
+    line = BlockIndex.of(saved.layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "mix", lambda values, _: np.ones(len(values), dtype=np.uint64))  # as many, so the same
         plan = plans(line, ranges, read_bytes=64, exchange_bytes=64)
@@ -144,8 +144,8 @@ def test_a_strip_is_divided_among_the_members_of_its_sets(given_: list[tuple[set
     ranks = [sorted(members) for members, _ in given_]
     blocks = np.array([n for _, n in given_])
     nbytes = blocks * 16 - 3  # the last block of each is short
-    sets = Sets(begins(np.array([len(members) for members in ranks])), np.concatenate(ranks))
-    strip = Strip(16, begins(blocks), begins(nbytes), np.arange(len(ranks) + 1))
+    sets = RankSets(begins(np.array([len(members) for members in ranks])), np.concatenate(ranks))
+    strip = WantedBlocks(16, begins(blocks), begins(nbytes), np.arange(len(ranks) + 1))
     load, speed = np.arange(6) * 10.0, np.array([1.0, 0.5, 1.0, 0.1, 1.0, 1.0])
     cuts = fill(strip, sets, load, speed)
     assert (np.diff(cuts) >= 0).all()
@@ -164,10 +164,10 @@ def one_file(nbytes: int, block_bytes: int = 16) -> Saved:
     return save([tensor], [Piece(tensor, Box.whole(tensor.shape), [(nbytes, 0)])], 1, block_bytes)
 
 
-def line_of(blocks: int, files: int = 1, block_bytes: int = MIB) -> BlockLine:
+def line_of(blocks: int, files: int = 1, block_bytes: int = MIB) -> BlockIndex:
     """A line of files of so many blocks; nobody makes the bytes."""
     base = np.arange(files + 1) * blocks
-    return BlockLine(block_bytes, base, np.full(files, blocks * block_bytes), np.empty(0, dtype=np.int64))
+    return BlockIndex(block_bytes, base, np.full(files, blocks * block_bytes), np.empty(0, dtype=np.int64))
 
 
 def rows(*ranges: tuple[int, int, int]) -> Ints:
@@ -226,14 +226,14 @@ def test_the_work_depends_on_what_is_wanted_and_not_on_how_many_want_it(monkeypa
     seen: list[int] = []
     original = sharing._Wanted.of.__func__  # type: ignore[attr-defined]  # a classmethod
 
-    def counted(cls: type, line: BlockLine, parties: sharing._Parties) -> sharing._Wanted:
+    def counted(cls: type, line: BlockIndex, parties: sharing._Parties) -> sharing._Wanted:
         seen.append(len(parties.runs))
         found: sharing._Wanted = original(cls, line, parties)
         return found
 
     monkeypatch.setattr(sharing._Wanted, "of", classmethod(counted))
     nbytes, kinds = np.full(2, 100 * MIB), np.array([100])
-    line = BlockLine(MIB, np.array([0, 100, 200]), nbytes, kinds)  # a model file and an optimizer file
+    line = BlockIndex(MIB, np.array([0, 100, 200]), nbytes, kinds)  # a model file and an optimizer file
     model = [(0, 2 * at * MIB, (2 * at + 1) * MIB) for at in range(50)]
     for ranks in (2, 100):
         ranges = [rows(*model, (1, rank * MIB, (rank + 1) * MIB)) for rank in range(ranks)]
@@ -249,7 +249,7 @@ def whole(saved: Saved) -> Ints:
 
 
 def test_the_same_inputs_give_the_same_assignment() -> None:
-    line = BlockLine.of(one_file(999).layout)
+    line = BlockIndex.of(one_file(999).layout)
     ranges = [rows((0, 100 * rank, 999)) for rank in range(3)]
     one, two = (plans(line, ranges, read_bytes=64, exchange_bytes=96) for _ in range(2))
     assert [one[r].items() for r in range(3)] == [two[r].items() for r in range(3)]
@@ -258,7 +258,7 @@ def test_the_same_inputs_give_the_same_assignment() -> None:
 
 def test_a_rank_without_wants_takes_part_in_every_round() -> None:
     saved = one_file(160)
-    plan = plans(BlockLine.of(saved.layout), [whole(saved), whole(saved), rows()], read_bytes=64, exchange_bytes=96)
+    plan = plans(BlockIndex.of(saved.layout), [whole(saved), whole(saved), rows()], read_bytes=64, exchange_bytes=96)
     rounds = plan[2].rounds
     assert rounds > 0
     assert [(item.file, item.nbytes, item.round) for item in plan[2].items()] == [(-1, 0, k) for k in range(rounds)]
@@ -266,7 +266,7 @@ def test_a_rank_without_wants_takes_part_in_every_round() -> None:
 
 
 def test_private_chunks_are_spread_between_the_rounds() -> None:
-    line = BlockLine.of(one_file(96 * 16).layout)
+    line = BlockIndex.of(one_file(96 * 16).layout)
     ranges = [rows((0, 0, 64 * 16)), rows((0, 0, 96 * 16))]
     plan = plans(line, ranges, read_bytes=32, exchange_bytes=32)
     rounds = [item.round for item in plan[1].items()]
@@ -278,28 +278,28 @@ def test_private_chunks_are_spread_between_the_rounds() -> None:
 
 def test_a_single_rank_reads_everything_by_itself() -> None:
     saved = one_file(1000)
-    (plan,) = plans(BlockLine.of(saved.layout), [whole(saved)], read_bytes=160, exchange_bytes=1)
+    (plan,) = plans(BlockIndex.of(saved.layout), [whole(saved)], read_bytes=160, exchange_bytes=1)
     assert plan.rounds == 0
     assert sum(item.nbytes for item in plan.items()) == 1000
     assert max(item.nbytes for item in plan.items()) <= 160
 
 
 def test_blocks_may_be_parts_of_encoded_files() -> None:
-    line = BlockLine.of(one_file(1000).layout, 256)
+    line = BlockIndex.of(one_file(1000).layout, 256)
     plan = plans(line, [rows((0, 10, 20)), rows((0, 15, 600))], read_bytes=1, exchange_bytes=1)
     chunks = sorted((item.start, item.stop) for each in plan for item in each.items() if item.file >= 0)
     assert chunks == [(0, 256), (256, 512), (512, 768)]
 
 
 def test_a_shared_chunk_travels_whole() -> None:
-    line = BlockLine.of(one_file(64, block_bytes=64).layout)
+    line = BlockIndex.of(one_file(64, block_bytes=64).layout)
     plan = plans(line, [rows((0, 0, 64)), rows((0, 3, 5), (0, 9, 12))], read_bytes=64, exchange_bytes=64)
     (chunk,) = [*plan[0].receives(0), *plan[1].receives(0)]
     assert (chunk.start, chunk.stop) == (0, 64)
 
 
 def test_nothing_wanted_is_nothing_to_do() -> None:
-    plan = plans(BlockLine.of(one_file(64).layout), [rows(), rows()], read_bytes=64, exchange_bytes=64)
+    plan = plans(BlockIndex.of(one_file(64).layout), [rows(), rows()], read_bytes=64, exchange_bytes=64)
     assert (plan[0].rounds, plan[0].items()) == (0, [])
 
 
@@ -328,7 +328,7 @@ def test_chunks_are_smaller_the_more_ranks_send_to_one() -> None:
 # -- what comes over the wire -------------------------------------------------------------------
 
 
-def table() -> tuple[BlockLine, Shared]:
+def table() -> tuple[BlockIndex, SharedReads]:
     line = line_of(64, files=2)
     runs = [line.runs(rows((0, 0, 64 * MIB), (1, 0, 64 * MIB)))] * 2 + [line.runs(rows((1, 0, MIB)))]
     return line, share(line, runs, read_bytes=8 * MIB, exchange_bytes=8 * MIB)
@@ -336,7 +336,7 @@ def table() -> tuple[BlockLine, Shared]:
 
 def test_a_table_survives_the_wire() -> None:
     line, shared = table()
-    again = Shared.decode(shared.encode(line), line, 3)
+    again = SharedReads.decode(shared.encode(line), line, 3)
     for name in ("run", "parts", "reader", "group"):
         assert getattr(again, name).tolist() == getattr(shared, name).tolist()
     assert again.groups.rank.tolist() == shared.groups.rank.tolist()
@@ -351,7 +351,7 @@ def test_a_table_that_names_what_does_not_exist_is_refused(column: str, value: i
     line, shared = table()
     getattr(shared, column)[-1] = value
     with pytest.raises(CorruptError, match="contradicts itself"):
-        Shared.decode(shared.encode(line), line, 3)
+        SharedReads.decode(shared.encode(line), line, 3)
 
 
 @pytest.mark.parametrize("run", [(127, 129), (63, 65), (-2, -1)])
@@ -359,7 +359,7 @@ def test_a_table_of_blocks_that_do_not_exist_is_refused(run: tuple[int, int]) ->
     line, shared = table()
     shared.run[-1] = run
     with pytest.raises(CorruptError, match="not in one file"):
-        Shared.decode(shared.encode(line), line, 3)
+        SharedReads.decode(shared.encode(line), line, 3)
 
 
 @given(st.binary(max_size=64))
@@ -368,7 +368,7 @@ def test_bytes_that_are_no_table_are_refused(data: bytes) -> None:
     for damaged in (data, shared.encode(line)[:-1], shared.encode(line)[:24] + data):
         if any(damaged[:24]) or len(damaged) < 24:  # zeros say, soundly, that nothing is shared
             with pytest.raises(CorruptError):
-                Shared.decode(damaged, line, 3)
+                SharedReads.decode(damaged, line, 3)
 
 
 @given(st.binary(max_size=64))

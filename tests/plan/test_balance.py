@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.write.divide import BALANCES, Cuts, _water_fill, split, worst_fit
-from bcp.plan.write.merge import Shards, merge_shards, merge_tensors
+from bcp.plan.write.divide import BALANCES, WriterIntervals, _water_fill, split, worst_fit
+from bcp.plan.write.merge import DistinctShards, merge_shards, merge_tensors
 
 Held = list[tuple[tuple[int, ...], int, set[int]]]  # shape, itemsize, ranks
 
 
-def shards_of(held: Held, world_size: int) -> tuple[Shards, Ints]:
+def shards_of(held: Held, world_size: int) -> tuple[DistinctShards, Ints]:
     rows: list[list[ShardRow]] = [[] for _ in range(world_size)]
     for index, (shape, itemsize, ranks) in enumerate(held):
         for rank in ranks:
@@ -25,14 +25,14 @@ def shards_of(held: Held, world_size: int) -> tuple[Shards, Ints]:
     return merged(tables)
 
 
-def merged(tables: list[ShardTable]) -> tuple[Shards, Ints]:
+def merged(tables: list[ShardTable]) -> tuple[DistinctShards, Ints]:
     world = world_of(tables)
     tensors = merge_tensors(world)
     shards = merge_shards(world, tensors)
     return shards, tensors.weight[shards.tensor]
 
 
-def load_of(cuts: Cuts, itemsize: Ints, world_size: int) -> Ints:
+def load_of(cuts: WriterIntervals, itemsize: Ints, world_size: int) -> Ints:
     load = np.zeros(world_size, dtype=np.int64)
     np.add.at(load, cuts.rank, (cuts.stop - cuts.start) * itemsize[cuts.shard])
     return load
@@ -44,7 +44,7 @@ def imbalance(held: Held, world_size: int, balance: str = "split") -> float:
     return float(load.max() / load.mean())
 
 
-def check_cuts(shards: Shards, cuts: Cuts) -> None:
+def check_cuts(shards: DistinctShards, cuts: WriterIntervals) -> None:
     """Cuts tile every shard, in order, none is empty, and each is written by a holder."""
     assert np.all(cuts.start < cuts.stop)
     for shard in range(len(shards)):

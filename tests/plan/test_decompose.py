@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.plan.box import Box, Boxes, decompose, flat_boxes, indices, swept
+from bcp.plan.box import Box, Boxes, decompose, flat_boxes, indices, sweep_intervals
 from bcp.plan.columns import matrix
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -72,7 +72,7 @@ def test_padding_changes_no_box() -> None:
 def test_sweeping_adds_up_the_weights_of_the_runs_that_are_there(given_: list[tuple[int, int, int]]) -> None:
     runs = np.array([(first, first + n) for first, n, _ in given_], dtype=np.int64).reshape(-1, 2)
     weights = np.array([weight for *_, weight in given_], dtype=np.int64)
-    intervals, depth, total = swept(runs, np.ones_like(weights), weights)
+    intervals, depth, total = sweep_intervals(runs, np.ones_like(weights), weights)
     assert intervals.ravel().tolist() == sorted([*np.unique(runs), *np.unique(runs)[1:-1]])
     for (low, high), many, weight in zip(intervals.tolist(), depth.tolist(), total.tolist(), strict=True):
         holders = [each for first, n, each in given_ if first <= low and high <= first + n]

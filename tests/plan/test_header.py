@@ -10,7 +10,7 @@ from safetensors.torch import load
 
 from bcp.plan.box import Box
 from bcp.plan.shards import TensorMeta
-from bcp.plan.write.files import DTYPE_CODES, Entry, entry, entry_name, header
+from bcp.plan.write.files import DTYPE_CODES, HeaderEntry, entry, entry_name, header
 
 
 def parse(head: bytes) -> dict[str, dict[str, object]]:
@@ -25,14 +25,14 @@ def test_safetensors_reads_every_dtype(name, shape):
     tensor = torch.arange(64, dtype=torch.uint8).view(getattr(torch, name))[: max(1, torch.Size(shape).numel())]
     tensor = torch.zeros(shape, dtype=tensor.dtype) if 0 in shape else tensor.reshape(shape)
     data = bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-    found = load(header([Entry("x", name, shape, len(data))], {"a": "b"}) + data)["x"]
+    found = load(header([HeaderEntry("x", name, shape, len(data))], {"a": "b"}) + data)["x"]
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert bytes(found.reshape(-1).view(torch.uint8).tolist()) == data
 
 
 def test_entries_are_packed_in_order_and_padding_is_spaces():
-    head = header([Entry("a", "float32", (2,), 8), Entry("b", "int8", (3,), 3)], {"k": "v"})
+    head = header([HeaderEntry("a", "float32", (2,), 8), HeaderEntry("b", "int8", (3,), 3)], {"k": "v"})
     table = parse(head)
     assert list(table) == ["__metadata__", "a", "b"]
     assert table["__metadata__"] == {"k": "v"}
@@ -44,7 +44,7 @@ def test_entries_are_packed_in_order_and_padding_is_spaces():
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("complex128", 16), ("float8_e4m3fnuz", 1)])
 def test_unknown_dtypes_are_bytes_with_a_note(dtype, itemsize):
-    head = header([Entry("w[0:2]", dtype, (2,), 2 * itemsize)], {})
+    head = header([HeaderEntry("w[0:2]", dtype, (2,), 2 * itemsize)], {})
     table = parse(head)
     assert table["__metadata__"] == {"bcp.dtype.w[0:2]": dtype}
     assert table["w[0:2]"] == {"dtype": "U8", "shape": [2 * itemsize], "data_offsets": [0, 2 * itemsize]}
@@ -53,14 +53,14 @@ def test_unknown_dtypes_are_bytes_with_a_note(dtype, itemsize):
 
 def test_taken_names_are_numbered():
     names = ["a[0:1]", "a[0:1]", "a[0:1]#2", "a[0:1]", "__metadata__"]
-    table = parse(header([Entry(name, "complex128", (1,), 16) for name in names], {}))
+    table = parse(header([HeaderEntry(name, "complex128", (1,), 16) for name in names], {}))
     renamed = ["a[0:1]", "a[0:1]#2", "a[0:1]#2#2", "a[0:1]#3", "__metadata__#2"]
     assert list(table)[1:] == renamed
     assert sorted(table["__metadata__"]) == sorted(f"bcp.dtype.{name}" for name in renamed)
 
 
 def test_a_header_longer_than_a_page():
-    entries = [Entry(f"layers.{i}.weight", "bfloat16", (4,), 8) for i in range(200)]
+    entries = [HeaderEntry(f"layers.{i}.weight", "bfloat16", (4,), 8) for i in range(200)]
     head = header(entries, {})
     assert len(head) > 2 * 4096
     parse(head)
@@ -89,7 +89,7 @@ def test_names(shape, box, flat, name):
 
 @given(st.dictionaries(st.text(max_size=20), st.sampled_from(["float32", "int64"]), max_size=8))
 def test_any_name_survives(dtypes):
-    head = header([Entry(name, dtype, (0,), 0) for name, dtype in dtypes.items()], {})
+    head = header([HeaderEntry(name, dtype, (0,), 0) for name, dtype in dtypes.items()], {})
     found = load(head)
     assert set(found) == set(parse(head)) - {"__metadata__"}
     assert len(found) == len(dtypes)

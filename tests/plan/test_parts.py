@@ -7,7 +7,7 @@ from safetensors.torch import load
 from bcp.errors import InputError
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.write.files import DataFile, Span, data_files
+from bcp.plan.write.files import DataFile, PartInterval, data_files
 
 
 def files_of(*metas: TensorMeta, part_bytes: int = 4096) -> list[DataFile]:
@@ -25,10 +25,10 @@ def test_a_big_tensor_is_split_and_small_ones_share_a_part():
     assert file.nbytes == 4096 + 6080
     first, second = file.parts
     assert (first.index, first.start, first.stop, first.nbytes) == (0, 0, 8192, 8192)
-    assert first.spans == (Span(0, 0, 1024, 4096),)
+    assert first.spans == (PartInterval(0, 0, 1024, 4096),)
     assert first.name == "model part 0: a"
     assert (second.index, second.start, second.stop) == (1, 8192, file.nbytes)
-    assert second.spans == (Span(0, 1024, 1500, 0), Span(1, 0, 10, 1904), Span(2, 0, 10, 1944))
+    assert second.spans == (PartInterval(0, 1024, 1500, 0), PartInterval(1, 0, 10, 1904), PartInterval(2, 0, 10, 1944))
     assert second.name == "model part 1: a and 2 more"
 
 
@@ -56,7 +56,7 @@ def test_a_cut_tensor_is_named_by_its_block():
     division = divided([table, table], block_bytes=4096)
     found = [data_files(table, writes, rank=rank, part_bytes=4096)[0] for rank, writes in enumerate(division.writes)]
     assert [list(load(file.header + bytes(8192))) for file in found] == [["w[0:32,0:64]"], ["w[32:64,0:64]"]]
-    assert found[1].parts[0].spans == (Span(0, 2048, 3072, 4096),)
+    assert found[1].parts[0].spans == (PartInterval(0, 2048, 3072, 4096),)
 
 
 def test_nothing_to_write_makes_no_file():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.write.divide import SHARE, Division
+from bcp.plan.write.divide import SHARE, WriteDivision
 from bcp.plan.write.survey import (
     decode_catalogue,
     decode_flat,
@@ -95,7 +95,7 @@ def test_what_each_rank_writes_survives():
     rows = np.array([(0, -1, 0, 1 << 40), (1, 2, 3, 4), (0, 0, 5, 6)], dtype=SHARE)
     owned = {1: np.array([2, 5])}
     units = {0: np.array([0, 3]), 1: np.array([4])}
-    division = Division(None, rows, np.array([0, 1, 1, 3]), owned, units)  # type: ignore[arg-type] -- no layout is sent
+    division = WriteDivision(None, rows, np.array([0, 1, 1, 3]), owned, units)  # type: ignore[arg-type] -- no layout is sent
     shares = [decode_share(data) for data in encode_shares(division)]
     assert [share.rows.tolist() for share in shares] == [rows[:1].tolist(), [], rows[1:].tolist()]
     assert [share.owned.tolist() for share in shares] == [[], [2, 5], []]

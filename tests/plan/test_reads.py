@@ -14,7 +14,7 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout, check_layout, find, find_all, names, resolve, resolve_all
-from bcp.plan.read.reads import LATELY, Pieces, Wants, pieces_of, wants
+from bcp.plan.read.reads import LATELY, Pieces, ReadRequest, pieces_of, wants
 from bcp.plan.shards import Segments, ShardRow, ShardTable, TensorTable
 
 
@@ -219,7 +219,7 @@ def test_many_lookups_are_as_many_single_ones(keys: list[tuple[str, str]]) -> No
 def test_wants_of_a_column_shard_skip_segments_between_its_rows() -> None:
     tensor = meta("w", (4, 8), "uint8")
     saved = save([tensor], [Piece(tensor, Box.whole((4, 8)), [(4, k % 2) for k in range(8)])], 2, 16)
-    found: Wants = wants(saved.layout, ShardTable.build([ShardRow(tensor, Box((0, 1), (4, 2)))]))
+    found: ReadRequest = wants(saved.layout, ShardTable.build([ShardRow(tensor, Box((0, 1), (4, 2)))]))
     assert found.file.tolist() == [0, 0, 0, 0]  # the right halves of all rows are in file 1
     assert (found.stop - found.start).tolist() == [2, 2, 2, 2]
 

@@ -17,8 +17,8 @@ from bcp.errors import CoverageError, InputError
 from bcp.options import LoadOptions
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
-from bcp.plan.read.renamed import Renamed, renamed
-from bcp.plan.read.renames import Cut, Moved
+from bcp.plan.read.renamed import RenamedLayout, renamed
+from bcp.plan.read.renames import AssembledTensor, Moved
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
 
 BOTH = ("model", "optimizer")
@@ -38,7 +38,7 @@ def adam(fqn: str, shape: tuple[int, ...], *more: str) -> list[TensorMeta]:
     return [meta(fqn, shape), *states, meta(f"state.{fqn}.step", (), kind="optimizer")]
 
 
-def own(found: Renamed) -> dict[tuple[str, str], Any]:
+def own(found: RenamedLayout) -> dict[tuple[str, str], Any]:
     """Return the checkpoint's own name for every name of the target; several where a tensor is put together."""
     names = found.layout.tensors.fqn
     tensors = {name: [names[row] for row in found.sources(row)] for name, row in found.saved.rows.items()}
@@ -313,21 +313,21 @@ def test_one_dimension_cannot_be_transposed() -> None:
 
 def test_blocks_that_disagree_on_the_shape_are_refused() -> None:
     with pytest.raises(InputError, match=r"'x' of 'w', and says both \[4, 3\] and \[5, 3\] of its shape"):
-        Cut.of([("w", rows("x", 2, (4, 3), 0)), ("w", rows("x", 3, (5, 3), 2))])
+        AssembledTensor.of([("w", rows("x", 2, (4, 3), 0)), ("w", rows("x", 3, (5, 3), 2))])
 
 
 def test_a_gap_is_refused_unless_it_is_padding() -> None:
     half = rows("x", 2, (4, 3), 0)
     with pytest.raises(CoverageError, match=r"'x', which is \[4, 3\], of 'w', and these give it 6 of its 12 elements"):
-        Cut.of([("w", half)])
-    assert Cut.of([("w", replace(half, padded=True))]).shape == (4, 3)
+        AssembledTensor.of([("w", half)])
+    assert AssembledTensor.of([("w", replace(half, padded=True))]).shape == (4, 3)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_overlap_is_refused(padded: bool) -> None:  # noqa: FBT001 -- a parameter
     parts = [("v", rows("x", 3, (4, 3), 0)), ("w", replace(rows("x", 1, (4, 3), 2), padded=padded))]
     with pytest.raises(CoverageError, match=r"overlap: \[0:3, 0:3\], from 'v'; and \[2:3, 0:3\], from 'w'"):
-        Cut.of(parts)
+        AssembledTensor.of(parts)
 
 
 @given(st.data())
@@ -335,8 +335,10 @@ def test_only_tilings_pass(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3).map(tuple))
     tiling = boxes(data.draw, Box.whole(shape), 8)
     parts = [("w", Moved(Box((0,) * len(shape), box.lengths), "x", shape, box.offsets)) for box in tiling]
-    assert Cut.of(parts).shape == shape
+    assert AssembledTensor.of(parts).shape == shape
     with pytest.raises(CoverageError, match="give it"):
-        Cut.of(parts[1:]) if len(parts) > 1 else Cut.of([("w", replace(rows("x", 1, (2,), 0), at=(0,)))])
+        AssembledTensor.of(parts[1:]) if len(parts) > 1 else AssembledTensor.of(
+            [("w", replace(rows("x", 1, (2,), 0), at=(0,)))]
+        )
     with pytest.raises(CoverageError, match="overlap"):
-        Cut.of([*parts, data.draw(st.sampled_from(parts))])
+        AssembledTensor.of([*parts, data.draw(st.sampled_from(parts))])

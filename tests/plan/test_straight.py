@@ -13,7 +13,7 @@ from saved import Memory, Piece, checkpoints, meta, save, targets
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
 from bcp.plan.read import copies as module
-from bcp.plan.read.copies import Bools, Copies, Runs, apart, copies, straight
+from bcp.plan.read.copies import Bools, ByteRuns, Copies, apart, copies, zero_copy_reads
 from bcp.plan.shards import ShardRow, ShardTable
 
 SHAPE = (8, 8)
@@ -31,7 +31,7 @@ def found(*boxes: Box, chunks: Ints = CHUNKS) -> Copies:
 
 def able(each: Copies, private: Bools = ALL, plain: list[bool] | None = None) -> list[bool]:
     rows = int(each.row.max(initial=-1)) + 1
-    return straight(each, private, np.array([True] * rows if plain is None else plain)).chunks.tolist()
+    return zero_copy_reads(each, private, np.array([True] * rows if plain is None else plain)).chunks.tolist()
 
 
 def test_chunks_of_runs_that_nobody_shares_go_straight() -> None:
@@ -81,7 +81,7 @@ def test_runs_of_straight_chunks_are_those_of_their_copies_in_file_order(data: s
     each = copies(saved.layout, memory.table, memory.wants, np.array(chunks, dtype=np.int64).reshape(-1, 3))
     plain = np.array(data.draw(st.lists(st.booleans(), min_size=len(memory.table), max_size=len(memory.table))), bool)
     private = np.array(data.draw(st.lists(st.booleans(), min_size=len(chunks), max_size=len(chunks))), bool)
-    way = straight(each, private, plain)
+    way = zero_copy_reads(each, private, plain)
     for number, (_, lo, hi) in enumerate(chunks):
         copied = each.runs(each.of_chunk(number))
         rows = sorted(zip(*(column.tolist() for column in columns(copied)), strict=True))
@@ -93,7 +93,7 @@ def test_runs_of_straight_chunks_are_those_of_their_copies_in_file_order(data: s
         assert all(lo <= start < start + nbytes <= hi for start, nbytes, _, _ in found)
 
 
-def columns(runs: Runs) -> tuple[Ints, ...]:
+def columns(runs: ByteRuns) -> tuple[Ints, ...]:
     return runs.start, runs.nbytes, runs.row, runs.to
 
 

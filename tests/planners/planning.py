@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bcp.plan.layout import Layout
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import TensorMeta, TensorTable
 from bcp.protocols import LoadTargets, LocalShards
 from bcp.state.tensor_specs import PLAIN
@@ -45,7 +45,7 @@ def assembled(parts: Iterable[Piece]) -> dict[Name, torch.Tensor]:
     return {name: tensor for name, (tensor, _) in whole.items()}
 
 
-def saved_by(*ranks: LocalShards) -> Saved:
+def saved_by(*ranks: LocalShards) -> CheckpointNames:
     """What a checkpoint of these ranks has, by name."""
     tables = [rank.table for rank in ranks]
     metas = {(m.kind, m.fqn): m for t in tables for m in (t.tensors[row] for row in range(len(t.tensors)))}
@@ -53,10 +53,12 @@ def saved_by(*ranks: LocalShards) -> Saved:
     none = np.zeros(0, dtype=np.int64)
     empty = dict.fromkeys(Layout.__slots__, none)
     known = {"world_size": len(ranks), "block_bytes": 1, "tensors": TensorTable.build(list(metas.values()))}
-    return Saved.of(Layout(**{**empty, **known, "objects": objects}))
+    return CheckpointNames.of(Layout(**{**empty, **known, "objects": objects}))
 
 
-def fill(targets: LoadTargets, values: Mapping[Name, torch.Tensor], saved: Saved, objects: Mapping[Name, Any]) -> None:
+def fill(
+    targets: LoadTargets, values: Mapping[Name, torch.Tensor], saved: CheckpointNames, objects: Mapping[Name, Any]
+) -> None:
     """Do a load: check, write every target from the saved tensors, following ties, then finish."""
     targets.check(objects)
     tied = dict(zip(saved.tensors.fqn, saved.tensors.tied_to, strict=True))

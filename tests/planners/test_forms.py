@@ -26,9 +26,9 @@ from bcp.protocols import LocalShards
 from bcp.state import shard_table as stock
 from bcp.state import tensor_specs as forms
 from bcp.state.inventory import Leaves
-from bcp.state.placement import Placement, Sharded, Span
-from bcp.state.shard_table import Rows
-from bcp.state.tensor_specs import Form, firsts_of
+from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
+from bcp.state.shard_table import TableRows
+from bcp.state.tensor_specs import TensorSpec, firsts_of
 
 FSDP2 = Fsdp2Planner()
 
@@ -77,7 +77,7 @@ def boxes(shards: LocalShards) -> list[Box]:
 
 def test_dtensors_of_one_form_are_worked_out_once(mesh, monkeypatch):
     worked_out = []
-    real = forms._worked_out
+    real = forms._inspect_closely
     monkeypatch.setattr(forms, "_worked_out", lambda *given: worked_out.append(given[0]) or real(*given))
     many = {f"w{i}": dtensor(torch.zeros(4, 3), mesh, Replicate(), Shard(0), shape=(8, 3)) for i in range(20)}
     first = FSDP2.local_shards({"model": many})
@@ -157,7 +157,7 @@ def test_blocks_that_a_local_tensor_states_are_asked_for_each_time(mesh):
 # -- leaves that a planner has placed -----------------------------------------------------------------
 
 
-def held(*leaves: Sharded) -> LocalShards:
+def held(*leaves: ShardedLeaf) -> LocalShards:
     taken = Leaves()
     taken.add_all("model", ((f"w{number}", leaf) for number, leaf in enumerate(leaves)))
     return taken.to_save()
@@ -166,8 +166,8 @@ def held(*leaves: Sharded) -> LocalShards:
 def test_equal_placements_give_the_same_table_and_others_another():
     memory = torch.arange(20.0)
 
-    def leaf(start: int, at: int) -> Sharded:
-        return Sharded(memory, Placement((3, 4), (20,), (Span(Box.whole((3, 4)), start, start + 4, at),)))
+    def leaf(start: int, at: int) -> ShardedLeaf:
+        return ShardedLeaf(memory, Placement((3, 4), (20,), (LocalInterval(Box.whole((3, 4)), start, start + 4, at),)))
 
     first = held(leaf(0, 2), leaf(4, 6))
     again = held(leaf(0, 12), leaf(4, 16))
@@ -177,31 +177,33 @@ def test_equal_placements_give_the_same_table_and_others_another():
 
 
 def test_of_one_placement_several_tensors_may_be_of_several_forms():
-    placement = Placement((2, 2), (4,), (Span.whole(Box.whole((2, 2))),))
-    shards = held(Sharded(torch.zeros(4), placement), Sharded(torch.zeros(4, dtype=torch.float64), placement))
+    placement = Placement((2, 2), (4,), (LocalInterval.whole(Box.whole((2, 2))),))
+    shards = held(ShardedLeaf(torch.zeros(4), placement), ShardedLeaf(torch.zeros(4, dtype=torch.float64), placement))
     assert shards.table.tensors.dtype == ["float32", "float64"]
     with pytest.raises(StateError, match=r"placement is of a local tensor of shape \[4\], but that is \[3\]"):
-        held(Sharded(torch.zeros(4), placement), Sharded(torch.zeros(3), placement))
+        held(ShardedLeaf(torch.zeros(4), placement), ShardedLeaf(torch.zeros(3), placement))
     with pytest.raises(StateError, match="not contiguous"):
-        held(Sharded(torch.zeros(4), placement), Sharded(torch.zeros(8)[::2], placement))
+        held(ShardedLeaf(torch.zeros(4), placement), ShardedLeaf(torch.zeros(8)[::2], placement))
 
 
 # -- tables -------------------------------------------------------------------------------------------
 
 
 @st.composite
-def made_up(draw: st.DrawFn) -> tuple[list[tuple[str, str]], list[Form], list[list[int]]]:
+def made_up(draw: st.DrawFn) -> tuple[list[tuple[str, str]], list[TensorSpec], list[list[int]]]:
     kinds = st.sampled_from(["model", "optimizer"])
     names = draw(st.lists(st.tuples(kinds, st.text("abc.", min_size=1, max_size=4)), unique=True, max_size=8))
     few = []
     for _ in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
         whole = Box.whole(shape)
-        spans = tuple(Span(whole, *sorted(draw(st.tuples(*[st.integers(0, whole.numel)] * 2)))) for _ in range(2))
+        spans = tuple(
+            LocalInterval(whole, *sorted(draw(st.tuples(*[st.integers(0, whole.numel)] * 2)))) for _ in range(2)
+        )
         dtype = draw(st.sampled_from([torch.float32, torch.int8]))
         some = spans[: draw(st.integers(0, 2))]
         asks, tracks = draw(st.booleans()), draw(st.booleans())
-        few.append(Form(dtype, shape, shape, "cpu", asks, tracks, some, whole=False, plain=False))
+        few.append(TensorSpec(dtype, shape, shape, "cpu", asks, tracks, some, whole=False, plain=False))
     tied = draw(st.lists(st.integers(0, max(len(names) - 1, 0)), unique=True, max_size=3))
     ties = [
         group
@@ -215,7 +217,7 @@ def made_up(draw: st.DrawFn) -> tuple[list[tuple[str, str]], list[Form], list[li
 def test_tables_are_what_records_would_make(given_):
     names, seen, ties = given_
     firsts = firsts_of(ties, names)
-    rows = Rows.of(names, seen, firsts, {})
+    rows = TableRows.of(names, seen, firsts, {})
     table = rows.table([])
     metas = [
         TensorMeta(

@@ -7,22 +7,22 @@ from torch import nn, optim
 
 from bcp.errors import MismatchError, StateError
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import LoadTargets
 from bcp.state.inventory import Leaves
 from bcp.state.optimizer_restore import slot_targets
 from bcp.state.optimizers import Slot, add_slots
-from bcp.state.placement import Placement, Sharded, Span
+from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
 
 WHOLE = Box.whole((3, 4))
 
 
-def sharded(*spans: Span, local: int = 20, shape: tuple[int, ...] = (3, 4)) -> Sharded:
-    return Sharded(torch.arange(local).float(), Placement(shape, (local,), spans))
+def sharded(*spans: LocalInterval, local: int = 20, shape: tuple[int, ...] = (3, 4)) -> ShardedLeaf:
+    return ShardedLeaf(torch.arange(local).float(), Placement(shape, (local,), spans))
 
 
 def test_a_flat_interval_is_a_view_of_local_memory() -> None:
-    leaf = sharded(Span(WHOLE, 2, 7, at=5))
+    leaf = sharded(LocalInterval(WHOLE, 2, 7, at=5))
     (part,) = leaf.parts("w")
     assert (part.box, part.start, part.stop) == (WHOLE, 2, 7)
     assert part.view.tolist() == [5, 6, 7, 8, 9]
@@ -32,30 +32,30 @@ def test_a_flat_interval_is_a_view_of_local_memory() -> None:
 
 def test_a_whole_box_has_its_own_shape() -> None:
     upper, lower = Box((0, 0), (1, 4)), Box((1, 0), (2, 4))
-    parts = list(sharded(Span.whole(lower, at=8), Span.whole(upper, at=3)).parts("w"))
+    parts = list(sharded(LocalInterval.whole(lower, at=8), LocalInterval.whole(upper, at=3)).parts("w"))
     assert [tuple(part.view.shape) for part in parts] == [(2, 4), (1, 4)]
     assert parts[0].view.flatten().tolist() == list(range(8, 16))
 
 
 def test_one_span_that_is_all_of_the_local_tensor_need_not_be_contiguous() -> None:
     local = torch.arange(12.0).view(4, 3).t()
-    (part,) = Sharded(local, Placement((3, 4), (3, 4), (Span.whole(WHOLE),))).parts("w")
+    (part,) = ShardedLeaf(local, Placement((3, 4), (3, 4), (LocalInterval.whole(WHOLE),))).parts("w")
     assert part.view.data_ptr() == local.data_ptr()
     assert torch.equal(part.view, local)
-    two = Placement((3, 4), (3, 4), (Span(WHOLE, 0, 4), Span(WHOLE, 4, 12, at=4)))
+    two = Placement((3, 4), (3, 4), (LocalInterval(WHOLE, 0, 4), LocalInterval(WHOLE, 4, 12, at=4)))
     with pytest.raises(StateError, match=r"w: 2 parts of it lie in memory that is not contiguous"):
-        list(Sharded(local, two).parts("w"))
+        list(ShardedLeaf(local, two).parts("w"))
 
 
 def test_a_local_tensor_that_was_replaced_is_an_error() -> None:
-    leaf = Sharded(torch.zeros(7), Placement((3, 4), (20,), (Span(WHOLE, 0, 12),)))
+    leaf = ShardedLeaf(torch.zeros(7), Placement((3, 4), (20,), (LocalInterval(WHOLE, 0, 12),)))
     with pytest.raises(StateError, match=r"w: its placement is of a local tensor of shape \[20\], but that is \[7\]"):
         list(leaf.parts("w"))
 
 
 def test_what_is_not_here_is_stated_as_an_empty_interval() -> None:
     leaves = Leaves()
-    leaves.add("model", "w", sharded(Span(WHOLE, 3, 3)))
+    leaves.add("model", "w", sharded(LocalInterval(WHOLE, 3, 3)))
     table = leaves.to_save().table
     assert (len(table), table.box(0), table.nbytes.tolist()) == (1, WHOLE, [0])
     assert table.meta(0).shape == (3, 4)
@@ -63,7 +63,7 @@ def test_what_is_not_here_is_stated_as_an_empty_interval() -> None:
 
 
 def test_tied_leaves_are_one_object_even_where_nothing_is_here() -> None:
-    tied, other = sharded(Span(WHOLE, 0, 0)), sharded(Span(WHOLE, 0, 0))
+    tied, other = sharded(LocalInterval(WHOLE, 0, 0)), sharded(LocalInterval(WHOLE, 0, 0))
     leaves = Leaves()
     for name, leaf in {"a": tied, "b": tied, "c": other}.items():
         leaves.add("model", name, leaf)
@@ -72,7 +72,7 @@ def test_tied_leaves_are_one_object_even_where_nothing_is_here() -> None:
 
 def test_a_copy_is_loaded_too_and_not_saved() -> None:
     leaves, copy = Leaves(), torch.zeros(3, 4)
-    leaves.add("model", "w", sharded(Span(WHOLE, 2, 7)))
+    leaves.add("model", "w", sharded(LocalInterval(WHOLE, 2, 7)))
     leaves.also("model", "w", copy)
     assert len(leaves.to_save().table) == 1
     shards = leaves.to_load([("model", "w")])
@@ -83,18 +83,20 @@ def test_a_copy_is_loaded_too_and_not_saved() -> None:
 # -- slots ----------------------------------------------------------------------------------------
 
 
-def slot_of(optimizer: optim.Optimizer, parameter: torch.Tensor, span: Span, fqn: str = "w", **more: object) -> Slot:
+def slot_of(
+    optimizer: optim.Optimizer, parameter: torch.Tensor, span: LocalInterval, fqn: str = "w", **more: object
+) -> Slot:
     placement = Placement((3, 4), tuple(parameter.shape), (span,))
     return Slot(fqn, parameter, optimizer.param_groups[0], optimizer.state, placement=placement, **more)  # type: ignore[arg-type]  # a test's shorthand
 
 
-def targets_of(slots: list[Slot], saved: Saved) -> LoadTargets:
+def targets_of(slots: list[Slot], saved: CheckpointNames) -> LoadTargets:
     leaves = Leaves()
     check, finish = slot_targets(leaves, slots, saved)
     return LoadTargets(leaves.to_load(saved.rows), check, finish)
 
 
-def trained() -> tuple[Saved, dict[Name, torch.Tensor], dict[Name, object]]:
+def trained() -> tuple[CheckpointNames, dict[Name, torch.Tensor], dict[Name, object]]:
     """An ordinary optimizer's checkpoint of a parameter w of shape (3, 4)."""
     w = nn.Parameter(torch.ones(3, 4))
     optimizer = optim.AdamW([w], lr=0.125)
@@ -116,7 +118,7 @@ def test_states_that_do_not_exist_yet_are_made_in_local_shape() -> None:
     saved, values, objects = trained()
     flat = nn.Parameter(torch.full((20,), 7.0))
     fresh = optim.AdamW([flat], lr=1.0)
-    targets = targets_of([slot_of(fresh, flat, Span(WHOLE, 2, 7, at=5))], saved)
+    targets = targets_of([slot_of(fresh, flat, LocalInterval(WHOLE, 2, 7, at=5))], saved)
     assert flat.eq(7.0).all()
     targets.check(objects)
     for row, tensor in enumerate(targets.shards.tensors):
@@ -139,18 +141,21 @@ def test_a_state_of_another_shape_cannot_be_placed() -> None:
     optimizer = optim.SGD([flat])
     optimizer.state[flat]["row"] = torch.zeros(3)
     with pytest.raises(StateError, match=r"the state 'row' of 'w' has the shape \[3\], its parameter \[20\]"):
-        add_slots(Leaves(), [slot_of(optimizer, flat, Span(WHOLE, 0, 12))])
+        add_slots(Leaves(), [slot_of(optimizer, flat, LocalInterval(WHOLE, 0, 12))])
 
 
 def test_a_master_is_saved_unless_the_model_has_its_values() -> None:
     flat = nn.Parameter(torch.zeros(20))
     optimizer = optim.SGD([flat])
     for master_saved in (True, False):
-        leaves, master = Leaves(), sharded(Span(WHOLE, 0, 12))
-        add_slots(leaves, [slot_of(optimizer, flat, Span(WHOLE, 0, 12), master=master, master_saved=master_saved)])
+        leaves, master = Leaves(), sharded(LocalInterval(WHOLE, 0, 12))
+        add_slots(
+            leaves, [slot_of(optimizer, flat, LocalInterval(WHOLE, 0, 12), master=master, master_saved=master_saved)]
+        )
         assert ("state.w.master_param" in leaves.tensors["optimizer"]) == master_saved
         wanted = targets_of(
-            [slot_of(optimizer, flat, Span(WHOLE, 0, 12), master=master, master_saved=master_saved)], saved_by()
+            [slot_of(optimizer, flat, LocalInterval(WHOLE, 0, 12), master=master, master_saved=master_saved)],
+            saved_by(),
         )
         assert "state.w.master_param" in wanted.shards.table.tensors.fqn
 
@@ -158,10 +163,10 @@ def test_a_master_is_saved_unless_the_model_has_its_values() -> None:
 def test_a_saved_master_does_not_become_a_state_of_an_optimizer_without() -> None:
     flat = nn.Parameter(torch.zeros(20))
     leaves = Leaves()
-    leaves.add("optimizer", "state.w.master_param", sharded(Span(WHOLE, 0, 12)))
-    leaves.add("optimizer", "state.w.exp_avg", sharded(Span(WHOLE, 0, 12)))
+    leaves.add("optimizer", "state.w.master_param", sharded(LocalInterval(WHOLE, 0, 12)))
+    leaves.add("optimizer", "state.w.exp_avg", sharded(LocalInterval(WHOLE, 0, 12)))
     fresh = optim.AdamW([flat])
-    targets_of([slot_of(fresh, flat, Span(WHOLE, 0, 12))], saved_by(leaves.to_save())).finish({})
+    targets_of([slot_of(fresh, flat, LocalInterval(WHOLE, 0, 12))], saved_by(leaves.to_save())).finish({})
     assert list(fresh.state[flat]) == ["exp_avg"]
 
 
@@ -218,7 +223,7 @@ def test_parts_of_one_flat_parameter_are_counted_as_one(steps: tuple[float, floa
         values["optimizer", f"state.{fqn}.step"] = torch.tensor(count)
         leaves.add("optimizer", f"state.{fqn}.step", torch.tensor(count))
     saved = saved_by(leaves.to_save())
-    found = [slot_of(target, flat, Span(WHOLE, 0, 7, at), fqn) for fqn, at in (("a", 0), ("b", 7))]
+    found = [slot_of(target, flat, LocalInterval(WHOLE, 0, 7, at), fqn) for fqn, at in (("a", 0), ("b", 7))]
     targets = targets_of(found, saved)
     if steps[0] == steps[1]:
         fill(targets, values, saved, {})

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner, planner
 from bcp.protocols import LocalShards
-from bcp.state.dtensor import Cut, _order, chunk, decoded, runs_of, stated_orders
+from bcp.state.dtensor import DimensionCut, _order, chunk, decoded, runs_of, stated_orders
 
 FSDP2 = Fsdp2Planner()
 dist_test = pytest.mark.dist
@@ -52,7 +52,7 @@ def test_fsdp2_after_tp_is_exact_for_every_size(length, dp, tp):
             local = torch.tensor(after_tp[column]) if column < len(after_tp) else torch.zeros(0)
             parts = local.chunk(dp)
             expected = parts[row].tolist() if row < len(parts) else []
-            cuts = [Cut(dp, row, tp), Cut(tp, column)]
+            cuts = [DimensionCut(dp, row, tp), DimensionCut(tp, column)]
             assert indices(runs_of(length, cuts, decoded(cuts))) == expected
 
 
@@ -60,7 +60,7 @@ def test_fsdp2_after_tp_is_exact_for_every_size(length, dp, tp):
 def test_lone_strided_shards_are_as_torch_splits_them(length, parts, factor):
     placement = _StridedShard(0, split_factor=factor)
     expected, _ = placement._split_tensor(torch.arange(length), parts, with_padding=False, contiguous=True)
-    got = [runs_of(length, [Cut(parts, mine, factor)], None) for mine in range(parts)]
+    got = [runs_of(length, [DimensionCut(parts, mine, factor)], None) for mine in range(parts)]
     assert [indices(runs) for runs in got] == [part.tolist() for part in expected]
     assert all(sum(a) != b[0] for runs in got for a, b in pairwise(runs))  # merged
 

@@ -14,7 +14,7 @@ from bcp.protocols import LoadTargets
 from bcp.state.inventory import Leaves
 from bcp.state.optimizer_restore import scalar_device, slot_targets
 from bcp.state.optimizers import Slot
-from bcp.state.placement import Placement, Span
+from bcp.state.placement import LocalInterval, Placement
 
 PLAIN = PlainPlanner()
 
@@ -141,7 +141,7 @@ def test_beside_others_in_one_local_tensor_a_parameter_that_was_never_stepped_ha
     shards = PLAIN.local_shards({"model": source, "optimizer": optimizer})
     layout, flat = saved_by(shards), nn.Parameter(torch.zeros(5))
     target = optim.Adam([flat])
-    places = {"a": Span.whole(Box.whole((2,))), "b": Span.whole(Box.whole((3,)), 2)}
+    places = {"a": LocalInterval.whole(Box.whole((2,))), "b": LocalInterval.whole(Box.whole((3,)), 2)}
     slots = [
         Slot(fqn, flat, target.param_groups[0], target.state, placement=Placement(span.box.lengths, (5,), (span,)))
         for fqn, span in places.items()

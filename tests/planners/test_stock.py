@@ -15,7 +15,7 @@ import torch
 from planning import names, saved_by
 from torch import nn, optim
 
-from bcp._save.local_state import take_stock
+from bcp._save.local_state import collect_local_state
 from bcp.errors import StateError
 from bcp.options import SaveOptions
 from bcp.plan.write.survey import digest
@@ -401,15 +401,15 @@ def test_a_parameter_that_fsdp1_took_is_refused_although_it_was_saved_before():
 def test_extras_do_not_make_a_table_anew(states):
     mine = {**states, "extra_states": {"step": 1}}
     job = SimpleNamespace(planner=lambda: PLAIN, states=mine, options=SaveOptions(), caller=Caller())
-    first, again = take_stock(job), take_stock(job)
+    first, again = collect_local_state(job), collect_local_state(job)
     assert first.shards.table.extras == ["extra_states"]
     assert again.shards.table is first.shards.table
     job.states["dataloader"] = {"at": 2}
-    both = take_stock(job)
+    both = collect_local_state(job)
     assert both.shards.table.extras == ["dataloader", "extra_states"]
     assert digest(both.shards.table) != digest(first.shards.table)
     del job.states["dataloader"], job.states["extra_states"]
-    assert take_stock(job).shards.table.extras == []
+    assert collect_local_state(job).shards.table.extras == []
 
 
 # -- what is kept -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from interleave import Dead, Turns, orders
 
 import bcp
-from bcp._save.leader import Opening, Root, encode_written, not_replaced, undone_on_error
+from bcp._save.leader import Opening, SaveLeader, encode_written, not_replaced, undone_on_error
 from bcp.backends import LocalBackend, MemoryBackend, swap
 from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
 from bcp.format.receipt import receipt_digest
@@ -45,12 +45,14 @@ def layout() -> bytes:
     return encode_layout(decode_metadata(data, "").layout)
 
 
-def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Turns | None, int], Awaitable[Root]]:
+def saver(
+    inner: Backend, unchanging: bytes, *, overwrite: bool
+) -> Callable[[Turns | None, int], Awaitable[SaveLeader]]:
     """Return a task that does what rank 0 of a save does: open, write a data file and a receipt, commit."""
 
-    async def save(turns: Turns | None = None, me: int = 0) -> Root:
+    async def save(turns: Turns | None = None, me: int = 0) -> SaveLeader:
         backend = Stepped(inner, turns, me)
-        root = Root("the path", backend, 1, SaveOptions(overwrite=overwrite))
+        root = SaveLeader("the path", backend, 1, SaveOptions(overwrite=overwrite))
         job = cast("Any", SimpleNamespace(rank=0, backend=backend, path="the path"))
         async with undone_on_error(job, root) as undo:
             opening = Opening.decode(await root.open([bytes(16)]))
@@ -106,11 +108,11 @@ class OnDisk:
 
 def check_end(results: list[Any], last: str | None, place: InMemory | OnDisk) -> None:
     """Check who said that it had saved, what is there in the end, and what the others were told."""
-    roots = [result for result in results if isinstance(result, Root)]
+    roots = [result for result in results if isinstance(result, SaveLeader)]
     founds = Counter(root.found for root in roots)
     assert max(founds.values()) == 1, "two saves replaced the same checkpoint"
     assert last in {root.operation for root in roots}
-    errors = [result for result in results if not isinstance(result, Root)]
+    errors = [result for result in results if not isinstance(result, SaveLeader)]
     assert all(isinstance(error, bcp.ExistsError) and "the path" in str(error) for error in errors), errors
     everything = place.files()
     assert {operation_of(key) for key in everything} == {last, None}, "a save that lost, or was replaced, left files"

@@ -12,7 +12,7 @@ import bcp
 from bcp._load.overlaps import without_overlaps
 from bcp.format.metadata import decode_metadata
 from bcp.plan.box import Box
-from bcp.plan.read.renamed import Renamed, renamed
+from bcp.plan.read.renamed import RenamedLayout, renamed
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LocalShards
 
@@ -40,14 +40,14 @@ def shards(*tensors: torch.Tensor) -> LocalShards:
 
 
 @pytest.fixture
-def names(tmp_path: Path) -> Renamed:
+def names(tmp_path: Path) -> RenamedLayout:
     """Return a checkpoint of four tensors."""
     bcp.save(tmp_path, {"model": {str(at): torch.zeros(1) for at in range(4)}})
     layout = decode_metadata((tmp_path / "metadata.arrow").read_bytes(), "metadata.arrow").layout
     return renamed(layout, None, ["model"])
 
 
-def test_addresses_of_other_devices_are_other_memory(names: Renamed) -> None:
+def test_addresses_of_other_devices_are_other_memory(names: RenamedLayout) -> None:
     memory = torch.zeros(6)
     apart = shards(on("cuda:0", memory[:4]), on("cuda:1", memory[2:]), on("cpu", memory[1:]), on("cuda:0", memory[4:]))
     found, shared = without_overlaps(apart, np.arange(4), names)
@@ -55,7 +55,7 @@ def test_addresses_of_other_devices_are_other_memory(names: Renamed) -> None:
     assert not shared
 
 
-def test_memory_of_one_device_is_told_apart_by_addresses(names: Renamed) -> None:
+def test_memory_of_one_device_is_told_apart_by_addresses(names: RenamedLayout) -> None:
     memory = torch.zeros(6)
     one = shards(on("cuda:0", memory[:4]), on("cpu", memory[4:]), on("cuda:0", memory[2:]))
     found, (shared,) = without_overlaps(one, np.arange(3), names)

@@ -15,9 +15,9 @@ from saved import Piece, meta, save
 
 import bcp
 from bcp import backends
-from bcp._agree import together
+from bcp._agree import collective_operation
 from bcp._load.reads import plan_reads
-from bcp._load.targets import Wanted
+from bcp._load.targets import LoadRequest
 from bcp.coordinators import memory_coordinators
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, PeerError, ShapeMismatchError
 from bcp.format.metadata import Commit, Metadata
@@ -92,17 +92,17 @@ class Seat:
         return await self.room.decide(self.rank, mine, decide)
 
 
-def wanted(*tensors: Any) -> Wanted:
+def wanted(*tensors: Any) -> LoadRequest:
     """Want whole tensors."""
     table = ShardTable.build([ShardRow(tensor, Box.whole(tensor.shape)) for tensor in tensors])
     found = find_all(SAVED.layout, table.tensors)
     targets = SimpleNamespace(shards=SimpleNamespace(table=table))
     names = renamed(SAVED.layout, None, ["model"])
-    return Wanted(targets, found, found, (0,), (), wants(SAVED.layout, table), names)  # type: ignore[arg-type]  # a part of it
+    return LoadRequest(targets, found, found, (0,), (), wants(SAVED.layout, table), names)  # type: ignore[arg-type]  # a part of it
 
 
 async def planned(
-    asks: Sequence[Wanted | BcpError], *, asked: Message = same, answered: Message = same, **options: Any
+    asks: Sequence[LoadRequest | BcpError], *, asked: Message = same, answered: Message = same, **options: Any
 ) -> list[Any]:
     """Let all ranks plan; return what each got, or its error."""
     room = Room(len(asks), asked, answered)
@@ -110,7 +110,7 @@ async def planned(
 
     async def run(rank: int) -> None:
         try:
-            async with together(Seat(room, rank)) as agreement:  # type: ignore[arg-type]  # one verb is enough
+            async with collective_operation(Seat(room, rank)) as agreement:  # type: ignore[arg-type]  # one verb is enough
                 _, found[rank] = await plan_reads(agreement, rank, asks[rank], METADATA, LoadOptions(**options))
         except BcpError as error:
             found[rank] = error

@@ -10,23 +10,23 @@ import pytest
 import torch
 
 import bcp
-from bcp._save.snapshot import BLOCK_BYTES, MOST, MOST_BLOCKS, Sample
+from bcp._save.snapshot import BLOCK_BYTES, MOST, MOST_BLOCKS, MemorySample
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import LocalShards
 from bcp.stages.memcpy import addresses
 
 
-def sampled(tensors: Sequence[torch.Tensor]) -> Sample:
+def sampled(tensors: Sequence[torch.Tensor]) -> MemorySample:
     metas = [
         TensorMeta("model", str(at), str(each.dtype).removeprefix("torch."), each.itemsize, tuple(each.shape))
         for at, each in enumerate(tensors)
     ]
     table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape)) for meta in metas])
-    return Sample(LocalShards(table, tensors), addresses(tensors, table))
+    return MemorySample(LocalShards(table, tensors), addresses(tensors, table))
 
 
-def sees(sample: Sample, address: int) -> bool:
+def sees(sample: MemorySample, address: int) -> bool:
     """Say whether a change of one bit at an address is seen; undoes it."""
     byte = ctypes.c_uint8.from_address(address)
     byte.value ^= 1

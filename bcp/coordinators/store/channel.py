@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from bcp.coordinators.messages import Abort, Hello, agrees, error_of
+from bcp.coordinators.messages import Abort, PeerInfo, agrees, error_of
 from bcp.coordinators.operation import CardOf
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store.watch import Watch
@@ -24,7 +24,7 @@ class StoreChannel:
     """A :class:`~bcp.coordinators.operation.Channel`: a star around rank 0, made of keys that everyone polls."""
 
     def __init__(
-        self, mailbox: Mailbox, hello: Hello, world_size: int, timeout: float, *, left: deque[Mailbox]
+        self, mailbox: Mailbox, hello: PeerInfo, world_size: int, timeout: float, *, left: deque[Mailbox]
     ) -> None:
         """Prepare; nothing is sent before :meth:`join`.
 

@@ -14,10 +14,10 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed import Store
 
-from bcp.coordinators.hosts import GroupSeat
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.hosts import ProcessGroupMember
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.operation import Operation
-from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.store.channel import StoreChannel
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.coordinators.store_client import StoreClient
@@ -56,7 +56,7 @@ class StoreCoordinator:
         self.rank = rank
         self.world_size = world_size
         self._client = StoreClient.of(store)
-        self._roll = Roll(self._client, prefix, rank, world_size, address=address)
+        self._roll = RollCall(self._client, prefix, rank, world_size, address=address)
         self._numbers = itertools.count()
         self._left: deque[Mailbox] = deque()
         self._pid = os.getpid()
@@ -76,7 +76,7 @@ class StoreCoordinator:
             InputError: torch.distributed is not initialised, or this rank is not a member.
 
         """
-        seat = GroupSeat.of(group)
+        seat = ProcessGroupMember.of(group)
         coordinator = cls(seat.store, seat.rank, seat.world_size, seat.prefix, address)
         if seat.rank == 0:
             cls._lingering.add(coordinator)
@@ -94,7 +94,7 @@ class StoreCoordinator:
                 "can take part; pass coordinator=SoloCoordinator() to save or load alone"
             )
         mailbox = Mailbox(self._roll, next(self._numbers), self.rank, self.world_size)
-        hello = Hello.of(self.rank, what)
+        hello = PeerInfo.of(self.rank, what)
         channel = StoreChannel(mailbox, hello, self.world_size, timeout, left=self._left)
         return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address)
 

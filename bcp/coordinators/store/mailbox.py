@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from bcp.coordinators.messages import LEFT, Abort, Hello
-from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.messages import LEFT, Abort, PeerInfo
+from bcp.coordinators.roll_call import RollCall
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,7 +31,7 @@ class Mailbox:
         number: the operation's.
     """
 
-    def __init__(self, roll: Roll, number: int, rank: int, world_size: int) -> None:
+    def __init__(self, roll: RollCall, number: int, rank: int, world_size: int) -> None:
         """Open the mailbox of the operation of that number."""
         self.roll = roll
         self.number = number
@@ -49,7 +49,7 @@ class Mailbox:
         """Say whether all ranks are known to be there. Nothing else can be said before, but why the operation ended."""
         return self.roll.look() is not None
 
-    def join(self, hello: Hello) -> None:
+    def join(self, hello: PeerInfo) -> None:
         """Say hello; the first sign of life follows it, so that whoever sees the sign can read the hello."""
         self.publish("hello", json.dumps(asdict(hello)).encode())
         self.beat(0)
@@ -68,9 +68,9 @@ class Mailbox:
             signs.update((keys[key], bytes(value)) for key, value in zip(here, values, strict=True))
         return signs
 
-    def hello(self, rank: int) -> Hello:
+    def hello(self, rank: int) -> PeerInfo:
         """Return what a rank said that has given a sign of life."""
-        return Hello(**json.loads(self._store.get(self._key("hello", rank))))
+        return PeerInfo(**json.loads(self._store.get(self._key("hello", rank))))
 
     def publish(self, name: str, data: bytes) -> None:
         """Say something small about this rank, for all who care, until the operation is over."""

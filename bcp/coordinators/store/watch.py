@@ -9,7 +9,7 @@ from typing import TypeVar, TypeVarTuple
 
 import anyio
 
-from bcp.coordinators.messages import Abort, Hello, Liveness, agrees, different, error_of
+from bcp.coordinators.messages import Abort, Heartbeats, PeerInfo, agrees, different, error_of
 from bcp.coordinators.store.mailbox import Mailbox
 from bcp.errors import InputError, PeerError
 
@@ -36,11 +36,11 @@ class Watch:
         waits_for: what this rank is doing just now, for messages; begins with a comma, or is empty.
     """
 
-    def __init__(self, mailbox: Mailbox, hello: Hello, others: Iterable[int], timeout: float) -> None:
+    def __init__(self, mailbox: Mailbox, hello: PeerInfo, others: Iterable[int], timeout: float) -> None:
         """Prepare to watch ``others``; a rank that is silent or late for ``timeout`` seconds is given up."""
         self.verdict: Exception | None = None
-        self.hellos: dict[int, Hello] = {}
-        self.liveness = Liveness(others, 0.0)
+        self.hellos: dict[int, PeerInfo] = {}
+        self.liveness = Heartbeats(others, 0.0)
         self.waits_for = ""
         self._mailbox = mailbox
         self._hello = hello
@@ -55,7 +55,7 @@ class Watch:
 
     def start(self) -> None:
         """Count the seconds from now on."""
-        self.liveness = Liveness(self.liveness.watched, anyio.current_time())
+        self.liveness = Heartbeats(self.liveness.watched, anyio.current_time())
 
     def name(self, rank: int) -> str:
         """Name a rank, with host and process where they are known."""

@@ -9,13 +9,13 @@ from functools import partial
 
 import anyio
 
-from bcp.coordinators.messages import Abort, Hello, error_of
+from bcp.coordinators.messages import Abort, PeerInfo, error_of
 from bcp.coordinators.operation import CardOf
-from bcp.coordinators.tree.loop import Loop
+from bcp.coordinators.tree.loop import CoordinatorLoop
 from bcp.coordinators.tree.messages import Frame, Kind, Values
 from bcp.coordinators.tree.node import Node
-from bcp.coordinators.tree.operation_state import Round
-from bcp.coordinators.tree.relay import Part
+from bcp.coordinators.tree.operation_state import OperationState
+from bcp.coordinators.tree.relay import LocalMember
 from bcp.errors import InputError
 
 __all__ = ["GrpcChannel"]
@@ -31,7 +31,9 @@ class GrpcChannel:
     Signs of life are given here: a rank whose own loop is stuck falls silent, as it should, though its node does not.
     """
 
-    def __init__(self, node: Node, loop: Loop, number: int, hello: Hello, world_size: int, timeout: float) -> None:
+    def __init__(
+        self, node: Node, loop: CoordinatorLoop, number: int, hello: PeerInfo, world_size: int, timeout: float
+    ) -> None:
         """Prepare; nothing is sent before :meth:`join`.
 
         Args:
@@ -77,7 +79,7 @@ class GrpcChannel:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
                 call_soon(function, *args)
 
-        part = Part(
+        part = LocalMember(
             what=self._hello.what,
             timeout=self._timeout,
             beat=self._beat,
@@ -115,7 +117,7 @@ class GrpcChannel:
     async def farewell(self) -> None:
         """Leave, and wait shortly until all that this rank has said is on its way, in case its process ends now."""
         with suppress(InputError), anyio.move_on_after(_FAREWELL_SECONDS, shield=True):
-            self._act(Round.leave)
+            self._act(OperationState.leave)
             await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.flushed())))
 
     # -- steps --------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class GrpcChannel:
 
     # -- from the node ------------------------------------------------------------------------
 
-    def _act(self, action: Callable[[Round], None]) -> None:
+    def _act(self, action: Callable[[OperationState], None]) -> None:
         """Let the node do something, after all that it was asked to do before."""
         self._loop.post(self._node.act, self._number, action)
 

@@ -12,11 +12,11 @@ from weakref import finalize
 
 import torch.distributed as dist
 
-from bcp.coordinators.hosts import GroupSeat
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.hosts import ProcessGroupMember
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.tree.channel import GrpcChannel
-from bcp.coordinators.tree.loop import Loop, current_loop
+from bcp.coordinators.tree.loop import CoordinatorLoop, current_loop
 from bcp.coordinators.tree.node import Node
 from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendezvous, StoreRendezvous, Tree
 from bcp.coordinators.tree.transport import Tls, Traffic
@@ -64,7 +64,7 @@ class GrpcCoordinator:
         self._numbers = itertools.count()
         self._pid = os.getpid()
         self._lock = Lock()
-        self._loop: Loop | None = None
+        self._loop: CoordinatorLoop | None = None
         self._node: Node | None = None
         self._closed = False
 
@@ -92,7 +92,7 @@ class GrpcCoordinator:
             InputError: torch.distributed is not initialised, or this rank is not a member.
 
         """
-        seat = GroupSeat.of(group)
+        seat = ProcessGroupMember.of(group)
         rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, address)
         return cls(seat.rank, seat.world_size, rendezvous, tls)
 
@@ -152,7 +152,7 @@ class GrpcCoordinator:
         if self._closed:
             raise InputError(f"{self!r} cannot begin {what!r}: it was closed")
         node, loop = self._connect()
-        hello = Hello.of(self.rank, what)
+        hello = PeerInfo.of(self.rank, what)
         channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
         return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
 
@@ -179,20 +179,20 @@ class GrpcCoordinator:
         await asyncio.wrap_future(loop.run(node.placed()))
         return (await in_thread(self._rendezvous.bind_address)).rpartition(":")[0].strip("[]")
 
-    def _connect(self) -> tuple[Node, Loop]:
+    def _connect(self) -> tuple[Node, CoordinatorLoop]:
         """Return this rank's node; the first call makes it."""
         with self._lock:
             if self._node is None or self._loop is None:
                 if self._tls is not None:
                     self._tls.check()
                 self._loop = current_loop()
-                self._node = Node(Hello.of(self.rank, ""), self._rendezvous, self._tls)
+                self._node = Node(PeerInfo.of(self.rank, ""), self._rendezvous, self._tls)
                 self._loop.residents.add(self._node)
                 finalize(self, _let_go, self._loop, self._node).atexit = False  # the loop closes its residents itself
             return self._node, self._loop
 
 
-def _let_go(loop: Loop, node: Node) -> None:
+def _let_go(loop: CoordinatorLoop, node: Node) -> None:
     """Close the node of a coordinator that nobody has any more."""
     if loop.alive:
         with suppress(InputError):

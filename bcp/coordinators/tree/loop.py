@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from bcp.errors import InputError
 
-__all__ = ["Loop", "current_loop"]
+__all__ = ["CoordinatorLoop", "current_loop"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -33,7 +33,7 @@ class Closable(Protocol):
         """Let go of everything."""
 
 
-class Loop:
+class CoordinatorLoop:
     """An event loop on a daemon thread.
 
     Attributes:
@@ -97,16 +97,16 @@ class Loop:
 
 
 _lock = threading.Lock()
-_current: Loop | None = None
+_current: CoordinatorLoop | None = None
 _inherited: list[object] = []
 
 
-def current_loop() -> Loop:
+def current_loop() -> CoordinatorLoop:
     """Return the loop of this process, which the first call starts."""
     global _current  # noqa: PLW0603 -- one a process
     with _lock:
         if _current is None or not _current.alive:
-            _current = Loop()
+            _current = CoordinatorLoop()
         return _current
 
 

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from bcp.coordinators.messages import Abort, Hello, describe
+from bcp.coordinators.messages import Abort, PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store_client import Backoff
 from bcp.coordinators.tree.messages import Frame, Kind, body_of_abort, pack_number
-from bcp.coordinators.tree.operation_state import Round
-from bcp.coordinators.tree.relay import Part
+from bcp.coordinators.tree.operation_state import OperationState
+from bcp.coordinators.tree.relay import LocalMember
 from bcp.coordinators.tree.rendezvous import Invitation, Place, Rendezvous
 from bcp.coordinators.tree.server import Server, behind, credentials_of
 from bcp.coordinators.tree.transport import Link, RefusedError, Traffic, dial
@@ -38,7 +38,7 @@ class Node:
     begins, and made anew when one begins after they broke.
     """
 
-    def __init__(self, hello: Hello, rendezvous: Rendezvous, tls: Tls | None) -> None:
+    def __init__(self, hello: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
         """Prepare; nothing is sent before the first operation."""
         self.rank = hello.rank
         self.place: Place | None = None
@@ -48,7 +48,7 @@ class Node:
         self._tls = tls
         self._name = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
-        self._rounds: dict[int, Round] = {}
+        self._rounds: dict[int, OperationState] = {}
         self._next = 0
         self._over: set[int] = set()
         self._all_over = 0  # every operation below this number is over
@@ -71,7 +71,7 @@ class Node:
 
     # -- this node's own rank -----------------------------------------------------------------
 
-    def begin(self, number: int, part: Part) -> None:
+    def begin(self, number: int, part: LocalMember) -> None:
         """Let this node's rank begin an operation."""
         if self._closing is not None:
             part.end(Abort(self.rank, f"the coordinator of {self._hello} was closed"))
@@ -85,13 +85,13 @@ class Node:
         now = asyncio.get_running_loop().time()
         self.act(number, lambda its: its.begin(part, now))
 
-    def act(self, number: int, action: Callable[[Round], None]) -> None:
+    def act(self, number: int, action: Callable[[OperationState], None]) -> None:
         """Do something with an operation; an error there ends it."""
         its = self._rounds.get(number)
         if its is None:
             if self._is_over(number):
                 return
-            its = self._rounds[number] = Round(number, self)
+            its = self._rounds[number] = OperationState(number, self)
         try:
             action(its)
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
@@ -208,7 +208,7 @@ class Node:
                 abort = Abort(self.rank, f"{self._hello} is {len(self._rounds)} operations behind rank {rank}")
                 self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
                 return True
-            known = self._rounds[number] = Round(number, self)
+            known = self._rounds[number] = OperationState(number, self)
         known.take(rank, frame)
         self._tidy(known)
         return True
@@ -252,7 +252,7 @@ class Node:
     def _is_over(self, number: int) -> bool:
         return number < self._all_over or number in self._over
 
-    def _tidy(self, its: Round) -> None:
+    def _tidy(self, its: OperationState) -> None:
         """Forget an operation that is over everywhere around."""
         if its.over and self._rounds.pop(its.number, None) is not None:
             self._over.add(its.number)
@@ -269,7 +269,7 @@ class Node:
     def _heard(self, number: int, abort: Abort) -> None:
         """Take note of what was announced before this node had its place."""
         if not self._is_over(number):
-            self._rounds.setdefault(number, Round(number, self)).end(abort, source=abort.rank)
+            self._rounds.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
 
     # -- connections --------------------------------------------------------------------------
 

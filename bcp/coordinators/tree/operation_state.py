@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bcp.coordinators.messages import LEFT, Abort, Liveness, different
+from bcp.coordinators.messages import LEFT, Abort, Heartbeats, different
 from bcp.coordinators.tree.messages import (
     Frame,
     FrameError,
@@ -20,13 +20,13 @@ from bcp.coordinators.tree.messages import (
     text_of,
     unpack_number,
 )
-from bcp.coordinators.tree.relay import Part, Relay, Seat
+from bcp.coordinators.tree.relay import LocalMember, NodeContext, Relay
 from bcp.protocols import REFUSED
 
-__all__ = ["Round", "Vigil"]
+__all__ = ["FailureDetector", "OperationState"]
 
 
-class Vigil:
+class FailureDetector:
     """Signs of life, counted on a clock that stands still while this rank itself sleeps.
 
     A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up:
@@ -44,7 +44,7 @@ class Vigil:
         self._pause = pause
         self._looked = now
         self._signs = 0
-        self._liveness = Liveness((), 0.0)
+        self._liveness = Heartbeats((), 0.0)
 
     def __repr__(self) -> str:
         """Show the clock, and who is here."""
@@ -52,7 +52,7 @@ class Vigil:
 
     def watch(self, neighbours: Iterable[int]) -> None:
         """Watch these ranks from now on; they are late if they give no sign within the timeout."""
-        self._liveness = Liveness(neighbours, self.awake)
+        self._liveness = Heartbeats(neighbours, self.awake)
 
     def note(self, rank: int) -> None:
         """Take note of a sign of life."""
@@ -70,7 +70,7 @@ class Vigil:
         return self._liveness.lost(self.timeout, self.awake)
 
 
-class Round:
+class OperationState:
     """The operation of one number on one node.
 
     It begins with the first frame of a neighbour or with this node's own rank, whichever comes first. Neighbours'
@@ -84,17 +84,17 @@ class Round:
         gone: neighbours that have left, or whose connection broke.
     """
 
-    def __init__(self, number: int, seat: Seat) -> None:
+    def __init__(self, number: int, seat: NodeContext) -> None:
         """Prepare; nothing is sent."""
         self.number = number
-        self.part: Part | None = None
+        self.part: LocalMember | None = None
         self.ended: Abort | None = None
         self.left = False
         self.gone: set[int] = set()
         self._seat = seat
         self._relay = Relay(number, seat, self.gone, blame=self.blame, hand_over=self._hand_over)
         self._digests: dict[int, bytes] = {}
-        self._vigil: Vigil | None = None
+        self._vigil: FailureDetector | None = None
 
     def __repr__(self) -> str:
         """Show number and state."""
@@ -109,13 +109,13 @@ class Round:
 
     # -- this node's own rank -----------------------------------------------------------------
 
-    def begin(self, part: Part, now: float) -> None:
+    def begin(self, part: LocalMember, now: float) -> None:
         """Let this node's rank begin, at ``now`` seconds."""
         self.part = part
         if self.ended is not None:
             part.end(self.ended)
             return
-        self._vigil = Vigil(part.timeout, part.beat, now)
+        self._vigil = FailureDetector(part.timeout, part.beat, now)
         if self._seat.place is not None:
             self._introduce()
 
@@ -302,7 +302,7 @@ class Round:
     def _late(self, rank: int, seconds: float) -> str:
         return f"{self._seat.name(rank)} has not begun it {seconds:.1f} s after rank {self._seat.rank}"
 
-    def _look_for_absent(self, vigil: Vigil) -> None:
+    def _look_for_absent(self, vigil: FailureDetector) -> None:
         """Blame who keeps this rank waiting for its place in the tree, once the time is over."""
         if vigil.awake <= vigil.timeout or self._blame_server(vigil):
             return
@@ -312,7 +312,7 @@ class Round:
         elif vigil.awake > 2 * vigil.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
             self.blame(0, f"rank 0 has not told the others their places in the tree after {vigil.awake:.1f} s")
 
-    def _blame_server(self, vigil: Vigil) -> bool:
+    def _blame_server(self, vigil: FailureDetector) -> bool:
         """Blame who serves the store if that, and no rank, has kept this one waiting; return whether it has."""
         silence = self._seat.silence(vigil.timeout / 2)  # a store that was heard since then is not why
         if silence:

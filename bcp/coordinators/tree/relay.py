@@ -14,10 +14,10 @@ from bcp.coordinators.messages import Abort
 from bcp.coordinators.tree.messages import DIGEST_BYTES, Frame, FrameError, Kind, Values, bytes_of, digest_of
 from bcp.coordinators.tree.rendezvous import Place
 
-__all__ = ["Part", "Relay", "Seat"]
+__all__ = ["LocalMember", "NodeContext", "Relay"]
 
 
-class Seat(Protocol):
+class NodeContext(Protocol):
     """The node that a round belongs to, as far as the round uses it."""
 
     rank: int
@@ -46,7 +46,7 @@ class Seat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalMember:
     """The part of this node's own rank in the operation.
 
     Attributes:
@@ -87,7 +87,7 @@ class Relay:
     def __init__(
         self,
         number: int,
-        seat: Seat,
+        seat: NodeContext,
         gone: AbstractSet[int],
         *,
         blame: Callable[[int, str], None],

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bcp.coordinators.hosts import Host
 from bcp.coordinators.messages import Abort
-from bcp.coordinators.roll_call import Roll
+from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient
 from bcp.errors import InputError
@@ -343,7 +343,7 @@ class StoreRendezvous:
         self._first: Place | None = None  # rank 0's own, with the order of all
         self._addresses: dict[int, str] = {}  # as they were found: later connections need no store
         self._doors: dict[int, str] = {}
-        self._roll = Roll(self._client, prefix, rank, world_size, address=address, texts=self._grow)
+        self._roll = RollCall(self._client, prefix, rank, world_size, address=address, texts=self._grow)
 
     def __repr__(self) -> str:
         """Show the place in the store."""

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from bcp.coordinators.hosts import identity
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tree.rendezvous import Invitation
@@ -315,7 +315,7 @@ class Server:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: PeerInfo,
         invitation: Invitation,
         links: Mapping[int, Link],
         *,
@@ -408,7 +408,7 @@ class Server:
         who = json.dumps(metadata_of(self._hello)).encode()
         return proof_of(token, "parent", said, rank, challenge) + who
 
-    async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, Hello]:
+    async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, PeerInfo]:
         """Return the link of the child that wants to join, and who that is; refuse whoever may not."""
         try:
             child = hello_of(said.items())
@@ -425,7 +425,7 @@ class Server:
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
         return await self._renew(context, child, said.get("bcp-node", "")), child
 
-    async def _renew(self, context: Any, child: Hello, node: str) -> Link:
+    async def _renew(self, context: Any, child: PeerInfo, node: str) -> Link:
         """Let a child in whose earlier stream has ended, or which has given that up itself."""
         link = self._links[child.rank]
         if link.connection is not None:

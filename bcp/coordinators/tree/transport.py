@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from bcp.coordinators.hosts import HINT
-from bcp.coordinators.messages import Hello
+from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.sockets import Tls, proof
 from bcp.coordinators.tree.messages import FrameError, joined, pieces_of
 
@@ -100,17 +100,17 @@ def channel_options(tls: Tls | None) -> Sequence[tuple[str, int | str]]:
     return [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), *name]
 
 
-def metadata_of(hello: Hello) -> list[tuple[str, str]]:
+def metadata_of(hello: PeerInfo) -> list[tuple[str, str]]:
     """Return how a rank introduces itself."""
     host = hello.host.encode("ascii", "backslashreplace").decode()
     return [("bcp-rank", str(hello.rank)), ("bcp-host", host), ("bcp-pid", str(hello.pid))]
 
 
-def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> Hello:
+def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
     """Return who introduced itself so. Raises :class:`CredentialsError`."""
     said = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
     try:
-        return Hello(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
+        return PeerInfo(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
     except (KeyError, ValueError) as error:
         raise CredentialsError("it does not say which rank it is, so it is no coordinator of this bcp") from error
 
@@ -188,7 +188,7 @@ class Link:
         """Make an end that is not connected; ``host`` is the neighbour's, as far as it is known."""
         self.rank = rank
         self._host = host
-        self.hello: Hello | None = None
+        self.hello: PeerInfo | None = None
         self.connection: object | None = None
         self.trouble = ""
         self.awaited: object | None = None
@@ -236,7 +236,7 @@ class Link:
         self._received[1] += 1
         return joined(message, self._begun)
 
-    def up(self, connection: object, hello: Hello) -> None:
+    def up(self, connection: object, hello: PeerInfo) -> None:
         """Take note of a new connection."""
         self.connection, self.hello, self.trouble = connection, hello, ""
         self.awaited, self.given_up = None, ""
@@ -308,7 +308,7 @@ class RefusedError(Exception):
 async def dial(
     address: str,
     tls: Tls | None,
-    hello: Hello,
+    hello: PeerInfo,
     credentials: list[tuple[str, str]],
     token: str,
     link: Link,
@@ -348,7 +348,7 @@ async def dial(
     return connected
 
 
-async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> Hello:
+async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> PeerInfo:
     """Prove to the parent that this rank knows the job's token, and return who the parent is, which proves the same."""
     challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
     if challenge is None:

@@ -18,25 +18,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bcp.errors import CorruptError
-from bcp.plan.box import Box, Boxes, FlatBoxes, decompose, swept
+from bcp.plan.box import Box, Boxes, FlatBoxes, decompose, sweep_intervals
 from bcp.plan.columns import Bools, Ints, order_of, spread
 from bcp.plan.layout import Layout
-from bcp.plan.read.reads import Wants, fitted, pieces_of
-from bcp.plan.read.share import VERSIONS, BlockLine, Sets, Shared
+from bcp.plan.read.reads import ReadRequest, fitted, pieces_of
+from bcp.plan.read.share import VERSIONS, BlockIndex, RankSets, SharedReads
 from bcp.plan.shards import ShardTable
 
 __all__ = [
     "MOST_RUNS",
     "Assignment",
+    "ByteRuns",
     "Chunk",
     "Copies",
-    "Runs",
-    "Straight",
+    "ZeroCopyReads",
     "apart",
     "assign",
     "check_complete",
     "copies",
-    "straight",
+    "zero_copy_reads",
 ]
 
 MOST_RUNS = 1024
@@ -48,7 +48,7 @@ MOST_RUNS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Straight:
+class ZeroCopyReads:
     """Where the bytes go of those of c chunks that are read to where they belong.
 
     Attributes:
@@ -57,20 +57,20 @@ class Straight:
     """
 
     begin: Ints
-    runs: Runs
+    runs: ByteRuns
 
     @property
     def chunks(self) -> Bools:
         """bool[c]: which chunks they are."""
         return np.diff(self.begin) > 0
 
-    def of_chunk(self, chunk: int) -> Runs:
+    def of_chunk(self, chunk: int) -> ByteRuns:
         """Return the runs of one chunk."""
         mine, runs = slice(self.begin[chunk], self.begin[chunk + 1]), self.runs
-        return Runs(runs.row[mine], runs.start[mine], runs.nbytes[mine], runs.to[mine])
+        return ByteRuns(runs.row[mine], runs.start[mine], runs.nbytes[mine], runs.to[mine])
 
 
-def straight(found: Copies, private: Bools, plain: Bools) -> Straight:
+def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
     """Choose the chunks that consist of few runs, of which nobody wants a byte twice, all of them to plain memory.
 
     Args:
@@ -92,7 +92,7 @@ def straight(found: Copies, private: Bools, plain: Bools) -> Straight:
     kept = able[chunk]
     order, chunk = order[kept], chunk[kept]
     begin = np.searchsorted(chunk, np.arange(len(private) + 1))
-    return Straight(begin, Runs(runs.row[order], runs.start[order], runs.nbytes[order], runs.to[order]))
+    return ZeroCopyReads(begin, ByteRuns(runs.row[order], runs.start[order], runs.nbytes[order], runs.to[order]))
 
 
 def apart(address: Ints, nbytes: Ints) -> Bools:
@@ -107,7 +107,7 @@ def apart(address: Ints, nbytes: Ints) -> Bools:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class ByteRuns:
     """Contiguous bytes, one row each.
 
     Attributes:
@@ -128,7 +128,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCopy:
     """One copy: block ``source`` of an array of shape ``source_lengths``, into ``target`` of ``target_lengths``."""
 
     source_lengths: tuple[int, ...]
@@ -182,24 +182,24 @@ class Copies:
         """Return the copies of one chunk."""
         return np.arange(self.begin[chunk], self.begin[chunk + 1])
 
-    def runs(self, copies: Ints) -> Runs:
+    def runs(self, copies: Ints) -> ByteRuns:
         """Take copies apart into runs, in the order of the copies."""
         length = self.run[copies]
         each, number = spread(self.numel[copies] // length)
         which, element = copies[each], number * length[each]
         itemsize = self.itemsize[which]
-        return Runs(
+        return ByteRuns(
             self.row[which],
             self.start[which] + self.source.take(which).position(element) * itemsize,
             length[each] * itemsize,
             (self.first[which] + self.target.take(which).position(element)) * itemsize,
         )
 
-    def block(self, copy: int) -> Block:
+    def block(self, copy: int) -> BlockCopy:
         """Return one copy as boxes, in its tensor's number of dimensions."""
         source, target, ndim = self.source, self.target, int(self.ndim[copy])
         extent = tuple(source.extent[copy, :ndim].tolist())
-        return Block(
+        return BlockCopy(
             tuple(source.length[copy, :ndim].tolist()),
             Box(tuple(source.low[copy, :ndim].tolist()), extent),
             tuple(target.length[copy, :ndim].tolist()),
@@ -207,7 +207,7 @@ class Copies:
         )
 
 
-def copies(layout: Layout, table: ShardTable, wanted: Wants, chunks: Ints) -> Copies:
+def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints) -> Copies:
     """Say where everything goes that this rank wants of these chunks.
 
     Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once.
@@ -253,7 +253,7 @@ def copies(layout: Layout, table: ShardTable, wanted: Wants, chunks: Ints) -> Co
     )
 
 
-def check_complete(found: Copies, table: ShardTable, wanted: Wants) -> None:
+def check_complete(found: Copies, table: ShardTable, wanted: ReadRequest) -> None:
     """Raise CorruptError where the copies do not write as many elements as are wanted."""
     rows = np.zeros(len(table), dtype=np.bool_)
     rows[wanted.row] = True
@@ -262,7 +262,7 @@ def check_complete(found: Copies, table: ShardTable, wanted: Wants) -> None:
         raise CorruptError(f"of {total} elements that this rank wants, {count} are in what is to be read; {VERSIONS}")
 
 
-def _cut(layout: Layout, wanted: Wants, chunks: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def _cut(layout: Layout, wanted: ReadRequest, chunks: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (chunk, want, first byte, last byte + 1) of all that chunks and wanted parts share, by chunk."""
     base = np.cumsum(layout.file_nbytes) - layout.file_nbytes  # all files behind each other
     begin = base[wanted.file]
@@ -343,7 +343,7 @@ class Assignment:
     reader: Ints
     round: Ints
     group: Ints
-    groups: Sets
+    groups: RankSets
 
     def __repr__(self) -> str:
         """Show how much there is to do."""
@@ -409,13 +409,13 @@ class Assignment:
         return Chunk(file, start, stop, reader, number, len(self.private) + row)
 
 
-def assign(line: BlockLine, rank: int, runs: Ints, shared: Shared, *, read_bytes: int) -> Assignment:
+def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read_bytes: int) -> Assignment:
     """Say what a rank does. Whatever it wants and does not get by sharing, it reads by itself.
 
     Args:
         line: the files.
         rank: this rank.
-        runs: what it wants, :meth:`BlockLine.runs`.
+        runs: what it wants, :meth:`BlockIndex.runs`.
         shared: what ranks read for each other; the same on all ranks.
         read_bytes: the largest read; but never less than one block.
 
@@ -451,5 +451,5 @@ def _part(run: Ints, number: Ints, parts: Ints) -> Ints:
 
 def _without(runs: Ints, others: Ints) -> Ints:
     """Return what is in the runs and in none of the others; both are disjoint by themselves."""
-    intervals, depth = swept(np.concatenate((runs, others)), np.repeat([1, 2], [len(runs), len(others)]))
+    intervals, depth = sweep_intervals(np.concatenate((runs, others)), np.repeat([1, 2], [len(runs), len(others)]))
     return intervals[np.flatnonzero(depth == 1)]

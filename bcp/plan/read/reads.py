@@ -20,7 +20,7 @@ from bcp.plan.columns import Ints, order_of, spread
 from bcp.plan.layout import Layout, find_all, resolve_all
 from bcp.plan.shards import KINDS, Segments, ShardTable
 
-__all__ = ["Pieces", "Wants", "fitted", "pieces_of", "wants"]
+__all__ = ["Pieces", "ReadRequest", "fitted", "pieces_of", "wants"]
 
 LATELY = 4
 """So many layouts are remembered; a job saves and loads one or two."""
@@ -95,7 +95,7 @@ def pieces_of(layout: Layout) -> Pieces:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wants:
+class ReadRequest:
     """What one rank needs: n parts of segments, sorted by (file, start).
 
     Attributes:
@@ -137,7 +137,7 @@ class Wants:
         return np.stack((self.file[heads], self.start[heads], reach[tails] - base[tails]), axis=1)
 
 
-def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants:
+def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadRequest:
     """Find what each local shard needs of the checkpoint.
 
     Tensors that the layout does not have are skipped; a tied tensor is found where its data is. Shapes are
@@ -152,7 +152,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants
         CorruptError: what is wanted lies outside its file, or in a file of another kind.
 
     """
-    asked = _Asked.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
+    asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments
     found = _hulls(segments, _meetings(pieces_of(layout), asked))
     # From here on every state of a parameter by itself: they share pieces and segments, and differ in plane and size.
@@ -169,7 +169,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> Wants
     order = order_of((start, file))
     first = line - segments.starts[piece]
     columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
-    return Wants(*(column[order] for column in columns))
+    return ReadRequest(*(column[order] for column in columns))
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
@@ -191,7 +191,7 @@ def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: In
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Regions:
     """The m different things that a rank asks for: flat intervals of boxes of leaders.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Asked:
     tensor: Ints
 
     @classmethod
-    def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Asked:
+    def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Regions:
         """Leave out what is empty or not there, and fold what is the same."""
         tensor = resolve_all(layout, saved)[table.tensor]
         row = np.flatnonzero((tensor >= 0) & (table.start < table.stop))
@@ -236,7 +236,7 @@ class _Asked:
 class _Meetings:
     """Where boxes that are asked for and pieces share elements, one row each.
 
-    ``ask`` is the row in :class:`_Asked`, ``piece`` the row in the layout, ``blocks`` what they share, in the piece.
+    ``ask`` is the row in :class:`_Regions`, ``piece`` the row in the layout, ``blocks`` what they share, in the piece.
     """
 
     ask: Ints
@@ -244,7 +244,7 @@ class _Meetings:
     blocks: Boxes
 
 
-def _meetings(pieces: Pieces, asked: _Asked) -> _Meetings:
+def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:
     """Intersect everything that is asked for with the pieces of its leader."""
     boxes = decompose(asked.length, asked.start, asked.stop)
     low = asked.offset[boxes.interval] + boxes.offset

@@ -19,14 +19,14 @@ from bcp.errors import InputError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints, concat, padded
 from bcp.plan.layout import Layout, resolve
-from bcp.plan.read.renames import Blocks, Cut, Moved, Rename, blocks_of
+from bcp.plan.read.renames import AssembledTensor, Blocks, Moved, Rename, blocks_of
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
 
-__all__ = ["MASTER", "Renamed", "Saved", "extended", "renamed"]
+__all__ = ["MASTER", "CheckpointNames", "RenamedLayout", "extended", "renamed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointNames:
     """Names in a checkpoint, as the target calls them.
 
     Attributes:
@@ -40,7 +40,7 @@ class Saved:
     tensors: TensorTable
 
     @classmethod
-    def of(cls, layout: Layout) -> Saved:
+    def of(cls, layout: Layout) -> CheckpointNames:
         """Index a layout, under the names that it has itself."""
         table = layout.tensors
         rows = dict(zip(_names(table), range(len(table)), strict=True))
@@ -94,7 +94,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Renamed:
+class RenamedLayout:
     """What a checkpoint has, as the target calls it.
 
     Attributes:
@@ -107,8 +107,8 @@ class Renamed:
     """
 
     layout: Layout
-    saved: Saved
-    joined: Sequence[tuple[Cut, Sequence[int]]]
+    saved: CheckpointNames
+    joined: Sequence[tuple[AssembledTensor, Sequence[int]]]
     objects: Mapping[tuple[str, str], int]
     left_out: Sequence[int] = ()
 
@@ -124,7 +124,7 @@ class Renamed:
             yield sources[source], moved.saved
 
 
-def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> Renamed:
+def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLayout:
     """Apply a rename to a checkpoint, of which these kinds are loaded.
 
     Raises:
@@ -134,7 +134,7 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> Renamed:
     """
     if rename is None:
         objects = {(kind, path): row for row, (kind, path) in enumerate(layout.objects)}
-        return Renamed(layout, Saved.of(layout), (), objects)
+        return RenamedLayout(layout, CheckpointNames.of(layout), (), objects)
     work = _Work(layout, blocks_of(rename), kinds)
     work.run()
     if unknown := sorted(set(rename) - work.moved.keys()) if isinstance(rename, Mapping) else ():
@@ -157,7 +157,7 @@ class _Work:
         shapes: of the tensors among them, and of these parameters.
         model: rows of the model's tensors, by name.
         others: rows of the model's other leaves in ``layout.objects``, by name.
-        parameters: what the optimizer has of each parameter: rows, as in ``Renamed.left_out``.
+        parameters: what the optimizer has of each parameter: rows, as in ``RenamedLayout.left_out``.
         rows, objects, joined, metas, left_out: of the result.
     """
 
@@ -171,7 +171,7 @@ class _Work:
     parameters: dict[str, dict[Key, int]] = field(default_factory=dict)
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
     objects: dict[tuple[str, str], int] = field(default_factory=dict)
-    joined: list[tuple[Cut, Sequence[int]]] = field(default_factory=list)
+    joined: list[tuple[AssembledTensor, Sequence[int]]] = field(default_factory=list)
     metas: list[TensorMeta] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
 
@@ -188,7 +188,7 @@ class _Work:
         for target, contributions in parts.items():
             self._put(target, contributions)
 
-    def result(self) -> Renamed:
+    def result(self) -> RenamedLayout:
         """Return what came of it."""
         tensors, names = self.layout.tensors, self._first_names()
         table = replace(
@@ -196,8 +196,8 @@ class _Work:
             fqn=[names.get(row, fqn) for row, fqn in enumerate(tensors.fqn)],
             tied_to=[self._tied_to(row, names) for row in range(len(tensors))],
         )
-        saved = Saved(self.rows, self.objects.keys(), extended(table, self.metas) if self.metas else table)
-        return Renamed(self.layout, saved, self.joined, self.objects, self.left_out)
+        saved = CheckpointNames(self.rows, self.objects.keys(), extended(table, self.metas) if self.metas else table)
+        return RenamedLayout(self.layout, saved, self.joined, self.objects, self.left_out)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class _Work:
             return
         if lone := next((source for source, _ in parts if source in self.others), None):
             raise InputError(f"rename cuts {lone!r}, which is no tensor; move it whole, or return no block for it")
-        cut = Cut.of(self._untied(parts))
+        cut = AssembledTensor.of(self._untied(parts))
         if all(source in self.model for source in cut.sources):
             self._join(MODEL, target, cut, [self.model[source] for source in cut.sources])
         self._put_states(target, cut)
@@ -287,7 +287,7 @@ class _Work:
         for (section, key), row in self.parameters.get(source, {}).items():
             self._set(OPTIMIZER, f"{section}.{target}.{key}", row)
 
-    def _put_states(self, target: str, cut: Cut) -> None:
+    def _put_states(self, target: str, cut: AssembledTensor) -> None:
         """Put the optimizer's states of a parameter together as the parameter is."""
         count = len(self.layout.tensors)
         held = [self.parameters.get(source, {}) for source in cut.sources]
@@ -308,7 +308,7 @@ class _Work:
                     f"no {key!r} of {', '.join(lacking[:4])}; load without the optimizer"
                 )
 
-    def _check_shapes(self, cut: Cut, rows: Sequence[int]) -> None:
+    def _check_shapes(self, cut: AssembledTensor, rows: Sequence[int]) -> None:
         """Raise InputError for states that cannot be cut as their parameters are."""
         tensors = self.layout.tensors
         for source, row in zip(cut.sources, rows, strict=True):
@@ -319,7 +319,7 @@ class _Work:
                     "0-d ones, can be cut; load without the optimizer"
                 )
 
-    def _join(self, kind: str, name: str, cut: Cut, rows: Sequence[int]) -> None:
+    def _join(self, kind: str, name: str, cut: AssembledTensor, rows: Sequence[int]) -> None:
         """Add a tensor that is put together of blocks."""
         self._set(kind, name, len(self.layout.tensors) + len(self.joined), joined=True)
         first = self.layout.tensors[rows[0]]

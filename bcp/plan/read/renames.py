@@ -18,7 +18,7 @@ from bcp.errors import CoverageError, InputError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints, matrix, weigh
 
-__all__ = ["Blocks", "Cut", "Moved", "Moves", "Rename", "blocks_of"]
+__all__ = ["AssembledTensor", "Blocks", "Moved", "Moves", "Rename", "blocks_of"]
 
 SHOWN = 4  # names in an error message
 
@@ -103,7 +103,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class AssembledTensor:
     """A tensor of the target that is put together of k blocks; its optimizer states are, too.
 
     Attributes:
@@ -125,7 +125,7 @@ class Cut:
     high: Ints
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[str, Moved]]) -> Cut:
+    def of(cls, parts: Sequence[tuple[str, Moved]]) -> AssembledTensor:
         """Put (saved name, block) pairs of one target together.
 
         Raises:

@@ -25,18 +25,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from bcp.errors import CorruptError
-from bcp.plan.box import swept
+from bcp.plan.box import sweep_intervals
 from bcp.plan.columns import Ints, mix, spread
 from bcp.plan.layout import Layout
 
-__all__ = ["VERSIONS", "BlockLine", "Floats", "Sets", "Shared", "Strip", "begins", "fill", "share"]
+__all__ = ["VERSIONS", "BlockIndex", "Floats", "RankSets", "SharedReads", "WantedBlocks", "begins", "fill", "share"]
 
 VERSIONS = "run the same version of bcp on every rank"
 COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockLine:
+class BlockIndex:
     """The line of blocks: block ``b`` of file ``f`` is number ``base[f] + b``.
 
     A *run* is a number of blocks of one file, as a row (first block, last block + 1).
@@ -54,7 +54,7 @@ class BlockLine:
     kinds: Ints
 
     @classmethod
-    def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockLine:
+    def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockIndex:
         """Put the files of a layout on a line; ``block_bytes``: what is read as one, if not the layout's blocks."""
         block = block_bytes or layout.block_bytes
         base = np.concatenate(([0], np.cumsum(-(-layout.file_nbytes // block))))
@@ -140,7 +140,7 @@ def begins(size: Ints) -> Ints:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sets:
+class RankSets:
     """g sets of ranks. Members of set i: ``rank[begin[i]:begin[i + 1]]``, ascending, at least one."""
 
     begin: Ints
@@ -156,15 +156,15 @@ class Sets:
         """int64[m]: the set of each member."""
         return np.repeat(np.arange(len(self.begin) - 1), self.size)
 
-    def take(self, rows: Ints) -> Sets:
+    def take(self, rows: Ints) -> RankSets:
         """Return some of the sets."""
         size = self.size[rows]
         source, at = spread(size)
-        return Sets(begins(size), self.rank[self.begin[rows][source] + at])
+        return RankSets(begins(size), self.rank[self.begin[rows][source] + at])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Strip:
+class WantedBlocks:
     """What all sets have to give, in runs of blocks laid end to end, those of a set together.
 
     Attributes:
@@ -191,7 +191,7 @@ class Strip:
         return self.blocks[run] + at_block, begin + np.where(up, high, low)
 
 
-def fill(strip: Strip, sets: Sets, load: Floats, speed: Floats) -> Ints:
+def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> Ints:
     """Divide the strip: each member of a set gets a part of what the set has to give, in the order of its members.
 
     Args:
@@ -207,7 +207,7 @@ def fill(strip: Strip, sets: Sets, load: Floats, speed: Floats) -> Ints:
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
     given = np.zeros(len(sets.rank))
     begin = strip.nbytes[strip.begin]
-    batches = [_Batch.of(sets, rows) for rows in _disjoint(sets)]
+    batches = [_DisjointSets.of(sets, rows) for rows in _disjoint(sets)]
     for sweep in range(SWEEPS):
         for batch in batches:
             base = load[batch.rank] - given[batch.member]
@@ -223,13 +223,13 @@ def fill(strip: Strip, sets: Sets, load: Floats, speed: Floats) -> Ints:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
+class _DisjointSets:
     """Sets that have no rank in common: their members one after another, set by set.
 
     Attributes:
         sets: int64[b], which sets.
         first: int64[b], where the members of each begin in the columns below.
-        member: int64[n], rows in ``Sets.rank``.
+        member: int64[n], rows in ``RankSets.rank``.
         rank: int64[n], the ranks.
         owner: int64[n], which of ``sets`` each is in.
     """
@@ -241,7 +241,7 @@ class _Batch:
     owner: Ints
 
     @classmethod
-    def of(cls, sets: Sets, rows: Ints) -> _Batch:
+    def of(cls, sets: RankSets, rows: Ints) -> _DisjointSets:
         """Gather the members of these sets."""
         size = sets.size[rows]
         owner, at = spread(size)
@@ -267,7 +267,7 @@ class _Batch:
         return np.maximum(np.minimum.reduceat(levels, self.first)[self.owner] * speed - load, 0.0)
 
 
-def _disjoint(sets: Sets) -> list[Ints]:
+def _disjoint(sets: RankSets) -> list[Ints]:
     """Order the sets, small ones first, and return them in batches without a common rank.
 
     Every rank takes its sets in that order; a set is ready once all its ranks have come to it. Sets of one size come in
@@ -300,7 +300,7 @@ HEAD = struct.Struct("<3q")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shared:
+class SharedReads:
     """What ranks read for each other: c stretches of blocks in the order (reader, first), each wanted by a group.
 
     Attributes:
@@ -315,13 +315,13 @@ class Shared:
     parts: Ints
     reader: Ints
     group: Ints
-    groups: Sets
+    groups: RankSets
 
     @classmethod
-    def nothing(cls) -> Shared:
+    def nothing(cls) -> SharedReads:
         """Share nothing: every rank reads what it wants by itself."""
         none = np.empty(0, dtype=np.int64)
-        return cls(none.reshape(0, 2), none, none, none, Sets(np.zeros(1, dtype=np.int64), none))
+        return cls(none.reshape(0, 2), none, none, none, RankSets(np.zeros(1, dtype=np.int64), none))
 
     @property
     def rounds(self) -> int:
@@ -334,7 +334,7 @@ class Shared:
         before = np.cumsum(self.parts) - self.parts
         return before[rows] - before[np.searchsorted(self.reader, self.reader[rows])]
 
-    def nbytes(self, line: BlockLine) -> int:
+    def nbytes(self, line: BlockIndex) -> int:
         """Return how many bytes are read for several ranks."""
         _, start, stop = line.bytes_of(self.run)
         return int((stop - start).sum())
@@ -345,7 +345,7 @@ class Shared:
         mine[np.searchsorted(self.groups.begin, np.flatnonzero(self.groups.rank == rank), side="right") - 1] = True
         return np.flatnonzero(mine[self.group])
 
-    def encode(self, line: BlockLine) -> bytes:
+    def encode(self, line: BlockIndex) -> bytes:
         """Return the table as bytes; the same for all ranks. Places are sent as differences, which compress."""
         first, stop = self.run.T
         wide = (np.diff(first, prepend=0), stop - first)
@@ -357,7 +357,7 @@ class Shared:
         return counts + packed
 
     @classmethod
-    def decode(cls, data: bytes, line: BlockLine, world_size: int) -> Shared:
+    def decode(cls, data: bytes, line: BlockIndex, world_size: int) -> SharedReads:
         """Return what :meth:`encode` was given.
 
         Raises:
@@ -381,7 +381,7 @@ class Shared:
         )
         if not all(sound):
             raise CorruptError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
-        return cls(run, parts, reader, group, Sets(begins(size), rank))
+        return cls(run, parts, reader, group, RankSets(begins(size), rank))
 
 
 def _counts(data: bytes, blocks: int, world_size: int) -> tuple[int, int, int]:
@@ -403,8 +403,8 @@ def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints
 
 
 def share(
-    line: BlockLine, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
-) -> Shared:
+    line: BlockIndex, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
+) -> SharedReads:
     """Divide the blocks that at least two ranks want over the ranks that want them. Pure: equal inputs, equal results.
 
     A rank with much to read for itself reads less for others, and so does a slow one, which also sends less in each
@@ -413,7 +413,7 @@ def share(
 
     Args:
         line: the files.
-        runs: :meth:`BlockLine.runs` of every rank.
+        runs: :meth:`BlockIndex.runs` of every rank.
         read_bytes: the largest read.
         exchange_bytes: most bytes that one rank receives in one round.
         speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
@@ -426,7 +426,7 @@ def share(
     alone = wanted.sets.take(np.flatnonzero(~several)).rank
     load = np.bincount(alone, weights=nbytes[~several], minlength=len(runs)).astype(np.float64)
     if not several.any():
-        return Shared.nothing()
+        return SharedReads.nothing()
     wanted = wanted.of_sets(np.flatnonzero(several))
     strip = wanted.strip(line)
     cuts = fill(strip, wanted.sets, load, speed)
@@ -435,7 +435,7 @@ def share(
     return _stretches(wanted, strip, cuts, most / line.block_bytes, speed)
 
 
-def _senders(sets: Sets, strip: Strip, world_size: int) -> Ints:
+def _senders(sets: RankSets, strip: WantedBlocks, world_size: int) -> Ints:
     """int64[g]: from how many ranks a member of each set may receive in one round, of whatever set, at most."""
     blocks = np.diff(strip.blocks[strip.begin])
     each = np.minimum(sets.size - 1, blocks)  # a chunk has a block at least
@@ -449,10 +449,10 @@ class _Parties:
 
     runs: Ints
     party: Ints
-    ranks: Sets
+    ranks: RankSets
 
 
-def _parties(line: BlockLine, runs: Sequence[Ints]) -> _Parties:
+def _parties(line: BlockIndex, runs: Sequence[Ints]) -> _Parties:
     """Fold ranks that want the same of one kind of state: the replicas of a model differ in their optimizer states."""
     found: dict[bytes, list[int]] = {}
     for rank, rows in enumerate(runs):
@@ -464,7 +464,7 @@ def _parties(line: BlockLine, runs: Sequence[Ints]) -> _Parties:
     sizes = np.array([len(ranks) for ranks in found.values()], dtype=np.int64)
     members = np.array([rank for ranks in found.values() for rank in ranks], dtype=np.int64)
     party = np.repeat(np.arange(len(found)), [len(data) // 16 for data in found])
-    return _Parties(rows, party, Sets(begins(sizes), members))
+    return _Parties(rows, party, RankSets(begins(sizes), members))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -481,17 +481,17 @@ class _Wanted:
     run: Ints
     nbytes: Ints
     set: Ints
-    sets: Sets
+    sets: RankSets
 
     @classmethod
-    def of(cls, line: BlockLine, parties: _Parties) -> _Wanted:
+    def of(cls, line: BlockIndex, parties: _Parties) -> _Wanted:
         """Sweep over the line: a random word for each party that is there, added up, tells sets of parties apart.
 
         Two sets get one word with probability 2^-64. Then ranks read by themselves what this makes them
         miss: :func:`bcp.plan.read.copies.assign` takes as their own whatever is not given to them.
         """
         words = mix(parties.party, 2).view(np.int64)
-        run, depth, here = swept(parties.runs, np.ones_like(words), words)
+        run, depth, here = sweep_intervals(parties.runs, np.ones_like(words), words)
         rows = np.flatnonzero(depth)
         run = run[rows]
         _, index, which = np.unique(here[rows], return_index=True, return_inverse=True)
@@ -506,13 +506,13 @@ class _Wanted:
         order = order[number[self.set][order] >= 0]
         return _Wanted(self.run[order], self.nbytes[order], number[self.set[order]], self.sets.take(rows))
 
-    def strip(self, line: BlockLine) -> Strip:
+    def strip(self, line: BlockIndex) -> WantedBlocks:
         """Lay the intervals end to end; they are in the order of their sets."""
         begin = np.searchsorted(self.set, np.arange(len(self.sets.begin)))
-        return Strip(line.block_bytes, begins(np.diff(self.run)[:, 0]), begins(self.nbytes), begin)
+        return WantedBlocks(line.block_bytes, begins(np.diff(self.run)[:, 0]), begins(self.nbytes), begin)
 
 
-def _members(parties: _Parties, at: Ints) -> Sets:
+def _members(parties: _Parties, at: Ints) -> RankSets:
     """Return the ranks that want block ``at[i]``, for each i."""
     order = np.argsort(at)
     first, stop = (np.searchsorted(at[order], ends) for ends in parties.runs.T)
@@ -522,10 +522,10 @@ def _members(parties: _Parties, at: Ints) -> Sets:
     source, number = spread(parties.ranks.size[party])
     rank = parties.ranks.rank[parties.ranks.begin[party][source] + number]
     order = np.lexsort((rank, which[source]))
-    return Sets(begins(np.bincount(which[source], minlength=len(at))), rank[order])
+    return RankSets(begins(np.bincount(which[source], minlength=len(at))), rank[order])
 
 
-def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Floats, speed: Floats) -> Shared:
+def _stretches(wanted: _Wanted, strip: WantedBlocks, cuts: Ints, most: Floats, speed: Floats) -> SharedReads:
     """Cut the strip where an interval ends or another rank reads on.
 
     A chunk has at most ``most`` blocks, by set, and less of a slow reader; but one block at least.
@@ -541,4 +541,4 @@ def _stretches(wanted: _Wanted, strip: Strip, cuts: Ints, most: Floats, speed: F
     order = np.lexsort((first, reader))
     run = np.stack((first, first + length), axis=1)[order]
     parts = -(-length // np.maximum(most[group] * speed[reader], 1).astype(np.int64))
-    return Shared(run, parts[order], reader[order], group[order], wanted.sets)
+    return SharedReads(run, parts[order], reader[order], group[order], wanted.sets)

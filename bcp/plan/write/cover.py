@@ -13,7 +13,7 @@ from bcp.errors import CoverageError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints, weigh
 from bcp.plan.shards import TensorTable
-from bcp.plan.write.merge import Merged, Shards
+from bcp.plan.write.merge import DistinctShards, MergedTensors
 
 __all__ = ["check_cover"]
 
@@ -24,7 +24,7 @@ ADVICE = (
 )
 
 
-def check_cover(merged: Merged, shards: Shards) -> None:
+def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
     """Check that pieces tile their tensors and flat intervals tile their pieces, in O(entries).
 
     A tensor without elements, or one that is tied to another, needs no shard; one that another leads shares its.
@@ -39,7 +39,7 @@ def check_cover(merged: Merged, shards: Shards) -> None:
     _check_intervals(merged.tensors, shards)
 
 
-def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
+def _check_bounds(tensors: TensorTable, shards: DistinctShards) -> None:
     """Raise for a box that leaves its tensor, or an interval that leaves its box."""
     shape = tensors.shape[shards.piece_tensor]
     inside = (shards.offset >= 0) & (shards.length >= 0) & (shards.offset + shards.length <= shape)
@@ -54,7 +54,7 @@ def _check_bounds(tensors: TensorTable, shards: Shards) -> None:
         )
 
 
-def _check_boxes(merged: Merged, shards: Shards) -> None:
+def _check_boxes(merged: MergedTensors, shards: DistinctShards) -> None:
     """Raise unless each leader's pieces tile its global shape."""
     tensors = merged.tensors
     volume, whole = weigh(shards.offset, shards.offset + shards.length), weigh(0 * tensors.shape, tensors.shape)
@@ -66,7 +66,7 @@ def _check_boxes(merged: Merged, shards: Shards) -> None:
         _explain_boxes(tensors, shards, int(wrong.argmax()))
 
 
-def _check_intervals(tensors: TensorTable, shards: Shards) -> None:
+def _check_intervals(tensors: TensorTable, shards: DistinctShards) -> None:
     """Raise unless the flat intervals of each piece follow each other from its first element to its last."""
     first = np.ones(len(shards), dtype=bool)
     first[1:] = shards.piece[1:] != shards.piece[:-1]
@@ -87,7 +87,7 @@ def _check_intervals(tensors: TensorTable, shards: Shards) -> None:
     _raise(tensors, tensor, f"no rank holds elements {where}; the shard beside them is held by {_ranks(shards, [at])}")
 
 
-def _explain_boxes(tensors: TensorTable, shards: Shards, tensor: int) -> NoReturn:
+def _explain_boxes(tensors: TensorTable, shards: DistinctShards, tensor: int) -> NoReturn:
     """Find a block of the tensor that no piece covers, or that several do, and raise."""
     pieces = np.flatnonzero(shards.piece_tensor == tensor)
     shape = tensors[tensor].shape
@@ -125,19 +125,19 @@ def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], I
     raise AssertionError("the boxes tile the shape")
 
 
-def _numel(shards: Shards) -> Ints:
+def _numel(shards: DistinctShards) -> Ints:
     """Return int64[p]: elements of each piece."""
     return np.asarray(shards.length.prod(axis=1), dtype=np.int64)
 
 
-def _ranks(shards: Shards, of: Iterable[int] | Ints) -> str:
+def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
     """Name the ranks that hold any of these shards."""
     ranks = np.unique(np.concatenate([shards.holders(int(shard)) for shard in of])).tolist()
     more = f", ... ({len(ranks)} ranks)" if len(ranks) > SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
 
 
-def _shard(tensors: TensorTable, shards: Shards, shard: int) -> str:
+def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard: its box, and its flat interval where that is not the whole box."""
     box = _box(tensors, shards, shard)
     text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
@@ -145,14 +145,14 @@ def _shard(tensors: TensorTable, shards: Shards, shard: int) -> str:
     return text if (start, stop) == (0, math.prod(box.lengths)) else f"{text}{{{start}:{stop}}}"
 
 
-def _flat(tensors: TensorTable, shards: Shards, shard: int, start: int, stop: int) -> str:
+def _flat(tensors: TensorTable, shards: DistinctShards, shard: int, start: int, stop: int) -> str:
     """Describe a flat interval of a shard's box."""
     box = _box(tensors, shards, shard)
     text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
     return f"{start} to {stop} (flat, row-major) of the block {text}"
 
 
-def _box(tensors: TensorTable, shards: Shards, shard: int) -> Box:
+def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> Box:
     """Return a shard's box in its tensor's own number of dimensions."""
     piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
     return Box(tuple(shards.offset[piece, :ndim].tolist()), tuple(shards.length[piece, :ndim].tolist()))

@@ -18,10 +18,21 @@ from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.plan.units import divide_units
 from bcp.plan.write.cover import check_cover
-from bcp.plan.write.merge import Merged, Shards, merge_shards, merge_tensors
-from bcp.plan.write.world import MOST_MEMBERS, Factored, World, signature
+from bcp.plan.write.merge import DistinctShards, MergedTensors, merge_shards, merge_tensors
+from bcp.plan.write.world import MOST_MEMBERS, AllTables, FactoredTable, signature
 
-__all__ = ["BALANCES", "SHARE", "Cuts", "Division", "Share", "Writes", "divide", "expand", "split", "worst_fit"]
+__all__ = [
+    "BALANCES",
+    "SHARE",
+    "RankShare",
+    "WriteDivision",
+    "WriterIntervals",
+    "Writes",
+    "divide",
+    "expand",
+    "split",
+    "worst_fit",
+]
 
 SNAP_BYTES = 4 << 20
 SNAP_SHARE = 2048
@@ -38,11 +49,11 @@ WHOLE_FLOOR = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class WriterIntervals:
     """Who writes what: c flat intervals that tile the shards, in the order (shard, start).
 
     Attributes:
-        shard: int64[c], row in the :class:`~bcp.plan.write.merge.Shards`; not decreasing.
+        shard: int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing.
         start: int64[c], first flat element, counted in the shard's piece.
         stop: int64[c], one past the last.
         rank: int64[c], the rank that writes it, which holds the shard.
@@ -54,7 +65,7 @@ class Cuts:
     rank: Ints
 
 
-def split(shards: Shards, weight: Ints, world_size: int) -> Cuts:
+def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
     """Cut replicated shards so that every rank writes equally much.
 
     A rank that holds a replica holds every row of it, so cutting is free. The shards that the same ranks hold are laid
@@ -92,7 +103,7 @@ def split(shards: Shards, weight: Ints, world_size: int) -> Cuts:
     return _sorted(shards, cuts)
 
 
-def worst_fit(shards: Shards, weight: Ints, world_size: int) -> Cuts:
+def worst_fit(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
     """Give whole shards, largest first, to the holder that writes least so far: the paper's algorithm (sec. 4.1).
 
     What only one rank holds is counted before the first replica is given away. Balance is bounded by the largest
@@ -109,11 +120,11 @@ def worst_fit(shards: Shards, weight: Ints, world_size: int) -> Cuts:
     return _whole(shards, np.arange(len(shards), dtype=np.int64), writer)
 
 
-BALANCES: dict[str, Callable[[Shards, Ints, int], Cuts]] = {"split": split, "worst-fit": worst_fit}
+BALANCES: dict[str, Callable[[DistinctShards, Ints, int], WriterIntervals]] = {"split": split, "worst-fit": worst_fit}
 """The ways to balance, by the name that the user gives."""
 
 
-def _single_load(shards: Shards, single: Ints, nbytes: Ints, world_size: int) -> Ints:
+def _single_load(shards: DistinctShards, single: Ints, nbytes: Ints, world_size: int) -> Ints:
     """Return int64[world_size]: the bytes that each rank writes because nobody else holds them."""
     load = np.zeros(world_size, dtype=np.int64)
     np.add.at(load, shards.holder[single], nbytes[single])
@@ -155,8 +166,8 @@ def _water_fill(load: Ints, nbytes: Ints) -> Ints:
 
 
 def _cut_lines(
-    shards: Shards, members: Ints, count: Ints, weight: Ints, *, ranks: Ints, quota: Ints, scale: Ints
-) -> Cuts:
+    shards: DistinctShards, members: Ints, count: Ints, weight: Ints, *, ranks: Ints, quota: Ints, scale: Ints
+) -> WriterIntervals:
     """Lay shards end to end and cut each line of bytes into one stretch for each rank.
 
     Args:
@@ -186,7 +197,7 @@ def _cut_lines(
     line = np.searchsorted(ends, owner, side="right")
     stretch = np.searchsorted(cut, begin, side="right") - line * (quota.shape[1] - 1)
     first, size = shards.start[members[owner]], size[owner]
-    return Cuts(
+    return WriterIntervals(
         shard=members[owner],
         start=first + (begin - edge[owner]) // size,
         stop=first + (end - edge[owner]) // size,
@@ -194,7 +205,7 @@ def _cut_lines(
     )
 
 
-def _place(shards: Shards, shard: Ints, weight: Ints, inside: Ints, *, snap: Ints, whole: Ints) -> Ints:
+def _place(shards: DistinctShards, shard: Ints, weight: Ints, inside: Ints, *, snap: Ints, whole: Ints) -> Ints:
     """Move cuts, each ``inside`` bytes behind the start of its shard, to better places; keeps their order.
 
     A cut moves by ``snap`` bytes at most; shards of up to ``whole`` bytes are not cut.
@@ -214,23 +225,23 @@ def _grain(length: Ints, most: Ints) -> Ints:
     return np.asarray(np.where(blocks <= most[:, None], blocks, 1).max(axis=1, initial=1), dtype=np.int64)
 
 
-def _whole(shards: Shards, which: Ints, rank: Ints) -> Cuts:
+def _whole(shards: DistinctShards, which: Ints, rank: Ints) -> WriterIntervals:
     """Give each of these shards whole to a rank."""
-    return Cuts(which, shards.start[which], shards.stop[which], np.asarray(rank, dtype=np.int64))
+    return WriterIntervals(which, shards.start[which], shards.stop[which], np.asarray(rank, dtype=np.int64))
 
 
-def _sorted(shards: Shards, cuts: Sequence[Cuts]) -> Cuts:
+def _sorted(shards: DistinctShards, cuts: Sequence[WriterIntervals]) -> WriterIntervals:
     """Put cuts below each other, in the order (shard, start)."""
     shard, start, stop, rank = (
         np.concatenate([getattr(cut, name) for cut in cuts]) for name in ("shard", "start", "stop", "rank")
     )
     numel = shards.length.prod(axis=1)
     order = np.argsort((np.cumsum(numel) - numel)[shards.piece[shard]] + start, kind="stable")
-    return Cuts(shard[order], start[order], stop[order], rank[order])
+    return WriterIntervals(shard[order], start[order], stop[order], rank[order])
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class WriteDivision:
     """The work of a save, divided.
 
     Attributes:
@@ -248,7 +259,7 @@ class Division:
     units: Mapping[int, Ints]
 
 
-def divide(world: World, *, balance: str = "split", block_bytes: int) -> Division:
+def divide(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
     """Fold replicas, check that nothing is missing, balance, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
@@ -275,7 +286,7 @@ def divide(world: World, *, balance: str = "split", block_bytes: int) -> Divisio
     owners = _owners(world)
     objects = owners | {("dataloader", path): rank for path, rank in units.items()}
     layout = _layout(world, merged, shards, cuts, objects, planes=planes, files=files, block_bytes=block_bytes)
-    return Division(layout, rows, begin, _owned(world, owners), _units(world, units))
+    return WriteDivision(layout, rows, begin, _owned(world, owners), _units(world, units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +331,7 @@ def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Int
     return ends - nbytes, nbytes.sum(axis=1)
 
 
-def _planes(merged: Merged) -> _Planes:
+def _planes(merged: MergedTensors) -> _Planes:
     """Number classes and planes within each kind, by facts that every rank can find out by itself."""
     tensors, leader = merged.tensors, merged.leader
     n = len(tensors)
@@ -338,7 +349,9 @@ def _planes(merged: Merged) -> _Planes:
     return _Planes(of_class, plane, itemsizes, owners)
 
 
-def _files(merged: Merged, planes: _Planes, shards: Shards, cuts: Cuts, world_size: int) -> _Files:
+def _files(
+    merged: MergedTensors, planes: _Planes, shards: DistinctShards, cuts: WriterIntervals, world_size: int
+) -> _Files:
     """Lay cuts into one file for each writing rank and kind; classes keep their order (tensor, piece, start)."""
     tensor = shards.tensor[cuts.shard]
     classes = int(planes.of_class.max(initial=0)) + 1
@@ -371,7 +384,9 @@ def _files(merged: Merged, planes: _Planes, shards: Shards, cuts: Cuts, world_si
     return _Files(number[file], at, order, kind[by_kind], rank[by_kind], nbytes[by_kind], bases[by_kind])
 
 
-def _rows(shards: Shards, cuts: Cuts, files: _Files, world_size: int) -> tuple[npt.NDArray[np.void], Ints]:
+def _rows(
+    shards: DistinctShards, cuts: WriterIntervals, files: _Files, world_size: int
+) -> tuple[npt.NDArray[np.void], Ints]:
     """Tell every rank its cuts in terms of its own slots."""
     slot, member = shards.stated(cuts.shard, cuts.rank)
     rows = np.empty(len(slot), dtype=SHARE)
@@ -380,7 +395,7 @@ def _rows(shards: Shards, cuts: Cuts, files: _Files, world_size: int) -> tuple[n
     return rows, np.concatenate(([0], np.cumsum(np.bincount(cuts.rank, minlength=world_size))))
 
 
-def _owners(world: World) -> dict[tuple[str, str], int]:
+def _owners(world: AllTables) -> dict[tuple[str, str], int]:
     """Give every leaf that is no tensor to the lowest rank that has it."""
     owner: dict[tuple[str, str], int] = {}
     for catalogue, rank in zip(world.catalogues, world.lowest_ranks().tolist(), strict=True):
@@ -389,7 +404,7 @@ def _owners(world: World) -> dict[tuple[str, str], int]:
     return owner
 
 
-def _owned(world: World, owners: Mapping[tuple[str, str], int]) -> dict[int, Ints]:
+def _owned(world: AllTables, owners: Mapping[tuple[str, str], int]) -> dict[int, Ints]:
     """Tell every rank which objects of its own table it owns."""
     keys: dict[int, list[tuple[str, str]]] = {}
     for key, rank in sorted(owners.items()):
@@ -402,7 +417,7 @@ def _owned(world: World, owners: Mapping[tuple[str, str], int]) -> dict[int, Int
     return owned
 
 
-def _units(world: World, owners: Mapping[str, int]) -> dict[int, Ints]:
+def _units(world: AllTables, owners: Mapping[str, int]) -> dict[int, Ints]:
     """Tell every rank which of the paths that its claims name it writes."""
     chosen = {
         rank: np.flatnonzero([owners[path] == rank for claim in claims for path in claim.paths()])
@@ -412,10 +427,10 @@ def _units(world: World, owners: Mapping[str, int]) -> dict[int, Ints]:
 
 
 def _layout(
-    world: World,
-    merged: Merged,
-    shards: Shards,
-    cuts: Cuts,
+    world: AllTables,
+    merged: MergedTensors,
+    shards: DistinctShards,
+    cuts: WriterIntervals,
     objects: Mapping[tuple[str, str], int],
     *,
     planes: _Planes,
@@ -458,7 +473,7 @@ SHARE = np.dtype([("slot", "<i4"), ("member", "<i4"), ("start", "<i8"), ("stop",
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """Rank 0's answer to one rank.
 
     Attributes:
@@ -494,7 +509,7 @@ class Writes:
         return len(self.row)
 
 
-def expand(table: ShardTable, factored: Factored, share: npt.NDArray[np.void]) -> Writes:
+def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.void]) -> Writes:
     """Say which rows of its table a rank writes, and where to.
 
     The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
@@ -504,7 +519,7 @@ def expand(table: ShardTable, factored: Factored, share: npt.NDArray[np.void]) -
     Args:
         table: of the rank.
         factored: the same, taken apart.
-        share: :attr:`Share.rows`, from rank 0.
+        share: :attr:`RankShare.rows`, from rank 0.
 
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)

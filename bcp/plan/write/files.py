@@ -21,7 +21,17 @@ from bcp.plan.columns import Ints
 from bcp.plan.shards import KINDS, ShardTable, TensorMeta
 from bcp.plan.write.divide import Writes
 
-__all__ = ["DTYPE_CODES", "DataFile", "Entry", "Part", "Span", "data_files", "entry", "entry_name", "header"]
+__all__ = [
+    "DTYPE_CODES",
+    "DataFile",
+    "HeaderEntry",
+    "Part",
+    "PartInterval",
+    "data_files",
+    "entry",
+    "entry_name",
+    "header",
+]
 
 ALIGNMENT = 4096
 """Bytes; the data section starts at a multiple of it, so that blocks of it can be written with O_DIRECT."""
@@ -48,7 +58,7 @@ DTYPE_CODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a safetensors file.
 
     Attributes:
@@ -64,7 +74,7 @@ class Entry:
     nbytes: int
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return everything that comes before the data section.
 
     Entries are packed in the given order. A dtype that safetensors has no code for is stored as bytes (``U8``, one
@@ -87,10 +97,10 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> Entry:
+def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> HeaderEntry:
     """Return the entry of the elements [start, stop) of a box of a tensor."""
     block = _block(box, start, stop)
-    return Entry(
+    return HeaderEntry(
         name=_name_of_entry(tensor.fqn, tensor.shape, box, block, f"{start}:{stop}"),
         dtype=tensor.dtype,
         shape=(stop - start,) if block is None else block.lengths,
@@ -140,7 +150,7 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PartInterval:
     """A run of elements that one part takes from one shard.
 
     Attributes:
@@ -173,7 +183,7 @@ class Part:
     index: int
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[PartInterval, ...]
     name: str
 
     @property
@@ -237,11 +247,11 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
     entries = _entries(table, writes)
     head = header(entries, {"format": "pt", **notes})
     nbytes = sum(one.nbytes for one in entries)
-    spans: list[list[Span]] = [[] for _ in range(-(-nbytes // part_bytes))]
+    spans: list[list[PartInterval]] = [[] for _ in range(-(-nbytes // part_bytes))]
     for (row, start, stop), one, offset in zip(rows, entries, writes.offset.tolist(), strict=True):
         itemsize = one.nbytes // (stop - start)
         for index, first, last, at in _spread(start, stop, offset, itemsize, part_bytes):
-            spans[index].append(Span(row, first, last, at if index else at + len(head)))
+            spans[index].append(PartInterval(row, first, last, at if index else at + len(head)))
     kind = notes["bcp.kind"]
     parts = tuple(
         Part(
@@ -257,7 +267,7 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
     return DataFile(kind, head, len(head) + nbytes, parts)
 
 
-def _entries(table: ShardTable, writes: Writes) -> list[Entry]:
+def _entries(table: ShardTable, writes: Writes) -> list[HeaderEntry]:
     """Return the entries of what is written. Those of whole tensors, most of 20,000 as a rule, need no boxes."""
     row, tensors = writes.row, table.tensors
     tensor, length = table.tensor[row], table.length[row]
@@ -265,7 +275,7 @@ def _entries(table: ShardTable, writes: Writes) -> list[Entry]:
     count, shape, ndim = (writes.stop - writes.start).tolist(), tensors.shape.tolist(), tensors.ndim.tolist()
     itemsize = tensors.itemsize.tolist()
     return [
-        Entry(tensors.fqn[of], tensors.dtype[of], tuple(shape[of][: ndim[of]]), count[at] * itemsize[of])
+        HeaderEntry(tensors.fqn[of], tensors.dtype[of], tuple(shape[of][: ndim[of]]), count[at] * itemsize[of])
         if is_whole
         else entry(table.meta(int(row[at])), table.box(int(row[at])), int(writes.start[at]), int(writes.stop[at]))
         for at, (of, is_whole) in enumerate(zip(tensor.tolist(), whole.tolist(), strict=True))
@@ -281,7 +291,7 @@ def _spread(start: int, stop: int, offset: int, itemsize: int, part_bytes: int) 
         start, offset = start + count, offset + count * itemsize
 
 
-def _name(table: ShardTable, kind: str, index: int, spans: Sequence[Span]) -> str:
+def _name(table: ShardTable, kind: str, index: int, spans: Sequence[PartInterval]) -> str:
     """Name a part for people, as in ``model part 3: layers.0.weight and 2 more``."""
     tensors = dict.fromkeys(int(table.tensor[span.row]) for span in spans)
     first = table.tensors.fqn[next(iter(tensors))]

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from bcp.errors import StateError
 from bcp.plan.columns import Ints, concat, distinct_rows, grouped, padded, runs
 from bcp.plan.shards import KINDS, TensorTable
-from bcp.plan.write.world import Catalogue, World
+from bcp.plan.write.world import AllTables, Catalogue
 
-__all__ = ["Merged", "Shards", "merge_shards", "merge_tensors"]
+__all__ = ["DistinctShards", "MergedTensors", "merge_shards", "merge_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedTensors:
     """All tensors by name, n of them, and every catalogue's families in terms of them.
 
     Families are counted over all catalogues: those of catalogue c begin with ``family_base[c]``. The members of
@@ -53,7 +53,7 @@ class Merged:
     split: npt.NDArray[np.bool_]
 
 
-def merge_tensors(world: World) -> Merged:
+def merge_tensors(world: AllTables) -> MergedTensors:
     """Merge the ranks' tensors by (kind, FQN).
 
     Where ranks differ in stride, device or requires_grad, the lowest rank's value is taken.
@@ -93,7 +93,7 @@ def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], In
     return index, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
 
 
-def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> Merged:
+def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> MergedTensors:
     """Find the families that are one in every catalogue."""
     counts = [int(each.family.max(initial=-1)) + 1 for each in catalogues]
     base = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
@@ -109,7 +109,7 @@ def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged
     number[members[whole]] = (np.arange(len(order)) - begin[family[order]])[whole]
     weight = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(weight, leader, tensors.itemsize)
-    return Merged(tensors, leader, number, weight, base, begin, size, members, split)
+    return MergedTensors(tensors, leader, number, weight, base, begin, size, members, split)
 
 
 def _split(tensors: int, family: Ints, members: Ints, lead: Ints, size: Ints) -> npt.NDArray[np.bool_]:
@@ -200,7 +200,7 @@ def _concat_tensors(parts: Sequence[TensorTable]) -> TensorTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class DistinctShards:
     """The distinct shards of all ranks, and who holds each.
 
     p pieces (distinct boxes) in the order (tensor, offset); s shards (distinct flat intervals of pieces) in the order
@@ -274,7 +274,7 @@ class Shards:
         return self.slot[at], self.member[at]
 
 
-def merge_shards(world: World, merged: Merged) -> Shards:
+def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
     """Fold identical shards (same tensor, box and flat interval) of all ranks into one shard with several holders.
 
     Shards without elements, and shards of tied tensors, are left out: nothing is stored for them. If a rank states
@@ -294,7 +294,7 @@ def merge_shards(world: World, merged: Merged) -> Shards:
     first = np.flatnonzero(fresh)
     source_begin = np.append(np.flatnonzero(fresh[once]), np.count_nonzero(once))
     holder, groups = _holders(world, source_begin, source[once])
-    return Shards(
+    return DistinctShards(
         piece_tensor=boxes.tensor[pieces],
         offset=boxes.offset[pieces],
         length=boxes.length[pieces],
@@ -316,7 +316,7 @@ def merge_shards(world: World, merged: Merged) -> Shards:
 class _Boxes:
     """All templates' slots, one below the other; b rows.
 
-    A slot is one row, or one row for each member where its family is not one everywhere (``Merged.split``).
+    A slot is one row, or one row for each member where its family is not one everywhere (``MergedTensors.split``).
     Rows ``begin[i]`` to ``begin[i + 1]`` are slot i, counted over all templates; template k begins at slot ``base[k]``.
     """
 
@@ -331,7 +331,7 @@ class _Boxes:
     base: Ints
 
 
-def _boxes(world: World, merged: Merged) -> _Boxes:
+def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
     """Write all slots in terms of the merged tensors."""
     slots, width = world.template_slots, merged.tensors.shape.shape[1]
     sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
@@ -357,7 +357,7 @@ def _boxes(world: World, merged: Merged) -> _Boxes:
     )
 
 
-def _statements(world: World, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+def _statements(world: AllTables, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (row in the boxes, start, stop, source) of everything that is held: templates first, ranks behind."""
     whole = np.flatnonzero(boxes.regular)
     numel = boxes.length[whole].prod(axis=1)
@@ -373,7 +373,7 @@ def _statements(world: World, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
     return np.concatenate([whole, own]), start, stop, source
 
 
-def _pieces(boxes: _Boxes, at: Ints, merged: Merged) -> tuple[Ints, Ints]:
+def _pieces(boxes: _Boxes, at: Ints, merged: MergedTensors) -> tuple[Ints, Ints]:
     """Return the piece of every statement, and for every piece a row of the boxes; in the order (tensor, offset)."""
     used = np.zeros(len(boxes.tensor), dtype=bool)
     used[at] = True
@@ -390,7 +390,7 @@ def _pieces(boxes: _Boxes, at: Ints, merged: Merged) -> tuple[Ints, Ints]:
     return piece[at], row[fresh]
 
 
-def _holders(world: World, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
+def _holders(world: AllTables, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
     """Return the holder of every shard, of which ``source[begin[i]:begin[i + 1]]`` state shard i, and the groups."""
     templates, size = len(world.template_slots), np.diff(begin)
     order = grouped(world.template, templates)

@@ -29,12 +29,12 @@ from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.shards import ShardTable, TensorTable
 from bcp.plan.units import decode_claims
-from bcp.plan.write.divide import SHARE, Division, Share
-from bcp.plan.write.world import Catalogue, Factored, Slots, World
+from bcp.plan.write.divide import SHARE, RankShare, WriteDivision
+from bcp.plan.write.world import AllTables, Catalogue, FactoredTable, Slots
 
 __all__ = [
     "DIGEST_BYTES",
-    "Stated",
+    "EncodedTable",
     "Survey",
     "decode_catalogue",
     "decode_flat",
@@ -139,7 +139,7 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
     return slot, start, stop
 
 
-def encode_shares(division: Division) -> list[bytes]:
+def encode_shares(division: WriteDivision) -> list[bytes]:
     """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
     heads = [bytes(_SHARE_HEAD.size)] * (len(ends) - 1)
@@ -151,7 +151,7 @@ def encode_shares(division: Division) -> list[bytes]:
     return [head + rows[begin:end] for head, begin, end in zip(heads, ends, ends[1:], strict=False)]
 
 
-def decode_share(data: bytes) -> Share:
+def decode_share(data: bytes) -> RankShare:
     """Decode one answer of :func:`encode_shares`.
 
     Raises:
@@ -164,7 +164,7 @@ def decode_share(data: bytes) -> Share:
     if end > len(data):
         raise CorruptError(f"{len(data)} bytes from another rank are shorter than they say; save again")
     numbers = _records(data[start:end], np.dtype("<i8")).astype(np.int64)
-    return Share(numbers[:owned], numbers[owned:], _records(data[end:], SHARE))
+    return RankShare(numbers[:owned], numbers[owned:], _records(data[end:], SHARE))
 
 
 def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -285,7 +285,7 @@ _NO_UNITS = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class EncodedTable:
     """The table of one rank, as bytes.
 
     Attributes:
@@ -303,7 +303,7 @@ class Stated:
     units: bytes = b""
 
     @classmethod
-    def of(cls, factored: Factored, table: bytes) -> Stated:
+    def of(cls, factored: FactoredTable, table: bytes) -> EncodedTable:
         """Encode a factored table, whose digest is ``table``."""
         return cls(
             table,
@@ -367,7 +367,7 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
     """Find the distinct catalogues and slots.
 
     Args:
-        hellos: :attr:`Stated.hello` of every rank, by rank.
+        hellos: :attr:`EncodedTable.hello` of every rank, by rank.
         balance: as in :func:`bcp.plan.write.divide.divide`.
         block_bytes: the same.
 
@@ -391,12 +391,12 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
     return Survey(key, catalogue_leaders, slots_leaders, template, catalogue[first], slots[first], claiming)
 
 
-def gather(plan: Survey, messages: Sequence[bytes]) -> World:
+def gather(plan: Survey, messages: Sequence[bytes]) -> AllTables:
     """Put together the tables of all ranks.
 
     Args:
         plan: the survey that the messages answer.
-        messages: :meth:`Stated.message` of every rank, by rank.
+        messages: :meth:`EncodedTable.message` of every rank, by rank.
 
     Raises:
         CorruptError: a message does not answer the survey.
@@ -408,7 +408,7 @@ def gather(plan: Survey, messages: Sequence[bytes]) -> World:
         catalogues[rank], slots[rank], units[rank], flats[rank] = _take_apart(messages[rank])
     slot, start, stop = decode_flat(b"".join(flats))
     boxes = [decode_slots(slots[rank]) for rank in plan.slots_leaders.tolist()]
-    world = World(
+    world = AllTables(
         catalogues=[decode_catalogue(catalogues[rank]) for rank in plan.catalogue_leaders.tolist()],
         template_catalogue=plan.template_catalogue,
         template_slots=[boxes[number] for number in plan.template_slots.tolist()],
@@ -434,7 +434,7 @@ def _take_apart(message: bytes) -> tuple[bytes, bytes, bytes, bytes]:
     return message[first:second], message[second:third], message[third:last], message[last:]
 
 
-def _check(world: World) -> None:
+def _check(world: AllTables) -> None:
     """Raise where numbers point to nothing."""
     families = np.array([int(each.family.max(initial=-1)) + 1 for each in world.catalogues], dtype=np.int64)
     family = concat([each.family for each in world.template_slots])

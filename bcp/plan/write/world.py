@@ -20,7 +20,7 @@ from bcp.plan.columns import Ints, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
 from bcp.plan.units import Claim
 
-__all__ = ["MOST_MEMBERS", "Catalogue", "Factored", "Slots", "World", "factor", "signature"]
+__all__ = ["MOST_MEMBERS", "AllTables", "Catalogue", "FactoredTable", "Slots", "factor", "signature"]
 
 MOST_MEMBERS = 16
 """The largest family, so that :func:`signature` fits into 48 bits."""
@@ -62,7 +62,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Factored:
+class FactoredTable:
     """A rank's table, taken apart.
 
     Attributes:
@@ -82,7 +82,7 @@ class Factored:
     units: str
 
 
-def factor(table: ShardTable) -> Factored:
+def factor(table: ShardTable) -> FactoredTable:
     """Take a rank's table apart; loses nothing but the order of its tensors."""
     names = list(zip(table.tensors.kind.tolist(), table.tensors.fqn, strict=True))
     order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
@@ -100,7 +100,7 @@ def factor(table: ShardTable) -> Factored:
     start, stop = table.start[first], table.stop[first]
     regular = _regular(table, first)
     own = np.flatnonzero(~regular & (start != stop))
-    return Factored(
+    return FactoredTable(
         catalogue=Catalogue(tensors, family, table.objects, table.extras),
         slots=Slots(slot_family, table.offset[first], table.length[first], regular.astype(np.int64)),
         flat=np.column_stack([own, start[own], stop[own]]),
@@ -177,7 +177,7 @@ def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class AllTables:
     """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals.
 
     Attributes:

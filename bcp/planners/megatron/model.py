@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from bcp.errors import StateError
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Finish, put
 from bcp.state.names import Path, dotted, walk
-from bcp.state.placement import Placement, Sharded
+from bcp.state.placement import Placement, ShardedLeaf
 
 __all__ = ["MODEL", "Pieces", "add_model", "has_base", "unwrapped"]
 
@@ -44,7 +44,7 @@ class Pieces:
         by_id: the pieces by the ``id`` of the local tensor.
     """
 
-    saved: Saved | None = None
+    saved: CheckpointNames | None = None
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     by_id: dict[int, list[Piece]] = field(default_factory=dict)
 
@@ -188,8 +188,8 @@ def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[i
     placement = whole_placement(piece, local)
     if fresh is not None:
         placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
-    leaf, there = Sharded(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
-    if not isinstance(there, Sharded):
+    leaf, there = ShardedLeaf(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
+    if not isinstance(there, ShardedLeaf):
         leaves.add(MODEL, piece.fqn, leaf)
     elif any(_same_place(each.placement, placement) for each in (there, *there.more)):
         leaves.also(MODEL, piece.fqn, leaf)

@@ -20,7 +20,7 @@ import torch
 from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.state.names import walk
-from bcp.state.placement import Placement, Span
+from bcp.state.placement import LocalInterval, Placement
 
 __all__ = ["Piece", "flat_placement", "fresh_placement", "named", "pieces_of", "whole_placement"]
 
@@ -42,7 +42,7 @@ class Piece:
 
     fqn: str
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LocalInterval, ...]
     main: bool
     flexible: bool
 
@@ -63,7 +63,7 @@ def pieces_of(leaf: Any) -> list[Piece]:
     """
     if hasattr(leaf, "build"):
         return _built(leaf)
-    spans = (Span.whole(_box(leaf)),)
+    spans = (LocalInterval.whole(_box(leaf)),)
     return [Piece(named(leaf), _shape(leaf), spans, _is_main(leaf), bool(leaf.allow_shape_mismatch))]
 
 
@@ -116,7 +116,7 @@ def _built(factory: Any) -> list[Piece]:
     traced = None if all(_is_run(child.data, tensor) for child in children) else _trace(factory)
     for number, child in enumerate(children):
         if traced is None:
-            spans = [Span.whole(_box(child), child.data.storage_offset() - tensor.storage_offset())]
+            spans = [LocalInterval.whole(_box(child), child.data.storage_offset() - tensor.storage_offset())]
         else:
             spans = list(_runs(traced[number], _box(child), factory.key))
         found[named(child)].append((child, spans))
@@ -128,7 +128,7 @@ def _built(factory: Any) -> list[Piece]:
     return [_joined(fqn, parts) for fqn, parts in found.items()]
 
 
-def _joined(fqn: str, parts: Sequence[tuple[Any, list[Span]]]) -> Piece:
+def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> Piece:
     """Make one piece of the children of one name."""
     first, flexible = parts[0][0], any(child.allow_shape_mismatch for child, _ in parts)
     spans = tuple(span for _, spans in parts for span in spans)
@@ -149,7 +149,7 @@ def _trace(factory: Any) -> list[torch.Tensor]:
     return [child.data.reshape(-1) for _, child in walk(children, f"the parts of {factory.key!r}")]
 
 
-def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[Span]:
+def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[LocalInterval]:
     """Yield the runs of consecutive elements; at most one a row, as otherwise nothing is won over a copy."""
     starts = [0, *((indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1).tolist(), len(indices)]
     if len(starts) - 1 > math.prod(box.lengths[:-1]):
@@ -159,10 +159,10 @@ def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[Span]:
             "as SequentialMLP or TEGroupedMLP instead of GroupedMLP"
         )
     for start, stop in itertools.pairwise(starts):
-        yield Span(box, start, stop, int(indices[start]))
+        yield LocalInterval(box, start, stop, int(indices[start]))
 
 
-def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[Span, ...]:
+def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[LocalInterval, ...]:
     """Return what of a piece lies in [low, high) of the local tensor, and its other blocks without elements.
 
     ``origin`` is the element of the local tensor from which places in memory are counted.
@@ -172,19 +172,19 @@ def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[Span, ...]
         start, stop = max(low, span.at), min(high, span.at + span.stop - span.start)
         if start < stop:
             first = span.start + start - span.at
-            held.append(Span(span.box, first, first + stop - start, start - origin))
+            held.append(LocalInterval(span.box, first, first + stop - start, start - origin))
     boxes = {span.box for span in held}
     others = dict.fromkeys(span.box for span in piece.spans if span.box not in boxes)
-    return (*held, *(Span(box, 0, 0) for box in others))
+    return (*held, *(LocalInterval(box, 0, 0) for box in others))
 
 
-def _shortened(span: Span, rows: int) -> Span | None:
+def _shortened(span: LocalInterval, rows: int) -> LocalInterval | None:
     """Return what of a span lies in the first rows of the logical tensor."""
     kept = min(span.box.lengths[0], rows - span.box.offsets[0])
     if kept <= 0:
         return None
     box = Box(span.box.offsets, (kept, *span.box.lengths[1:]))
-    return Span(box, min(span.start, box.numel), min(span.stop, box.numel), span.at)
+    return LocalInterval(box, min(span.start, box.numel), min(span.stop, box.numel), span.at)
 
 
 def _box(leaf: Any) -> Box:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from bcp.errors import InputError, StateError
-from bcp.plan.read.renamed import Saved
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.megatron.model import MODEL, Pieces, add_model, unwrapped
 from bcp.planners.megatron.slots import fresh_in, optimizers_of, scalers_of, slots_of
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
-from bcp.state.detection import SeenStates
+from bcp.state.detection import InspectedStates
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Finish
 from bcp.state.names import walk
@@ -91,7 +91,7 @@ class MegatronPlanner(PlainPlanner):
                     raise InputError(f"{tested}, in which {lacks}; pin megatron-core or upgrade bcp")
         return tested
 
-    def _add_model(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Finish:
+    def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
         """Take the weights; where there is only an optimizer, read its model for the names alone."""
         optimizers = _optimizers(states)
         self._pieces = Pieces(saved, fresh_in(optimizers) if saved is None else {})
@@ -102,7 +102,7 @@ class MegatronPlanner(PlainPlanner):
             _check_gathered(states[MODEL])
         return add_model(leaves, self._pieces, states[MODEL])
 
-    def _slots(self, leaves: Leaves, states: States, saved: Saved | None = None) -> Sequence[Slot] | None:
+    def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots of the optimizers, and take their loss scalers; one that was not saved stays as it is."""
         if states.get(OPTIMIZER) is None:
             return None
@@ -126,7 +126,7 @@ class MegatronPlanner(PlainPlanner):
 
 def holds_megatron(states: States) -> bool:
     """Whether a leaf of the model, or an optimizer, is of a class of Megatron's, other than a Megatron-FSDP wrapper."""
-    leaves = (leaf for leaves in SeenStates.of(states).leaves.values() for leaf in leaves)
+    leaves = (leaf for leaves in InspectedStates.of(states).leaves.values() for leaf in leaves)
     bases = (base for leaf in leaves for base in type(unwrapped(leaf)).__mro__)
     return any(base.__module__.startswith("megatron.") and ".megatron_fsdp." not in base.__module__ for base in bases)
 

@@ -13,7 +13,7 @@ from bcp.planners.megatron.model import Pieces, has_base
 from bcp.planners.megatron.pieces import flat_placement, whole_placement
 from bcp.state.names import dotted, walk
 from bcp.state.optimizers import Slot, counts_in_group
-from bcp.state.placement import Sharded
+from bcp.state.placement import ShardedLeaf
 
 __all__ = ["fresh_in", "optimizers_of", "scalers_of", "slots_of"]
 
@@ -148,10 +148,10 @@ def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
             )
         for piece in pieces.of(parameter):
             placement = flat_placement(piece, low, high, stated=piece.main or pieces.saved is not None)
-            yield _slot(inner, group, piece.fqn, shard, Sharded(shard, placement), parameter)
+            yield _slot(inner, group, piece.fqn, shard, ShardedLeaf(shard, placement), parameter)
 
 
-def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: Sharded, parameter: Any) -> Slot:
+def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: ShardedLeaf, parameter: Any) -> Slot:
     """Make one slot. What the optimizer steps is a master unless it is the model's own memory."""
     own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
     return Slot(
@@ -181,7 +181,7 @@ def _empty_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
         nothing = torch.empty(0, dtype=torch.float32, device=parameter.device)
         state = {key: nothing.new_empty(0, dtype=dtype) for key, dtype in keys.items()}
         for piece in pieces.of(parameter):
-            leaf = Sharded(nothing, flat_placement(piece, 0, 0))
+            leaf = ShardedLeaf(nothing, flat_placement(piece, 0, 0))
             master = leaf if parameter.dtype != torch.float32 else None
             yield Slot(
                 piece.fqn, nothing, {}, defaultdict(dict, {nothing: state}), placement=leaf.placement, master=master
@@ -193,7 +193,9 @@ def _whole_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
     inner = optimizer.optimizer
     for group, parameter, stepped in _stepped(optimizer):
         for piece in pieces.of(parameter):
-            yield _slot(inner, group, piece.fqn, stepped, Sharded(stepped, whole_placement(piece, stepped)), parameter)
+            yield _slot(
+                inner, group, piece.fqn, stepped, ShardedLeaf(stepped, whole_placement(piece, stepped)), parameter
+            )
 
 
 def _ranges(optimizer: Any) -> dict[torch.Tensor, tuple[int, int]]:

@@ -18,7 +18,7 @@ from real_support import LARGE, MIB, WAYS, all_are, each, later, loaded, mixed, 
 import bcp
 from bcp.runtime import accelerator as _accelerator
 from bcp.stages import gather
-from bcp.stages.place import Targets
+from bcp.stages.place import LoadBuffers
 
 
 def failing(copy: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def a_load_that_fails_leaves_no_copy_under_way(late: Backend, path: Path) -> Non
     bcp.save(path, {"model": model})
     late.delay(0.1)
     try:
-        with patched(Targets, "place", failing(Targets.place)):
+        with patched(LoadBuffers, "place", failing(LoadBuffers.place)):
             bcp.load(path, {"model": model}, options=bcp.LoadOptions(read_bytes=MIB))
     except bcp.BcpError:
         assert late.pending == 0
@@ -95,8 +95,8 @@ def what_is_cancelled_leaves_no_copy_under_way(late: Backend, path: Path, how: s
             raise AssertionError("it was not cancelled")
         timer.join()
 
-    place = Targets.place
-    with patched(Targets, "place", held):
+    place = LoadBuffers.place
+    with patched(LoadBuffers, "place", held):
         asyncio.run(run())
 
 
