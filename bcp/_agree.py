@@ -137,7 +137,7 @@ async def gather_broadcast(
         except BcpError as error:
             return _failure(error, None)
 
-    return _unpack(rank, mine, await agreement.decide(step, _message(mine), decide))
+    return _unpack(rank, mine, await agreement.gather_broadcast(step, _message(mine), decide))
 
 
 async def gather_scatter(
@@ -154,7 +154,7 @@ async def gather_scatter(
                 failure = _failure(error, None)
         return [failure] * len(messages)
 
-    return _unpack(rank, mine, await agreement.divide(step, _message(mine), shares))
+    return _unpack(rank, mine, await agreement.gather_scatter(step, _message(mine), shares))
 
 
 def _message(mine: Mine) -> bytes:

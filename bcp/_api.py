@@ -119,11 +119,13 @@ async def asave(
             snapshot=snapshot,
         )
         if async_checkpoint:
-            background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
+            background = _bridge.start(
+                lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
+            )
             await background.astarted()
             return Pending(background)
-        goes_on = task_status is not anyio.TASK_STATUS_IGNORED
-        return await call.run(on_snapshot=task_status.started, goes_on=goes_on)
+        returns_after_snapshot = task_status is not anyio.TASK_STATUS_IGNORED
+        return await call.run(on_snapshot=task_status.started, returns_after_snapshot=returns_after_snapshot)
     except BcpError as error:
         raise plain(error) from error.__cause__
 
@@ -229,7 +231,9 @@ async def aprepare(
     try:
         require_asyncio()
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
+        background = _bridge.start(
+            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
+        )
         await background.astarted()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -300,8 +304,10 @@ def save(
             snapshot=snapshot,
         )
         if not async_checkpoint:
-            return _bridge.run(lambda: call.run(on_snapshot=_nothing, goes_on=False))
-        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
+            return _bridge.run(lambda: call.run(on_snapshot=_nothing, returns_after_snapshot=False))
+        background = _bridge.start(
+            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
+        )
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -353,7 +359,9 @@ def prepare(
     """
     try:
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what)
+        background = _bridge.start(
+            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
+        )
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__

@@ -50,7 +50,7 @@ class Call(Generic[T]):
 
     Attributes:
         what: names the call in messages.
-        run: does the work. A save's takes ``on_snapshot`` and ``goes_on`` of :class:`~bcp._job.SaveJob`.
+        run: does the work. A save's takes ``on_snapshot`` and ``returns_after_snapshot`` of :class:`~bcp._job.SaveJob`.
     """
 
     what: str
@@ -150,7 +150,7 @@ def _take_place(
 
     async def run(**moment: object) -> T:
         job = checked.job(operation=operation, **moment)
-        job.watch.background = moment.get("goes_on", False)
+        job.watch.background = moment.get("returns_after_snapshot", False)
         with with_thread_setup(job.caller.enter), job.watch.running():
             report = await work(job)
             job.watch.report = report

@@ -61,12 +61,12 @@ class SaveJob(Job):
     Attributes:
         options: how to save.
         on_snapshot: called once training may go on.
-        goes_on: whether anybody waits for that; else the caller waits for the end.
+        returns_after_snapshot: whether anybody waits for that; else the caller waits for the end.
     """
 
     options: SaveOptions
     on_snapshot: Callable[[], None]
-    goes_on: bool
+    returns_after_snapshot: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class Record:
         if not self._job.options.record:
             return
         with anyio.move_on_after(SHARE_SECONDS):
-            await agreement.decide("telemetry", await self._packed(report), self._take)
+            await agreement.gather_broadcast("telemetry", await self._packed(report), self._take)
 
     async def _packed(self, report: SaveReport | LoadReport) -> bytes:
         """Return this rank's record; empty if it cannot be made."""

@@ -90,7 +90,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
             snapshot.fence,
             len(changing),
             snapshot.taken,
-            copies_first=job.goes_on and budget.capacity >= nbytes,
+            copies_first=job.returns_after_snapshot and budget.capacity >= nbytes,
         )
         graph = _edited(
             save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers),

@@ -30,9 +30,9 @@ __all__ = [
     "Codec",
     "Concurrent",
     "Coordinator",
+    "CpuAwareWriter",
     "FailureReporter",
     "FolderLister",
-    "LightWriter",
     "LoadTargets",
     "LocalShards",
     "ObjectInfo",
@@ -209,12 +209,12 @@ class PartWriter(Protocol):
 
 
 @runtime_checkable
-class LightWriter(Protocol):
-    """The property of a :class:`PartWriter` that may take next to nothing of a core to store a part."""
+class CpuAwareWriter(Protocol):
+    """Optional property of a :class:`PartWriter`: whether storing a part takes CPU time."""
 
     @property
-    def light(self) -> bool:
-        """Whether it does: then parts are stored while others are still being copied and training waits for that."""
+    def uses_cpu(self) -> bool:
+        """Whether it does. A writer that does not, stores parts while others are being copied and training waits."""
 
 
 @runtime_checkable
@@ -450,11 +450,15 @@ class Agreement(Protocol):
     :class:`~bcp.errors.PeerError`, in a verb or, by cancellation of the ``async with`` block's body, between verbs.
     """
 
-    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 call ``divide`` (in a thread), give every rank its answer."""
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Gather ``mine`` of every rank, let rank 0 call ``gather_scatter`` (in a thread), give every rank its answer."""
 
-    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
+        """Gather ``mine`` of every rank, let rank 0 await ``gather_broadcast``, give all ranks the one answer."""
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send ``send[r]`` to every rank r, and fill ``receive[r]`` with the bytes that rank r sends; for bulk data.

@@ -84,12 +84,16 @@ class _Gathered:
     def __init__(self, words: Sequence[bytes]) -> None:
         self._words = words
 
-    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
         """Let rank 0 decide."""
         del step, mine
         return await decide(self._words)
 
-    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
         """Refuse: nobody asks."""
         raise NotImplementedError
 
@@ -121,7 +125,7 @@ async def _run(tree: Tree, stands_for: Sequence[int], rounds: int) -> list[float
         async with coordinator.begin("benchmark", 60.0) as agreement:
             for _ in range(rounds):
                 started = time.perf_counter()
-                await agreement.decide("round", word, answer)
+                await agreement.gather_broadcast("round", word, answer)
                 if coordinator.rank == 0:
                     times.append(time.perf_counter() - started)
                     gc.freeze()  # thousands of connected ranks in one process are a million objects to look through

@@ -64,7 +64,7 @@ async def _rounds(tree: GrpcCoordinator) -> list[float]:
     async with tree.begin("chain", 60.0) as agreement:
         for _ in range(ROUNDS):
             started = time.perf_counter()
-            await agreement.decide("round", WORD, answer)
+            await agreement.gather_broadcast("round", WORD, answer)
             times.append(time.perf_counter() - started)
     return times
 

@@ -214,7 +214,7 @@ async def _meet(agreement: Agreement) -> None:
     async def nothing(_: Sequence[bytes]) -> bytes:
         return b""
 
-    await agreement.decide("meet", b"", nothing)
+    await agreement.gather_broadcast("meet", b"", nothing)
 
 
 def saved(ranks: Ranks, path: Path, nbytes: int) -> None:

@@ -59,20 +59,20 @@ PARTS_IN_FLIGHT = 8
 """Parts of staging memory for a save that nobody's training waits behind: enough for every stage to have work."""
 
 
-def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, goes_on: bool) -> int:
+def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_after_snapshot: bool) -> int:
     """Return the bytes of parts that may be in staging memory at once.
 
     Args:
         items: all parts.
         options: a budget with room for all the data has room for the files' headers too.
-        goes_on: whether the caller goes on when everything is copied; then nothing shall wait for memory.
+        returns_after_snapshot: whether the caller goes on when everything is copied; then nothing shall wait for memory.
 
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
         steady = sum(item.nbytes for item in items if item.is_steady)
         few = PARTS_IN_FLIGHT * options.part_bytes
-        return nbytes - steady + min(steady, few) if goes_on else min(nbytes, few)
+        return nbytes - steady + min(steady, few) if returns_after_snapshot else min(nbytes, few)
     data = nbytes - sum(len(item.header) for item in items)
     return nbytes if options.budget_bytes >= data else options.budget_bytes
 
@@ -80,7 +80,7 @@ def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, goes_on:
 def first_sizes(items: Sequence[WriteItem], options: SaveOptions) -> list[int]:
     """Return the bytes of the parts that a save of these can have in staging memory at once, if training goes on."""
     sizes = [item.nbytes for item in items]
-    budget = staging_nbytes(items, options, goes_on=True)
+    budget = staging_nbytes(items, options, returns_after_snapshot=True)
     return [nbytes for nbytes, until in zip(sizes, accumulate(sizes), strict=True) if until <= budget]
 
 
@@ -379,7 +379,7 @@ class Snapshot:
 
     def lend(self, items: Sequence[WriteItem]) -> Budget:
         """Return the staging memory for parts: for all of them, where the caller waits for the copies."""
-        nbytes = staging_nbytes(items, self._job.options, goes_on=self._job.goes_on)
+        nbytes = staging_nbytes(items, self._job.options, returns_after_snapshot=self._job.returns_after_snapshot)
         self.budget = Budget(max(nbytes, 1))
         self._lent = time.monotonic()
         return self.budget
@@ -401,7 +401,7 @@ class Snapshot:
     def _go_on(self) -> None:
         """Let the caller go on."""
         self.seconds = self._job.watch.seconds
-        if self._job.goes_on:
+        if self._job.returns_after_snapshot:
             self._job.watch.blocking = self.seconds
         self._job.on_snapshot()
 

@@ -320,9 +320,9 @@ class _Parts:
         self.tiling = Tiling(f"{backend!r}, writing {key!r}", nbytes)
 
     @property
-    def light(self) -> bool:
-        """Direct I/O moves the bytes without a core; see :class:`~bcp.protocols.LightWriter`."""
-        return self._file.way == "direct"
+    def uses_cpu(self) -> bool:
+        """Whether bytes go through the page cache. Direct I/O moves them without a core."""
+        return self._file.way != "direct"
 
     async def write_part(self, index: int, offset: int, data: Buffer) -> None:
         """Write one part by one call in a thread."""

@@ -41,14 +41,18 @@ class SoloCoordinator:
 class _Alone:
     """An operation of one rank."""
 
-    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
-        """Call ``divide`` in a thread."""
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        """Call ``gather_scatter`` in a thread."""
         del step
         [answer] = await in_thread(divide, [mine])
         return answer
 
-    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
-        """Await ``decide``."""
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
+        """Await ``gather_broadcast``."""
         del step
         return await decide([mine])
 

@@ -164,7 +164,7 @@ class Plans:
 
         async def ask(_: Callable[[], None]) -> Plan:
             async with operation as agreement:
-                return Plan.decode(await agreement.decide("plan", b"", decide))
+                return Plan.decode(await agreement.gather_broadcast("plan", b"", decide))
 
         self._asking = _bridge.start(ask, what=f"plan after step {step}", daemon=True)
 
@@ -181,4 +181,4 @@ async def agreed(ranks: Coordinator, name: str, patience: float, answer: Callabl
         return b"yes" if answer() else b""
 
     async with ranks.begin(name, patience) as agreement:
-        return bool(await agreement.decide("answer", b"", decide))
+        return bool(await agreement.gather_broadcast("answer", b"", decide))

@@ -104,7 +104,7 @@ async def resume(
         return (await candidates()).encode()
 
     async with ranks.begin(name, patience) as agreement:
-        found = Candidates.decode(await agreement.decide("candidates", b"", list_them))
+        found = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them))
     passed_over = list(found.others)
     chosen = 0
     for step in found.steps:
@@ -131,7 +131,7 @@ async def _reason_against(
         return _verdict([json.loads(outcome) for outcome in outcomes])
 
     async with ranks.begin(name, patience) as agreement:
-        culprit, reason = json.loads(await agreement.decide("outcome", _outcome(error), judge))
+        culprit, reason = json.loads(await agreement.gather_broadcast("outcome", _outcome(error), judge))
     if culprit is not None:
         raise error if error is not None else PeerError(culprit, reason)
     return str(reason)

@@ -125,7 +125,7 @@ class Saves:
     async def _save(self, step: int, call: Call[SaveReport], started: Callable[[], None]) -> SaveReport:
         """Save, begin the housekeeping, and call the callbacks."""
         try:
-            report = await call.run(on_snapshot=started, goes_on=True)
+            report = await call.run(on_snapshot=started, returns_after_snapshot=True)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await self._tell(self._on_failure, step, error)
@@ -191,7 +191,7 @@ class Standby:
         """Begin to hold a snapshot."""
         self.step, self.released = step, False
         self._held = _bridge.start(
-            lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what, daemon=True
+            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what, daemon=True
         )
         return self._held
 

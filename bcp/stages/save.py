@@ -16,7 +16,7 @@ import numpy as np
 
 from bcp.errors import BcpError
 from bcp.pipeline import Pipeline, Stage
-from bcp.protocols import Codec, LightWriter, PartWriter, flat_view
+from bcp.protocols import Codec, CpuAwareWriter, PartWriter, flat_view
 from bcp.runtime.device import Fence
 from bcp.runtime.staging import Lease
 from bcp.runtime.threads import in_thread
@@ -57,7 +57,7 @@ class SaveContext:
         block_bytes: unit of checksumming.
         fence: an event of each device, which copies from it have to wait for.
         count: how many parts there are whose tensors training changes.
-        on_snapshot: awaited once, when the last of them is in host memory; may raise to refuse the snapshot.
+        on_copied: awaited once, when the last of them is in host memory; may raise to refuse the snapshot.
         copies_first: training waits for the copies, and there is memory for all of them: let nothing compete with them
             for the cores.
         copied: how many of them are in host memory.
@@ -69,7 +69,7 @@ class SaveContext:
     block_bytes: int
     fence: Fence
     count: int
-    on_snapshot: Callable[[], Awaitable[None]]
+    on_copied: Callable[[], Awaitable[None]]
     copies_first: bool = False
     copied: int = 0
     snapshot: anyio.Event = field(default_factory=anyio.Event)
@@ -100,7 +100,7 @@ def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
         part = await in_thread(_copy, item, context)
         context.copied += not item.is_steady
         if context.copied == context.count and not item.is_steady:
-            await context.on_snapshot()
+            await context.on_copied()
             context.snapshot.set()
         return part
 
@@ -169,7 +169,7 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
                 "length; use SaveOptions(codecs=[bcp.Codec(...)]) for stages that do"
             )
         writer = await context.writers.of(blob.part.item.key)
-        if not (isinstance(writer, LightWriter) and writer.light):
+        if not isinstance(writer, CpuAwareWriter) or writer.uses_cpu:
             await context.let_copies_go_first()
         await writer.write_part(part.index, blob.start, blob.data)
         return blob

@@ -71,7 +71,7 @@ class CoordinatorFailures:
             if rank == failing:
                 raise KeyError("the reason")
             if rank == 1:
-                return await agreement.divide("plan", b"", list)
+                return await agreement.gather_scatter("plan", b"", list)
             await anyio.sleep_forever()
             return None
 
@@ -90,7 +90,7 @@ class CoordinatorFailures:
         scope = anyio.CancelScope()
 
         async def body(rank: int, agreement: Agreement) -> object:
-            await agreement.decide("all are here", b"", concatenated)
+            await agreement.gather_broadcast("all are here", b"", concatenated)
             if rank == 1:
                 scope.cancel()
             await anyio.sleep_forever()
@@ -112,7 +112,7 @@ class CoordinatorFailures:
             _check_peer_error(outcome, 1, "cancelled")
         await self._still_usable(coordinators)
 
-    @pytest.mark.parametrize("verb", ["divide", "decide"])
+    @pytest.mark.parametrize("verb", ["gather_scatter", "gather_broadcast"])
     async def test_rank_0_cannot_answer(self, verb: str) -> None:
         """What the callback of rank 0 raises is rank 0's error."""
 
@@ -123,9 +123,9 @@ class CoordinatorFailures:
             raise ZeroDivisionError("the plan")
 
         async def body(_rank: int, agreement: Agreement) -> bytes:
-            if verb == "divide":
-                return await agreement.divide("plan", b"", divide)
-            return await agreement.decide("plan", b"", decide)
+            if verb == "gather_scatter":
+                return await agreement.gather_scatter("plan", b"", divide)
+            return await agreement.gather_broadcast("plan", b"", decide)
 
         coordinators = self.coordinators(3)
         first, *others = await run_ranks(coordinators, body)
@@ -135,8 +135,10 @@ class CoordinatorFailures:
         await self._still_usable(coordinators)
 
     async def test_wrong_number_of_answers(self) -> None:
-        """A ``divide`` that leaves a rank out is an error on all ranks."""
-        first, second = await run_ranks(self.coordinators(2), lambda _, each: each.divide("plan", b"", lambda _: [b""]))
+        """A ``gather_scatter`` that leaves a rank out is an error on all ranks."""
+        first, second = await run_ranks(
+            self.coordinators(2), lambda _, each: each.gather_scatter("plan", b"", lambda _: [b""])
+        )
         assert type(first) is InputError
         _check_peer_error(second, 0, "1 answers for 2 ranks")
 
@@ -161,7 +163,7 @@ class CoordinatorFailures:
         """Ranks that do different things all learn what the others do."""
 
         async def body(_rank: int, agreement: Agreement) -> bytes:
-            return await agreement.decide("x", b"", concatenated)
+            return await agreement.gather_broadcast("x", b"", concatenated)
 
         coordinators = self.coordinators(3)
         for outcome in await run_ranks(coordinators, body, ["save /a", "save /a", "load /b"]):
@@ -175,7 +177,7 @@ class CoordinatorFailures:
         """A rank that cannot say what it would have done takes part, in a chain of ranks too, and tells its error."""
 
         async def body(rank: int, agreement: Agreement) -> bytes:
-            return await agreement.decide("begin", b"refused" if rank == refused else b"", concatenated)
+            return await agreement.gather_broadcast("begin", b"refused" if rank == refused else b"", concatenated)
 
         whats = [REFUSED if rank == refused else "save /a" for rank in range(4)]
         coordinators = self.coordinators(4)
@@ -187,10 +189,12 @@ class CoordinatorFailures:
         """The same for ranks that are in different steps."""
         coordinators = self.coordinators(3)
         steps = ["plan", "commit", "plan"]
-        for outcome in await run_ranks(coordinators, lambda rank, each: each.decide(steps[rank], b"", concatenated)):
+        for outcome in await run_ranks(
+            coordinators, lambda rank, each: each.gather_broadcast(steps[rank], b"", concatenated)
+        ):
             assert type(outcome) is InputError
-            assert "decide 'plan'" in str(outcome)
-            assert "rank 1: decide 'commit'" in str(outcome)
+            assert "gather_broadcast 'plan'" in str(outcome)
+            assert "rank 1: gather_broadcast 'commit'" in str(outcome)
         await self._still_usable(coordinators)
 
     @pytest.mark.parametrize("early", [0, 1])
@@ -200,7 +204,7 @@ class CoordinatorFailures:
         async def body(rank: int, agreement: Agreement) -> bytes:
             if rank == early:
                 return b"done"
-            return await agreement.decide("commit", b"", concatenated)
+            return await agreement.gather_broadcast("commit", b"", concatenated)
 
         coordinators = self.coordinators(3)
         outcomes = await run_ranks(coordinators, body)
@@ -216,7 +220,7 @@ class CoordinatorFailures:
         """Ranks do not wait longer than the timeout; the late one learns of it, and the next operation works."""
 
         async def body(_rank: int, agreement: Agreement) -> bytes:
-            return await agreement.decide("commit", b"", concatenated)
+            return await agreement.gather_broadcast("commit", b"", concatenated)
 
         coordinators = self.coordinators(3)
         others = [each for each in coordinators if each.rank != late]
@@ -233,13 +237,13 @@ class CoordinatorFailures:
         joined, released = threading.Event(), threading.Event()
 
         async def stuck_body(_rank: int, agreement: Agreement) -> None:
-            await agreement.decide("all are here", b"", concatenated)
+            await agreement.gather_broadcast("all are here", b"", concatenated)
             joined.set()
             released.wait()  # the event loop of this rank stands still
 
         async def body(_rank: int, agreement: Agreement) -> bytes:
-            await agreement.decide("all are here", b"", concatenated)
-            return await agreement.decide("commit", b"", concatenated)
+            await agreement.gather_broadcast("all are here", b"", concatenated)
+            return await agreement.gather_broadcast("commit", b"", concatenated)
 
         outcomes: list[object] = []
 
@@ -263,7 +267,9 @@ class CoordinatorFailures:
 
     async def _still_usable(self, coordinators: Sequence[Coordinator]) -> None:
         """Check that the next operation works."""
-        outcomes = await run_ranks(coordinators, lambda rank, each: each.decide("again", b"%d" % rank, concatenated))
+        outcomes = await run_ranks(
+            coordinators, lambda rank, each: each.gather_broadcast("again", b"%d" % rank, concatenated)
+        )
         assert outcomes == [b"|".join(b"%d" % each.rank for each in coordinators)] * len(coordinators)
 
 

@@ -52,7 +52,8 @@ class CoordinatorSuite(CoordinatorFailures):
             return [b"|".join(gathered) + b"->%d" % rank for rank in range(world_size)]
 
         outcomes = await run_ranks(
-            self.coordinators(world_size), lambda rank, agreement: agreement.divide("plan", b"%d" % rank, divide)
+            self.coordinators(world_size),
+            lambda rank, agreement: agreement.gather_scatter("plan", b"%d" % rank, divide),
         )
         together = b"|".join(b"%d" % rank for rank in range(world_size))
         assert outcomes == [together + b"->%d" % rank for rank in range(world_size)]
@@ -64,7 +65,7 @@ class CoordinatorSuite(CoordinatorFailures):
         """All ranks get the one answer."""
         outcomes = await run_ranks(
             self.coordinators(world_size),
-            lambda rank, agreement: agreement.decide("commit", b"%d" % rank, concatenated),
+            lambda rank, agreement: agreement.gather_broadcast("commit", b"%d" % rank, concatenated),
         )
         assert outcomes == [b"|".join(b"%d" % rank for rank in range(world_size))] * world_size
 
@@ -105,8 +106,10 @@ class CoordinatorSuite(CoordinatorFailures):
         large = bytes(range(256)) * (9 << 12)  # 9 MiB
 
         async def body(rank: int, agreement: Agreement) -> list[bytes]:
-            first = await agreement.divide("plan", large if rank == 1 else b"", lambda got: [got[1], got[0], got[1]])
-            return [first, await agreement.decide("commit", b"", _constant(large))]
+            first = await agreement.gather_scatter(
+                "plan", large if rank == 1 else b"", lambda got: [got[1], got[0], got[1]]
+            )
+            return [first, await agreement.gather_broadcast("commit", b"", _constant(large))]
 
         outcomes = await run_ranks(self.coordinators(3), body)
         assert outcomes == [[large, large], [b"", large], [large, large]]
@@ -120,7 +123,9 @@ class CoordinatorSuite(CoordinatorFailures):
                 async with coordinator.begin(f"operation {number}", QUIET_SECONDS) as agreement:
                     for step in range(2):
                         mine = b"%d%d%d" % (number, step, coordinator.rank)
-                        seen[coordinator.rank].append(await agreement.decide(f"step {step}", mine, concatenated))
+                        seen[coordinator.rank].append(
+                            await agreement.gather_broadcast(f"step {step}", mine, concatenated)
+                        )
 
         seen: list[list[bytes]] = [[], [], []]
         async with anyio.create_task_group() as group:
@@ -141,7 +146,9 @@ class CoordinatorSuite(CoordinatorFailures):
                 results: dict[int, bytes] = {}
 
                 async def decide(number: int) -> None:
-                    results[number] = await by_number[number].decide("x", b"%d%d" % (number, rank), concatenated)
+                    results[number] = await by_number[number].gather_broadcast(
+                        "x", b"%d%d" % (number, rank), concatenated
+                    )
 
                 async with anyio.create_task_group() as group:
                     group.start_soon(decide, 0)
@@ -161,7 +168,9 @@ class CoordinatorSuite(CoordinatorFailures):
 
         async def rank_of(coordinator: Coordinator) -> None:
             async with coordinator.begin("threads", QUIET_SECONDS) as agreement:
-                answers[coordinator.rank] = await agreement.decide("x", b"%d" % coordinator.rank, concatenated)
+                answers[coordinator.rank] = await agreement.gather_broadcast(
+                    "x", b"%d" % coordinator.rank, concatenated
+                )
 
         async with anyio.create_task_group() as group:
             for coordinator in coordinators:
@@ -170,7 +179,7 @@ class CoordinatorSuite(CoordinatorFailures):
 
 
 def _constant(answer: bytes) -> Callable[[Sequence[bytes]], Awaitable[bytes]]:
-    """Return a ``decide`` that has made up its mind."""
+    """Return a ``gather_broadcast`` that has made up its mind."""
 
     async def decide(_gathered: Sequence[bytes]) -> bytes:
         return answer

@@ -13,7 +13,7 @@ import bcp
 from bcp._save.snapshot import staging_nbytes
 from bcp.backends import MemoryBackend
 from bcp.events import Event, StageEvent
-from bcp.protocols import Buffer, LightWriter, PartWriter
+from bcp.protocols import Buffer, CpuAwareWriter, PartWriter
 
 MIB = 1 << 20
 PARTS = 8
@@ -28,8 +28,8 @@ class Writer:
         self.inner = inner
 
     @property
-    def light(self) -> bool:
-        return self.store.light
+    def uses_cpu(self) -> bool:
+        return self.store.uses_cpu
 
     async def write_part(self, index: int, offset: int, data: Buffer) -> None:
         await self.inner.write_part(index, offset, data)
@@ -37,9 +37,9 @@ class Writer:
 
 
 class Store(MemoryBackend):
-    def __init__(self, *, light: bool) -> None:
+    def __init__(self, *, uses_cpu: bool) -> None:
         super().__init__(f"copies first {next(_numbers)}")
-        self.light = light
+        self.uses_cpu = uses_cpu
         self.parts = 0
 
     @asynccontextmanager
@@ -98,19 +98,19 @@ def a_part_is_written(held: Held) -> bool:
 
 
 def test_what_takes_a_core_waits_until_the_last_part_is_copied() -> None:
-    held = Held(Store(light=False), all_but_one_are_serialized)
+    held = Held(Store(uses_cpu=True), all_but_one_are_serialized)
     held.save()
     assert held.when_last == (0, 0)
 
 
-def test_light_writers_write_beside_the_copies_and_checksums_wait() -> None:
-    held = Held(Store(light=True), lambda held: held.store.parts == PARTS - 1)
+def test_writers_without_a_core_write_beside_the_copies_and_checksums_wait() -> None:
+    held = Held(Store(uses_cpu=False), lambda held: held.store.parts == PARTS - 1)
     held.save()
     assert held.when_last == (PARTS - 1, 0)
 
 
 def test_codecs_wait_for_the_copies() -> None:
-    held = Held(Store(light=True), all_but_one_are_serialized)
+    held = Held(Store(uses_cpu=False), all_but_one_are_serialized)
     same = bcp.Codec("same", encode=bytes, decode=bytes)
     tensors = {"w": torch.arange(PARTS * MIB // 4, dtype=torch.int32)}
     options = bcp.SaveOptions(
@@ -125,20 +125,20 @@ def test_codecs_wait_for_the_copies() -> None:
 
 
 def test_nothing_waits_where_the_caller_waits_for_the_end() -> None:
-    held = Held(Store(light=False), a_part_is_written)
+    held = Held(Store(uses_cpu=True), a_part_is_written)
     held.save(async_checkpoint=False)
     assert held.when_last[0] > 0
 
 
 def test_nothing_waits_where_there_is_no_memory_for_all_parts() -> None:
-    held = Held(Store(light=False), a_part_is_written)
+    held = Held(Store(uses_cpu=True), a_part_is_written)
     held.save(budget_bytes=3 * MIB)
     assert held.when_last[0] > 0
 
 
 @pytest.mark.parametrize("light", [False, True])
 def test_writers_say_whether_they_are_light(light: bool) -> None:  # noqa: FBT001 -- pytest's
-    assert isinstance(Writer(Store(light=light), None), LightWriter)  # type: ignore[arg-type]  # not used
+    assert isinstance(Writer(Store(light=light), None), CpuAwareWriter)  # type: ignore[arg-type]  # not used
 
 
 class Item:
@@ -151,7 +151,7 @@ class Item:
 
 
 @pytest.mark.parametrize(
-    ("budget", "goes_on", "wanted"),
+    ("budget", "returns_after_snapshot", "wanted"),
     [
         (None, True, 20 * MIB + 4096),
         (None, False, 8 * MIB),
@@ -162,10 +162,12 @@ class Item:
         (1, False, 1),
     ],
 )
-def test_a_budget_for_the_data_has_room_for_headers(budget: int | None, goes_on: bool, wanted: int) -> None:  # noqa: FBT001 -- pytest's
+def test_a_budget_for_the_data_has_room_for_headers(
+    budget: int | None, returns_after_snapshot: bool, wanted: int
+) -> None:  # noqa: FBT001 -- pytest's
     items: Any = [Item(MIB + 4096, 4096), *(Item(MIB) for _ in range(19))]
     options = bcp.SaveOptions(budget_bytes=budget, part_bytes=MIB)
-    assert staging_nbytes(items, options, goes_on=goes_on) == wanted
+    assert staging_nbytes(items, options, returns_after_snapshot=returns_after_snapshot) == wanted
 
 
 def test_units_take_staging_memory_for_a_few_parts() -> None:
@@ -173,4 +175,4 @@ def test_units_take_staging_memory_for_a_few_parts() -> None:
     options = bcp.SaveOptions(part_bytes=MIB)
     for steady, wanted in ((3, 8), (8, 13), (100, 13)):
         items = changing + [Item(MIB, is_steady=True) for _ in range(steady)]
-        assert staging_nbytes(items, options, goes_on=True) == wanted * MIB
+        assert staging_nbytes(items, options, returns_after_snapshot=True) == wanted * MIB

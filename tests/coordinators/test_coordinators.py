@@ -57,9 +57,9 @@ async def answer(rank: int, agreement: Agreement) -> bytes:
     async def join(gathered: Sequence[bytes]) -> bytes:
         return b"".join(gathered)
 
-    await agreement.divide("plan", b"", list)
+    await agreement.gather_scatter("plan", b"", list)
     await agreement.all_to_all([b"x", b""] if rank == 1 else [b"", b""], [bytearray(), bytearray(1 - rank)])
-    return await agreement.decide("commit", b"%d" % rank, join)
+    return await agreement.gather_broadcast("commit", b"%d" % rank, join)
 
 
 @pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_no_key_stays_in_the_store(failing: int | None) -> None:
     async def body(rank: int, agreement: Agreement) -> None:
         if rank == failing:
             raise ZeroDivisionError
-        await agreement.divide("plan", bytes(5 << 20), list)
+        await agreement.gather_scatter("plan", bytes(5 << 20), list)
         if failing is None:
             await agreement.all_to_all([b"xy", b"xy"], [bytearray(2), bytearray(2)])
 
@@ -113,7 +113,7 @@ def test_a_fork_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.anyio
 async def test_solo() -> None:
     async with SoloCoordinator().begin("save", 1.0) as agreement:
-        assert await agreement.divide("plan", b"1", lambda gathered: [gathered[0] + b"!"]) == b"1!"
+        assert await agreement.gather_scatter("plan", b"1", lambda gathered: [gathered[0] + b"!"]) == b"1!"
         received = bytearray(3)
         await agreement.all_to_all([b"xyz"], [received])
         assert received == b"xyz"

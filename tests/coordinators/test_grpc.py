@@ -85,7 +85,7 @@ async def ranks_of(gathered: Sequence[bytes]) -> bytes:
 
 
 async def decide(rank: int, agreement: Agreement) -> bytes:
-    return await agreement.decide("commit", b"%d" % rank, ranks_of)
+    return await agreement.gather_broadcast("commit", b"%d" % rank, ranks_of)
 
 
 async def works(coordinators: Sequence[Coordinator]) -> bool:
@@ -150,8 +150,8 @@ async def die(coordinator: GrpcCoordinator) -> None:
 
 async def save_in_the_steady_state(_rank: int, agreement: Agreement) -> None:
     digest = b"\0" + hashlib.md5(b"layout", usedforsecurity=False).digest()
-    await agreement.decide("plan", digest, lambda _: constant(bytes(27)))
-    await agreement.decide("commit", digest, lambda _: constant(b"+"))
+    await agreement.gather_broadcast("plan", digest, lambda _: constant(bytes(27)))
+    await agreement.gather_broadcast("commit", digest, lambda _: constant(b"+"))
 
 
 async def constant(answer: bytes) -> bytes:
@@ -194,7 +194,7 @@ async def test_answers_of_a_divide_find_their_ranks_in_a_deep_tree() -> None:
     coordinators = grpc_coordinators(23, fanout=2, hosts=[str(rank % 5) for rank in range(23)])
 
     async def body(rank: int, agreement: Agreement) -> bytes:
-        return await agreement.divide(
+        return await agreement.gather_scatter(
             "plan", b"%d" % (rank % 3), lambda said: [b"%d:" % r + said[r] for r in range(23)]
         )
 

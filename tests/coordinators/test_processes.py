@@ -33,7 +33,7 @@ async def join(gathered):
 
 async def main():
     async with ranks.begin("only", 60.0) as agreement:
-        return await agreement.decide("commit", b"%d" % rank * 100_000, join)
+        return await agreement.gather_broadcast("commit", b"%d" % rank * 100_000, join)
 
 print(json.dumps(len(anyio.run(main))), flush=True)
 if at_once:
@@ -108,7 +108,7 @@ async def join(gathered):
 async def main():
     async def one(each):
         async with each.begin("only", 60.0) as agreement:
-            assert await agreement.decide("commit", b"%d" % each.rank, join) == b"012"
+            assert await agreement.gather_broadcast("commit", b"%d" % each.rank, join) == b"012"
     async with anyio.create_task_group() as group:
         for each in ranks:
             group.start_soon(one, each)
@@ -155,7 +155,7 @@ ranks = grpc_coordinators(2)
 async def main():
     async with ranks[0].begin("never", 60.0) as agreement:
         with anyio.move_on_after(0.05):
-            await agreement.decide("commit", b"", None)
+            await agreement.gather_broadcast("commit", b"", None)
         raise SystemExit(3)
 
 anyio.run(main)

@@ -425,7 +425,7 @@ async def works(coordinators: Sequence[GrpcCoordinator]) -> bool:
         return b"".join(gathered)
 
     async def decide(rank: int, agreement: Agreement) -> bytes:
-        return await agreement.decide("commit", b"%d" % rank, joined)
+        return await agreement.gather_broadcast("commit", b"%d" % rank, joined)
 
     return await run_ranks(coordinators, decide) == [b"01"] * 2
 
@@ -549,7 +549,7 @@ async def _barrier(_rank: int, agreement: Agreement) -> bytes:
     async def done(_: Sequence[bytes]) -> bytes:
         return b"done"
 
-    return await agreement.decide("barrier", b"", done)
+    return await agreement.gather_broadcast("barrier", b"", done)
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -219,6 +219,6 @@ async def test_the_first_operation_ends_after_its_timeout(
         for _ in range(2):
             with pytest.raises(PeerError, match=r"the store .* has not answered for") as caught:
                 async with ranks.begin("save", 0.5) as agreement:
-                    await agreement.decide("commit", b"", None)
+                    await agreement.gather_broadcast("commit", b"", None)
             assert caught.value.rank == 0
     assert len(hung.threads) == 1

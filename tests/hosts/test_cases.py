@@ -75,7 +75,7 @@ def exchanged(way: str, nbytes: int, stop: Path, timeout: float = TIMEOUT) -> in
         async with chosen(way).begin("exchange", timeout) as agreement:
             rounds, size = 0, dist.get_world_size()
             incoming = [bytearray(nbytes) for _ in range(size)]
-            while await agreement.decide("go on", b"", decide) == b"yes":
+            while await agreement.gather_broadcast("go on", b"", decide) == b"yes":
                 await agreement.all_to_all([bytes(nbytes)] * size, incoming)
                 rounds += 1
                 if rounds == 3:

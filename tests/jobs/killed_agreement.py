@@ -41,16 +41,16 @@ def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
 
     async def main() -> list[object]:
         async with ranks.begin("first", 60.0) as agreement:
-            together = await agreement.decide("commit", b"%d" % rank, join)
+            together = await agreement.gather_broadcast("commit", b"%d" % rank, join)
             received = [bytearray(1) for _ in range(SIZE)]
             await agreement.all_to_all([bytes([rank])] * SIZE, received)
         started, result = time.monotonic(), list[object]()
         try:
             async with ranks.begin("second", 1.0 if kind == "store" else 60.0) as agreement:
-                await agreement.decide("all are here", b"", join)
+                await agreement.gather_broadcast("all are here", b"", join)
                 if rank == victim:
                     os.kill(os.getpid(), signal.SIGKILL)
-                await agreement.decide("commit", b"", join)
+                await agreement.gather_broadcast("commit", b"", join)
         except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
             result = outcome(error)
         return [together.decode(), b"".join(received).hex(), result, time.monotonic() - started]
@@ -65,14 +65,14 @@ def between(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
 
     async def main() -> list[object]:
         async with ranks.begin("first", 60.0) as agreement:
-            await agreement.decide("commit", b"", join)
+            await agreement.gather_broadcast("commit", b"", join)
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         result: list[object] = []
         for what in ("second", "third"):
             try:
                 async with ranks.begin(what, 3600.0) as agreement:
-                    await agreement.decide("commit", b"", join)
+                    await agreement.gather_broadcast("commit", b"", join)
             except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
                 result.append(outcome(error))
         return result

@@ -57,12 +57,16 @@ class _DeadlyAgreement:
         self._step = step
         self._die = die
 
-    async def divide(self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
-        return await self._inner.divide(step, mine, divide)
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        return await self._inner.gather_scatter(step, mine, divide)
 
-    async def decide(self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
         if step != self._step:
-            return await self._inner.decide(step, mine, decide)
+            return await self._inner.gather_broadcast(step, mine, decide)
         if self._rank != 0:
             self._die()
 
@@ -70,7 +74,7 @@ class _DeadlyAgreement:
             self._die()
             return b""
 
-        return await self._inner.decide(step, mine, never)
+        return await self._inner.gather_broadcast(step, mine, never)
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         await self._inner.all_to_all(send, receive)

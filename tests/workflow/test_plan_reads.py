@@ -64,7 +64,9 @@ class Room:
         self.full, self.done = anyio.Event(), anyio.Event()
         self.answer = b""
 
-    async def decide(self, rank: int, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
+    async def gather_broadcast(
+        self, rank: int, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
         self.said[rank] = mine if rank == 0 else mine[:1] + self.asked(mine[1:])
         if len(self.said) == self.size:
             self.full.set()
@@ -88,8 +90,10 @@ class Seat:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def decide(self, _: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]) -> bytes:
-        return await self.room.decide(self.rank, mine, decide)
+    async def gather_broadcast(
+        self, _: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
+        return await self.room.gather_broadcast(self.rank, mine, decide)
 
 
 def wanted(*tensors: Any) -> LoadRequest:
