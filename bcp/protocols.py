@@ -453,12 +453,12 @@ class Agreement(Protocol):
     async def gather_scatter(
         self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 call ``gather_scatter`` (in a thread), give every rank its answer."""
+        """Gather ``mine`` of every rank, let rank 0 call ``divide`` (in a thread), give every rank its answer."""
 
     async def gather_broadcast(
         self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 await ``gather_broadcast``, give all ranks the one answer."""
+        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks its answer."""
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send ``send[r]`` to every rank r, and fill ``receive[r]`` with the bytes that rank r sends; for bulk data.

@@ -81,13 +81,9 @@ class Turns:
 
     def _choose(self, last: int) -> int:
         """Choose who goes on: the last one by preference, another one as often as is allowed; or who dies."""
-        returns_after_snapshot = [last] if last in self._waiting else []
-        others = (
-            [me for me in sorted(self._waiting) if me != last]
-            if self._changes > 0 or not returns_after_snapshot
-            else []
-        )
-        lives = returns_after_snapshot + others
+        goes_on = [last] if last in self._waiting else []
+        others = [me for me in sorted(self._waiting) if me != last] if self._changes > 0 or not goes_on else []
+        lives = goes_on + others
         dying = [me for me in lives if me not in self._dead] if len(self._dead) < self._deaths else []
         place = len(self.choices)
         choice = self._prefix[place] if place < len(self._prefix) else 0
@@ -95,7 +91,7 @@ class Turns:
         me = (lives + dying)[choice]
         if choice >= len(lives):
             self._dead.add(me)
-        self._changes -= bool(returns_after_snapshot) and me != last
+        self._changes -= bool(goes_on) and me != last
         return me
 
 

@@ -65,7 +65,7 @@ def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_
     Args:
         items: all parts.
         options: a budget with room for all the data has room for the files' headers too.
-        returns_after_snapshot: whether the caller goes on when everything is copied; then nothing shall wait for memory.
+        returns_after_snapshot: whether training goes on once all is copied; then nothing may wait for memory.
 
     """
     nbytes = sum(item.nbytes for item in items)

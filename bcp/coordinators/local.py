@@ -44,7 +44,7 @@ class _Alone:
     async def gather_scatter(
         self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Call ``gather_scatter`` in a thread."""
+        """Call ``divide`` in a thread."""
         del step
         [answer] = await in_thread(divide, [mine])
         return answer
@@ -52,7 +52,7 @@ class _Alone:
     async def gather_broadcast(
         self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Await ``gather_broadcast``."""
+        """Await ``decide``."""
         del step
         return await decide([mine])
 

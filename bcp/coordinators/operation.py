@@ -165,7 +165,7 @@ class Operation:
     async def gather_scatter(
         self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 call ``gather_scatter`` in a thread, give every rank its answer."""
+        """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
         verb = f"gather_scatter {step!r}"
         if self._hello.rank != 0:
             return await self._channel.ask(verb, mine, common=False)
@@ -179,7 +179,7 @@ class Operation:
     async def gather_broadcast(
         self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 await ``gather_broadcast``, give all ranks the one answer."""
+        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
         verb = f"gather_broadcast {step!r}"
         if self._hello.rank != 0:
             return await self._channel.ask(verb, mine, common=True)

@@ -136,9 +136,9 @@ def test_nothing_waits_where_there_is_no_memory_for_all_parts() -> None:
     assert held.when_last[0] > 0
 
 
-@pytest.mark.parametrize("light", [False, True])
-def test_writers_say_whether_they_are_light(light: bool) -> None:  # noqa: FBT001 -- pytest's
-    assert isinstance(Writer(Store(light=light), None), CpuAwareWriter)  # type: ignore[arg-type]  # not used
+@pytest.mark.parametrize("uses_cpu", [False, True])
+def test_writers_say_whether_they_use_a_core(uses_cpu: bool) -> None:  # noqa: FBT001 -- pytest's
+    assert isinstance(Writer(Store(uses_cpu=uses_cpu), None), CpuAwareWriter)  # type: ignore[arg-type]  # not used
 
 
 class Item:
@@ -163,8 +163,10 @@ class Item:
     ],
 )
 def test_a_budget_for_the_data_has_room_for_headers(
-    budget: int | None, returns_after_snapshot: bool, wanted: int
-) -> None:  # noqa: FBT001 -- pytest's
+    budget: int | None,
+    returns_after_snapshot: bool,  # noqa: FBT001 -- pytest's
+    wanted: int,
+) -> None:
     items: Any = [Item(MIB + 4096, 4096), *(Item(MIB) for _ in range(19))]
     options = bcp.SaveOptions(budget_bytes=budget, part_bytes=MIB)
     assert staging_nbytes(items, options, returns_after_snapshot=returns_after_snapshot) == wanted

@@ -8,7 +8,7 @@ from pathlib import Path
 import any_to_any
 import pytest
 import torch
-from any_to_any import How, Renamed, Task, data_parallel, dtype_of, returns_after_snapshot
+from any_to_any import How, Renamed, Task, data_parallel, dtype_of, goes_on
 from exact import ADAMW, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -54,7 +54,7 @@ def test_training_goes_on_in_any_other_framework(
     pool_of: PoolOf, tmp_path: Path, saved: Saved, before: How, after: How
 ) -> None:
     twin = trained(2, data_parallel(before))
-    returns_after_snapshot(pool_of(after), saved(before), tmp_path, twin, after)
+    goes_on(pool_of(after), saved(before), tmp_path, twin, after)
     known, found = hyper(saved(before)), hyper(tmp_path / "again")
     assert {name: known[name] for name in known.keys() & found.keys() if known[name] != found[name]} == {}
     for fqn in twin.masters:
@@ -64,9 +64,7 @@ def test_training_goes_on_in_any_other_framework(
 @pytest.mark.parametrize("after", FRAMEWORKS, ids=str)
 def test_states_from_other_steps_are_overwritten(pool_of: PoolOf, tmp_path: Path, saved: Saved, after: How) -> None:
     before = FSDP2 if after is FLAT else FLAT
-    returns_after_snapshot(
-        pool_of(after), saved(before), tmp_path, trained(2, data_parallel(before)), after, Task(steps_before=1)
-    )
+    goes_on(pool_of(after), saved(before), tmp_path, trained(2, data_parallel(before)), after, Task(steps_before=1))
 
 
 @pytest.mark.parametrize(("before", "after"), BF16, ids=str)
@@ -75,14 +73,14 @@ def test_16_bits_are_loaded_from_and_into_32(
 ) -> None:
     task = Task(options=bcp.LoadOptions(cast=dtype_of(after) is torch.bfloat16))
     twin = trained(2, data_parallel(before), dtype=dtype_of(before))
-    returns_after_snapshot(pool_of(after), saved(before), tmp_path, twin, after, task)
+    goes_on(pool_of(after), saved(before), tmp_path, twin, after, task)
 
 
 def test_masters_survive_a_framework_without_them(pool_of: PoolOf, tmp_path: Path, saved: Saved) -> None:
     twin = trained(2, 4, dtype=torch.bfloat16)
-    returns_after_snapshot(pool_of(FSDP2), saved("z2/bf16"), tmp_path / "fsdp2", twin, FSDP2)
+    goes_on(pool_of(FSDP2), saved("z2/bf16"), tmp_path / "fsdp2", twin, FSDP2)
     back = Task(number=3, options=bcp.LoadOptions(cast=True))
-    returns_after_snapshot(pool_of("z2/bf16"), tmp_path / "fsdp2" / "stepped", tmp_path / "back", twin, "z2/bf16", back)
+    goes_on(pool_of("z2/bf16"), tmp_path / "fsdp2" / "stepped", tmp_path / "back", twin, "z2/bf16", back)
 
 
 @pytest.mark.parametrize("after", [FLAT, "z3/bf16"], ids=str)
@@ -90,4 +88,4 @@ def test_mixed_precision_is_loaded_under_other_names(pool_of: PoolOf, tmp_path: 
     rename = [(r"^blocks\.(\d+)\.", r"layers.\1.")]
     task = Task(make=Renamed, options=bcp.LoadOptions(rename=rename, cast=dtype_of(after) is torch.bfloat16))
     twin = trained(2, 4, model=Renamed())
-    returns_after_snapshot(pool_of(after), saved(MIXED), tmp_path, twin, after, task)
+    goes_on(pool_of(after), saved(MIXED), tmp_path, twin, after, task)

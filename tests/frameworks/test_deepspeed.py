@@ -9,7 +9,7 @@ import any_to_any
 import deepspeed_job
 import pytest
 import torch
-from any_to_any import How, Task, data_parallel, dtype_of, returns_after_snapshot
+from any_to_any import How, Task, data_parallel, dtype_of, goes_on
 from exact import Exact, Twin, as_dtype, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -90,9 +90,7 @@ BOTH = 8
 def test_training_goes_on_in_another_stage_or_framework(
     deepspeed4: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
 ) -> None:
-    returns_after_snapshot(
-        deepspeed4, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used)
-    )
+    goes_on(deepspeed4, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
@@ -109,7 +107,7 @@ def test_training_goes_on_in_another_stage_or_framework(
 def test_training_goes_on_with_fewer_ranks(
     two: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
 ) -> None:
-    returns_after_snapshot(two, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
+    goes_on(two, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
 
 
 @pytest.mark.parametrize(

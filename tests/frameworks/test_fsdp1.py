@@ -8,7 +8,7 @@ import any_to_any
 import fsdp1
 import pytest
 import torch
-from any_to_any import How, Task, returns_after_snapshot
+from any_to_any import How, Task, goes_on
 from exact import Exact, Twin, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -52,16 +52,14 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[How], Pa
 def test_training_goes_on_in_another_layout(
     ranks4: Ranks, tmp_path: Path, saved: Callable[[How], Path], before: Layout, after: Layout, steps_before: int
 ) -> None:
-    returns_after_snapshot(
-        ranks4, saved(before), tmp_path, trained(2, before.size), after, Task(steps_before=steps_before)
-    )
+    goes_on(ranks4, saved(before), tmp_path, trained(2, before.size), after, Task(steps_before=steps_before))
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
 def test_before_the_first_step_there_is_only_a_model(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
     ranks4.run(any_to_any.train, tmp_path / "new", Layout(orig=orig), Exact, 0)
     assert not differences(logical(tmp_path / "new"), trained(0, 4).state())
-    returns_after_snapshot(ranks4, tmp_path / "new", tmp_path, trained(0, 4), Layout(orig=not orig), Task(number=0))
+    goes_on(ranks4, tmp_path / "new", tmp_path, trained(0, 4), Layout(orig=not orig), Task(number=0))
 
 
 @pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
@@ -72,7 +70,7 @@ def test_names_are_those_of_the_bare_model(ranks4: Ranks, tmp_path: Path, *, ori
     ranks4.run(any_to_any.train, tmp_path / "odd", Layout(orig=orig, odd=True), fsdp1.Odd)
     assert not differences(logical(tmp_path / "odd"), twin.state())
     assert hyper(tmp_path / "odd")["model", "counter._extra_state"] == {"dict": [["count", 2]]}
-    returns_after_snapshot(ranks4, tmp_path / "odd", tmp_path, twin, Layout(orig=not orig, odd=True), Task(fsdp1.Odd))
+    goes_on(ranks4, tmp_path / "odd", tmp_path, twin, Layout(orig=not orig, odd=True), Task(fsdp1.Odd))
     assert hyper(tmp_path / "stepped")["model", "counter._extra_state"] == {"dict": [["count", 3]]}
 
 
@@ -81,7 +79,7 @@ def test_hyper_parameters_go_by_name(ranks4: Ranks, tmp_path: Path) -> None:
     ranks4.run(any_to_any.train, tmp_path / "saved", Layout(slow=slow))
     twin = trained(2, 4, slow=slow)
     assert not differences(logical(tmp_path / "saved"), twin.state())
-    returns_after_snapshot(ranks4, tmp_path / "saved", tmp_path, twin, Layout(slow=slow, swapped=True, size=2))
+    goes_on(ranks4, tmp_path / "saved", tmp_path, twin, Layout(slow=slow, swapped=True, size=2))
     assert hyper(tmp_path / "again") == hyper(tmp_path / "saved")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import any_to_any
 import fsdp1
 import pytest
-from any_to_any import How, Task, returns_after_snapshot
+from any_to_any import How, Task, goes_on
 from exact import trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
@@ -29,7 +29,7 @@ def test_training_goes_on_in_another_layout(
 ) -> None:
     twin = trained(2, before.size)
     assert not differences(logical(saved(before)), twin.state())
-    returns_after_snapshot(ranks4, saved(before), tmp_path, twin, after, Task(steps_before=steps_before))
+    goes_on(ranks4, saved(before), tmp_path, twin, after, Task(steps_before=steps_before))
 
 
 @pytest.mark.parametrize("after", [Layout(ZERO, size=2, slow=SLOW, swapped=True), Layout(slow=SLOW)], ids=str)
@@ -37,7 +37,7 @@ def test_hyper_parameters_go_by_name(ranks4: Ranks, tmp_path: Path, after: Layou
     ranks4.run(any_to_any.train, tmp_path / "saved", Layout(ZERO, slow=SLOW))
     twin = trained(2, 4, slow=SLOW)
     assert not differences(logical(tmp_path / "saved"), twin.state())
-    returns_after_snapshot(ranks4, tmp_path / "saved", tmp_path, twin, after)
+    goes_on(ranks4, tmp_path / "saved", tmp_path, twin, after)
     assert hyper(tmp_path / "again") == hyper(tmp_path / "saved")
 
 

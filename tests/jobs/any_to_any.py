@@ -32,8 +32,8 @@ __all__ = [
     "data_parallel",
     "dtype_of",
     "go_on",
+    "goes_on",
     "planner_of",
-    "returns_after_snapshot",
     "train",
 ]
 
@@ -155,9 +155,7 @@ def go_on(source: Path, path: Path, how: How, task: Task | None = None) -> None:
         save(path / "stepped", job.states, job.ranks)
 
 
-def returns_after_snapshot(
-    ranks: Ranks, source: Path, path: Path, twin: Twin, how: How, task: Task | None = None
-) -> None:
+def goes_on(ranks: Ranks, source: Path, path: Path, twin: Twin, how: How, task: Task | None = None) -> None:
     """Go on on those ranks, and compare with a twin that has gone as far as the source; it takes the step, too."""
     task = task or Task()
     ranks.run(go_on, source, path, how, task)
