@@ -77,7 +77,6 @@ async def refuse_on_all_ranks(
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
-    """Answer nothing: a rank has an error, and that is the answer."""
     return b""
 
 
@@ -162,7 +161,6 @@ def _message(mine: Mine) -> bytes:
 
 
 def _failure(error: Exception, rank: int | None) -> bytes:
-    """Write down an error; ``rank`` is the one to blame, None where all ranks have the same error."""
     return ERROR + json.dumps([rank, type(error).__name__, str(error)]).encode()
 
 

@@ -83,7 +83,6 @@ def _to_output(_logger: object, method: str, event: MutableMapping[str, Any]) ->
 
 
 def _with_values(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Add the attached values behind the line's own."""
     return {**event, **{name: value for name, value in _values.get()().items() if name not in event}}
 
 

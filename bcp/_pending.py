@@ -23,11 +23,9 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, background: Background[T]) -> None:
-        """Hold on to the operation."""
         self._background = background
 
     def __repr__(self) -> str:
-        """Show what it is and how it stands."""
         state = "running" if not self.done() else "failed" if self._background.failed() else "done"
         return f"<Pending {self._background.what}: {state}>"
 
@@ -54,7 +52,6 @@ class Pending(Generic[T]):
         self._background.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait from a coroutine, without blocking its loop; cancelling the waiter leaves the save running."""
         return self._result().__await__()
 
     async def _result(self) -> T:
@@ -64,13 +61,11 @@ class Pending(Generic[T]):
             raise plain(error) from error.__cause__
 
     def __enter__(self) -> Self:
-        """Do nothing: the save is running already."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait; an error of the block itself comes first."""
         if error is None:
             self.wait()
             return

@@ -151,7 +151,6 @@ class StageError(BcpError):
     """
 
     def __init__(self, stage: str, item: str, cause: BaseException) -> None:
-        """Name the stage and the item, and repeat the cause in the message."""
         super().__init__(f"stage {stage!r} failed on {item}: {type(cause).__name__}: {cause}")
         self.stage = stage
         self.item = item
@@ -166,13 +165,11 @@ class PeerError(BcpError):
     """
 
     def __init__(self, rank: int, cause: str) -> None:
-        """Name the rank, unless the cause does, and the cause."""
         super().__init__(cause if re.search(rf"\brank {rank}\b", cause) else f"rank {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
 
     def __reduce__(self) -> tuple[type[PeerError], tuple[int, str], dict[str, object]]:
-        """Pickle by rank and cause; an exception would by its message."""
         return type(self), (self.rank, self.cause), self.__dict__
 
 

@@ -35,7 +35,6 @@ def _workers() -> int | None:
 
 
 def _timeout() -> float:
-    """Return ``$BCP_TIMEOUT`` in seconds, or 120.0."""
     return _number("BCP_TIMEOUT", DEFAULT_TIMEOUT)
 
 
@@ -139,7 +138,6 @@ class SaveOptions:
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
         _codecs(self.codecs)
@@ -227,7 +225,6 @@ class LoadOptions:
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "read_bytes")
         _one_of(self, "exchange", ("sockets", "gloo", "nccl"))
@@ -245,13 +242,11 @@ def _storage(options: SaveOptions | LoadOptions) -> None:
 
 
 def _one_of(options: object, name: str, known: Sequence[str | None]) -> None:
-    """Refuse a field that has none of the known values."""
     if getattr(options, name) not in known:
         raise InputError(f"{name}={getattr(options, name)!r} is unknown; use {' or '.join(map(repr, known))}")
 
 
 def _whole_mib(options: object, name: str) -> None:
-    """Refuse a field that is not a multiple of 1 MiB."""
     if getattr(options, name) % MIB:
         raise InputError(f"{name}={getattr(options, name)} is not a multiple of 1 MiB ({MIB}); round it")
 

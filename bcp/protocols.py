@@ -428,7 +428,6 @@ class RetryPolicy:
     on_retry: Callable[[RetryEvent], None] = ignore
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         for name in ("deadline", "attempt", "first_pause", "longest_pause", "requests"):
             if not getattr(self, name) > 0:
                 raise InputError(f"RetryPolicy({name}={getattr(self, name)}) must be positive")
@@ -531,6 +530,5 @@ class Codec:
     workers: int = 2
 
     def __post_init__(self) -> None:
-        """Refuse a name that would not do on storage."""
         if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
             raise InputError(f"codec name {self.name!r}: use lower-case letters, digits, '-', '_' and '.'")

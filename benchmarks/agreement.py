@@ -107,7 +107,6 @@ class _Gathered:
 
 
 def _timed(tree: Tree, stands_for: Sequence[int], rounds: int) -> list[float]:
-    """Return the seconds that rank 0 waits in each round. All ranks live on the coordinators' own loop."""
     return current_loop().run(_run(tree, stands_for, rounds)).result()
 
 

@@ -38,7 +38,6 @@ class Case:
     victim: int = 0
 
     def __str__(self) -> str:
-        """Name the case in a table."""
         return f"{self.way}, 1 rank" if self.ranks == 1 else f"{self.way}, {self.ranks} ranks, rank {self.victim} dies"
 
 

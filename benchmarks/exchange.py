@@ -57,7 +57,6 @@ class Crew:
     """One process on each host of a network."""
 
     def __init__(self, network: Network, folder: Path) -> None:
-        """Start them."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []

@@ -29,7 +29,6 @@ class Figure:
         return self.goal is not None and (self.value < self.goal if self.least else self.value > self.goal)
 
     def __str__(self) -> str:
-        """Return a line of the table."""
         count = float(self.value).is_integer() and self.unit == ""
         value = f"{self.value:,.0f}" if count else f"{self.value:.4f}" if self.unit == "" else f"{self.value:.4g}"
         side = " >=" if self.least else ""

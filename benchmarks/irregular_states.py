@@ -39,7 +39,6 @@ class Block(nn.Module):
     """A feed-forward block with odd sizes, as shards of real models have them."""
 
     def __init__(self) -> None:
-        """Make 2.4 M parameters at WIDTH 512."""
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH + 3), nn.Linear(4 * WIDTH + 3, WIDTH)

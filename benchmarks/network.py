@@ -48,7 +48,6 @@ class Network:
     """
 
     def __init__(self, hosts: int, *, ipv4: bool = True, names: Mapping[int, str] | None = None) -> None:
-        """Make them. ``names`` are other hostnames; without ``ipv4``, there are IPv6 addresses alone."""
         self.hosts = range(1, hosts + 1)
         self._prefix = f"bcp{os.getpid() % 100_000}x{next(_numbers)}"
         self._names = {host: f"h{host}" for host in self.hosts} | dict(names or {})
@@ -61,7 +60,6 @@ class Network:
             raise
 
     def __repr__(self) -> str:
-        """Show how many hosts there are."""
         return f"Network({len(self.hosts)}, prefix={self._prefix!r})"
 
     def close(self) -> None:

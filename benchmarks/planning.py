@@ -169,7 +169,6 @@ def reshard(planned: Planned, target: Job, figures: Figures) -> None:
 
 
 def _ranges(layout: Layout, table: ShardTable) -> Ints:
-    """Return what a rank that has this table reads."""
     return wants(layout, table).ranges()
 
 

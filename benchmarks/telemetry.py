@@ -87,7 +87,6 @@ class Arms:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Note the sinks that a process has without any configuration."""
         self.none = Arm("without telemetry", self._none)
         self.default = Arm("nothing configured", self._default)
         self.everything = Arm("everything on", self._everything, on=True, finish=self._flush)
@@ -201,7 +200,6 @@ def cpu(none: Arm, arm: Arm, place: str, nbytes: int, rounds: int, figures: Figu
 
 
 def _goal(nbytes: int) -> float | None:
-    """Return the most CPU, in per cent of a save of so many bytes, that everything may take."""
     return GOAL_CPU_PERCENT if nbytes >= SHARE else None
 
 

@@ -42,7 +42,6 @@ class Door:
     port: int
 
     def __str__(self) -> str:
-        """Name it as error messages do."""
         return f"host {self.host} at {self.address} port {self.port}"
 
 

@@ -162,13 +162,11 @@ class KeyBoard:
     """
 
     def __init__(self, client: StoreClient, prefix: str, world_size: int) -> None:
-        """Prepare; nothing is sent."""
         self._client = client
         self._prefix = prefix
         self._pause = _PAUSE * max(1.0, world_size / 1000)
 
     def __repr__(self) -> str:
-        """Show the place in the store."""
         return f"<Board {self._prefix!r} in {self._client.name}>"
 
     async def post(self, until: float, name: str, number: int, value: object) -> None:

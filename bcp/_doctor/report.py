@@ -81,7 +81,6 @@ class Times:
     """
 
     def __init__(self, timeout: float, rank: int) -> None:
-        """Begin now."""
         began = time.monotonic()
         self.meeting_seconds = (_MEETING_OF_OTHERS if rank else _MEETING) * timeout
         self.met = began + self.meeting_seconds
@@ -90,7 +89,6 @@ class Times:
         self.meet()
 
     def __repr__(self) -> str:
-        """Show how much time is left."""
         return f"<Times: {left(self._end):.1f} s are left>"
 
     def meet(self) -> None:
@@ -138,7 +136,6 @@ class FoundError(Exception):
     """
 
     def __init__(self, finding: Finding, tell: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Take the finding."""
         super().__init__(finding.text)
         self.finding = finding
         self.tell = tell

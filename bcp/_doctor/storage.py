@@ -134,7 +134,6 @@ async def _done(work: Coroutine[Any, Any, None], seconds: float, verb: str, shel
 
 
 def _reason(error: Exception) -> str:
-    """Return the system's words for an error of storage, which names the file, too; its own if there are none."""
     return reason_of(error) if isinstance(error, OSError) and error.errno else str(error)
 
 

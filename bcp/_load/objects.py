@@ -85,7 +85,6 @@ def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRe
 def _read_objects(
     rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
 ) -> dict[ObjectKey, Any]:
-    """Decode the values of the leaves that are not tensors; ``rows`` are their rows in ``layout.objects``."""
     return decode_values(_texts(rows, layout, receipts), trust=options.trust)
 
 
@@ -155,7 +154,6 @@ async def read_extras(
 
 
 def _behind_units(receipt: Receipt, kind: str) -> int:
-    """Return where the opaque object begins in the data section of its file."""
     return max((stop for _, stop in unit_places(receipt).values()), default=0) if kind == "dataloader" else 0
 
 

@@ -283,7 +283,6 @@ def _strided(tensor: torch.Tensor) -> Strided:
 
 
 def _bytes(value: torch.Tensor) -> Bytes:
-    """View a contiguous tensor in host memory as uint8[*shape, itemsize]."""
     return value.flatten().view(torch.uint8).numpy().reshape(*value.shape, value.itemsize)
 
 

@@ -117,7 +117,6 @@ async def exchange(job: LoadJob, agreement: Agreement, reading: LoadPlan, lanes:
 
 
 async def _draw(_: Sequence[bytes]) -> bytes:
-    """Draw a name that no other group has, in this job or in an earlier one over the same store."""
     return secrets.token_hex(16).encode()
 
 
@@ -206,7 +205,6 @@ async def plan_reads(
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
-    """Answer nothing: a rank has an error, and that is the answer."""
     return b""
 
 
@@ -304,7 +302,6 @@ def _goes_with_parameter(layout: Layout, row: int, wanted: npt.NDArray[np.bool_]
 
 
 def _names(names: RenamedLayout, rows: Ints) -> list[str]:
-    """Name tensors and, behind these, objects, and parts of tensors."""
     return [_named(names, row) for row in rows.tolist()]
 
 

@@ -386,7 +386,6 @@ class SaveLeader:
 
 
 def _is_of_a_save(key: str) -> bool:
-    """Whether this is the key of a data file or receipt; one with more than one slash belongs to a role."""
     return operation_of(key) is not None and key.count("/") == 1
 
 
@@ -401,7 +400,6 @@ class CleanUp:
     """
 
     def __init__(self, rank: int) -> None:
-        """Begin with nothing to remove."""
         self._rank = rank
         self._keys: list[str] = []
         self._operation = ""

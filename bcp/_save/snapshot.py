@@ -247,7 +247,6 @@ class OptimizerOwnedMemory:
     """
 
     def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:
-        """Take note of where they are. ``wrapped``: whether any of the optimizers was found in a wrapper."""
         stepped = (p for one in optimizers for group in one.param_groups for p in group["params"])
         own = [stretch(p) for p in stepped if p.requires_grad or wrapped]  # masters of wrappers need no gradients
         parameters = list(_parameters(model)) if wrapped else []
@@ -256,12 +255,10 @@ class OptimizerOwnedMemory:
         self._exactly = set(own)
 
     def __repr__(self) -> str:
-        """Show how much it is."""
         starts, stops = self._joined
         return f"<Steady: {sum(stops) - sum(starts)} bytes in {len(starts)} stretches>"
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a tensor is in it; never where its memory is not known."""
         found = start, stop = stretch(tensor)
         if found in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
             return start < stop
@@ -312,7 +309,6 @@ class Snapshot:
     """
 
     def __init__(self, job: SaveJob) -> None:
-        """Begin with nothing held back."""
         self._job = job
         self._hold: StepHold | None = None
         self._check: Callable[[], None] = _nothing
@@ -323,17 +319,14 @@ class Snapshot:
         self.pinned_nbytes = 0
 
     def __enter__(self) -> Self:
-        """Do nothing yet."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hold nothing back any more, however the save went."""
         self.release()
 
     def __repr__(self) -> str:
-        """Show when the caller could go on."""
         return f"<Snapshot {self._job.options.snapshot}: {self.seconds:.3f} s, {self._hold}>"
 
     @property

@@ -84,7 +84,6 @@ def _check_methods(backend: object) -> None:
 
 
 def _check_none(options: Mapping[str, Any], where: str) -> None:
-    """Refuse options where nothing would look at them; their values may be secret."""
     if options:
         raise InputError(f"storage_options has {sorted(options)}, and {shown(where)} takes none; they are for URLs")
 

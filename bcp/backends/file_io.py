@@ -63,14 +63,12 @@ class DirectFile:
     """
 
     def __init__(self, fd: int, memory: int, block: int) -> None:
-        """Take over the descriptor; :meth:`reopen` makes one."""
         self._fd = fd
         self.refused = False
         self.memory = memory
         self.block = block
 
     def __repr__(self) -> str:
-        """Show the alignment, and whether the file system refused."""
         refused = ", refused" if self.refused else ""
         return f"<DirectFile {self._fd}: memory {self.memory}, block {self.block}{refused}>"
 
@@ -223,7 +221,6 @@ class _Targets:
     """Buffers that lie one after the other; positions in them count from the first byte of the first one."""
 
     def __init__(self, outs: Sequence[memoryview]) -> None:
-        """Take flat buffers, empty ones too."""
         self._outs = outs
         self._ends = list(accumulate(map(len, outs)))
         self.nbytes = self._ends[-1] if outs else 0

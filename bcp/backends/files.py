@@ -179,7 +179,6 @@ class Tries:
     """
 
     def __init__(self, path: Path) -> None:
-        """Take the file that is looked for."""
         self._path = path
         self._absent = 1
         self._stale = _STALE_TRIES - 1

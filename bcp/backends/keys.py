@@ -79,7 +79,6 @@ class Tiling:
         self._parts: list[tuple[int, int, int]] = []
 
     def __repr__(self) -> str:
-        """Show how far the object is."""
         return f"<Tiling of {self._where}: {len(self._parts)} parts, {self._written()} of {self._nbytes} bytes>"
 
     def add(self, index: int, offset: int, nbytes: int) -> None:
@@ -110,5 +109,4 @@ class Tiling:
         return end
 
     def _written(self) -> int:
-        """Return how many bytes the parts hold together."""
         return sum(nbytes for _, _, nbytes in self._parts)

@@ -102,7 +102,6 @@ class LocalBackend:
         self._reads = reads
 
     def __repr__(self) -> str:
-        """Show the root."""
         return f"LocalBackend({str(self._root)!r})"
 
     @property
@@ -223,11 +222,9 @@ class LocalBackend:
         """Do nothing: no file stays open."""
 
     def _fill(self, key: str, start: int, outs: Sequence[memoryview]) -> int:
-        """Fill the buffers; return how many bytes there were. Blocks."""
         return fill(self._path(key), start, outs, self._reads)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, if all of the keys are allowed. Blocks."""
         files.unlink_all(self._root, [self._path(key) for key in keys])
 
     def _discard(self, names: Sequence[str]) -> None:
@@ -313,7 +310,6 @@ class _Parts:
     """Writes the parts of one object where they belong."""
 
     def __init__(self, backend: LocalBackend, key: str, file: TempFile, nbytes: int | None) -> None:
-        """Write into ``file``."""
         self._backend = backend
         self._key = key
         self._file = file

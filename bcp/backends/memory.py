@@ -26,13 +26,11 @@ class MemoryBackend:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, name: str = "") -> None:
-        """Open the store of that name; it is created empty if there is none."""
         self.name = name
         with self._lock:
             self._objects = self._stores.setdefault(name, {})
 
     def __repr__(self) -> str:
-        """Show the name."""
         return f"MemoryBackend({self.name!r})"
 
     @classmethod
@@ -127,7 +125,6 @@ class MemoryBackend:
 
 
 def _renew_lock() -> None:
-    """Take a new lock: in a forked child no thread may be left to release the old one."""
     MemoryBackend._lock = threading.Lock()  # noqa: SLF001 -- the class's own module
 
 
@@ -138,7 +135,6 @@ class _Parts:
     """Receives the parts of one object."""
 
     def __init__(self, where: str, nbytes: int | None) -> None:
-        """Start empty."""
         self._where = where
         self._tiling = Tiling(where, nbytes)
         self._data: dict[int, bytes] = {}

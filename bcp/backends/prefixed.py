@@ -45,12 +45,10 @@ class PrefixedBackend:
     """
 
     def __init__(self, whole: Backend, prefix: str) -> None:
-        """Look at ``whole`` from below ``prefix``; see :func:`child`."""
         self.whole = whole
         self.prefix = prefix
 
     def __repr__(self) -> str:
-        """Show the backend behind the view."""
         return f"{self.whole!r}/{self.prefix}"
 
     @property
@@ -130,5 +128,4 @@ class PrefixedBackend:
         """Do nothing: the whole backend is its opener's to close."""
 
     def _key(self, key: str) -> str:
-        """Return the key as the whole backend knows it."""
         return f"{self.prefix}/{check_key(key)}"

@@ -33,7 +33,6 @@ class _Probes:
     """The ways that were found, by st_dev, and the lock under which they are looked for."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.lock = Lock()
         self.found: dict[int, WriteWay] = {}
 

@@ -49,7 +49,6 @@ class Exchange:
         self._blame = blame
 
     def __repr__(self) -> str:
-        """Show the connections."""
         return f"<Exchange over {self._mesh!r}>"
 
     # -- all to all ---------------------------------------------------------------------------

@@ -281,7 +281,6 @@ def _matching(
 
 
 def _preferred(chosen: Sequence[Interface]) -> Interface:
-    """Return an address of IPv4 if there is one, and no link's own if there is another."""
     return min(chosen, key=lambda each: (each.is_link_local, each.version))
 
 

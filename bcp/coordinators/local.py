@@ -28,7 +28,6 @@ class SoloCoordinator:
     world_size = 1
 
     def __repr__(self) -> str:
-        """Show what it is."""
         return "SoloCoordinator()"
 
     @asynccontextmanager

@@ -103,7 +103,6 @@ class Mesh:
         self._scope = anyio.CancelScope()
 
     def __repr__(self) -> str:
-        """Show the port and how many ranks are connected."""
         return f"<Mesh of rank {self.rank}: {len(self._dialled)} dialled, {len(self._accepted)} accepted>"
 
     @property
@@ -273,11 +272,9 @@ class Mesh:
         return TlsWire(connection, self._tls.listener if name is None else self._tls.dialer, name)
 
     def _key(self, token: str) -> bytes:
-        """Return the key of proofs to the listener that has published a token."""
         return proof(self._secret(), "bulk data", token)
 
     def _most_strangers(self) -> int:
-        """Return how many connections may be unproved: some, and all ranks that have still to come."""
         return _STRANGERS + max(self._world_size - 1, LANES) - len(self._accepted)
 
 
@@ -292,7 +289,6 @@ def _acknowledge(wire: Wire) -> None:
 
 
 def _compare(shown: bytes | bytearray, expected: bytes) -> None:
-    """Raise :class:`_UnprovedError` if a proof is wrong."""
     if not hmac.compare_digest(shown, expected):
         raise _UnprovedError("the other side does not know the job's secret")
 

@@ -33,7 +33,6 @@ class PeerInfo:
         return cls(rank, what, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
-        """Name the rank for a person."""
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
@@ -92,11 +91,9 @@ class Heartbeats:
     """
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
-        """Watch these ranks; a rank that gives no sign at all is late, counted from ``now``."""
         self._signs = {rank: _Heartbeat(None, now) for rank in ranks}
 
     def __repr__(self) -> str:
-        """Show how many are here and how many have left."""
         joined = sum(sign.value is not None for sign in self._signs.values())
         return f"<Liveness of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
 

@@ -114,13 +114,11 @@ class Operation:
         self._exchange: Exchange | None = None
 
     def __repr__(self) -> str:
-        """Show what is being done and how far it is."""
         return f"<Operation {self._hello.what!r} of {self._hello}: {self._channel!r}>"
 
     # -- the context --------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Say hello and start to watch."""
         try:
             await self._channel.join()
         except BaseException as error:
@@ -135,7 +133,6 @@ class Operation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Tell the others of an error, stop watching, leave; then raise the verdict, if there is one."""
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         self._channel.leave()
         if error is not None and self._channel.verdict is None and not isinstance(error, PeerError):
@@ -157,7 +154,6 @@ class Operation:
         return False
 
     def _abort(self, error: BaseException) -> Abort:
-        """Return what the others are told of an error of this rank."""
         return Abort(self._hello.rank, f"{self._hello}: {describe(error)}")
 
     # -- the verbs ----------------------------------------------------------------------------

@@ -187,7 +187,6 @@ class GroupExchange:
         self._threads = ThreadPoolExecutor(2, "bcp-process-group")  # one waits; the other one ends the group meanwhile
 
     def __repr__(self) -> str:
-        """Show the group, and how far it is."""
         state = "ended" if self._ended else "open"
         return f"<GroupExchange of rank {self._rank} with {len(self._peers)} others: {state}, {self._rounds} rounds>"
 

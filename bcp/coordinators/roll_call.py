@@ -68,12 +68,10 @@ class RollKeys:
     """Keys below a prefix, whose values are JSON. All calls but :meth:`name` block until the store has answered."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
-        """Prepare; nothing is sent."""
         self._client = client
         self._prefix = prefix
 
     def __repr__(self) -> str:
-        """Show the prefix."""
         return f"<Keys {self._prefix!r}>"
 
     def name(self, *names: object) -> str:
@@ -118,7 +116,6 @@ class Caller:
     """
 
     def __init__(self, keys: RollKeys, world_size: int, texts: Callable[[Sequence[Host]], Sequence[str]]) -> None:
-        """Prepare; ``texts`` returns rank 0's words for each rank, given the hosts of all."""
         self.heard: Ended | None = None
         self.hosts: list[Host] = []
         self._keys = keys
@@ -131,7 +128,6 @@ class Caller:
         self._ticked = float("-inf")
 
     def __repr__(self) -> str:
-        """Show how many ranks are there."""
         return f"<Caller: {1 + len(self.hosts)} of {self._world_size} ranks are there>"
 
     def look(self, host: Host) -> Answer | None:
@@ -225,7 +221,6 @@ class Member:
     """
 
     def __init__(self, keys: RollKeys, rank: int) -> None:
-        """Prepare."""
         self.heard: Ended | None = None
         self._keys = keys
         self._rank = rank
@@ -237,7 +232,6 @@ class Member:
         self._looked = False
 
     def __repr__(self) -> str:
-        """Show the rank."""
         return f"<Member {self._rank}, {'rank 0 was never seen' if self._root is None else 'rank 0 was seen'}>"
 
     def look(self, host: Host) -> Answer | None:
@@ -328,7 +322,6 @@ class RollCall:
         self._attendant: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        """Show the place in the store."""
         return f"<Roll of rank {self._rank} of {self._world_size}, {self._keys!r}>"
 
     @property

@@ -88,7 +88,6 @@ class Tls:
     target_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no connection could use."""
         self.contexts()
 
     def contexts(self) -> TlsContexts:
@@ -145,7 +144,6 @@ def _load_own(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
 
 
 def _refuse_to_ask() -> str:
-    """Keep OpenSSL from asking for a password on the terminal."""
     raise ValueError("the private key is encrypted")
 
 
@@ -158,7 +156,6 @@ class Wire:
     _flags: int = socket.MSG_WAITALL  # one call for all bytes, as far as they come
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a connected socket."""
         connection.settimeout(0)
         self._socket = connection
 

@@ -131,7 +131,6 @@ class StoreClient:
         return store if isinstance(store, StoreClient) else cls(store)
 
     def __repr__(self) -> str:
-        """Show the store, and how many calls wait."""
         state = "not connected" if self._store is None else "connected"
         return f"<StoreClient of {self.name}: {state}, {len(self._waiting)} calls wait>"
 

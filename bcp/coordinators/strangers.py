@@ -66,11 +66,9 @@ class Strangers:
         self._quiet: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        """Show how many there are."""
         return f"<Strangers of rank {self._rank}: {len(self._here)}>"
 
     def __len__(self) -> int:
-        """Count those that are here."""
         return len(self._here)
 
     async def accept(self, listener: socket.socket) -> tuple[socket.socket, str]:

@@ -17,11 +17,9 @@ class Closing(ABC):
         """Give back everything that the loader holds. Idempotent."""
 
     def __enter__(self) -> Self:
-        """Return the loader."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the loader."""
         self.close()

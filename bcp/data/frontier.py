@@ -78,7 +78,6 @@ class Frontier:
         epochs: int | None = 1,
         history: int = 8,
     ) -> None:
-        """Hand out nothing yet."""
         if not 0 <= reader < readers <= shards or history < 1 or (epochs is not None and epochs < 1):
             raise InputError(
                 f"Frontier(reader={reader}, readers={readers}, shards={shards}, epochs={epochs}, history={history}):"
@@ -119,18 +118,15 @@ class Frontier:
                     return ordinal
 
     def __iter__(self) -> Self:
-        """Return the frontier: an iterator that pulls pairs of ordinal and prompt."""
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        """Pull the next ordinal, and return it with its prompt."""
         ordinal = self.pull()
         if ordinal is None:
             raise StopIteration
         return ordinal, self._outstanding[ordinal]
 
     def __getitem__(self, ordinal: int) -> Any:
-        """Return the prompt of an ordinal that is handed out and not acknowledged."""
         with self._lock:
             self._check_outstanding([ordinal])
             return self._outstanding[ordinal]

@@ -127,7 +127,6 @@ class TokenLoader(Closing):
         epochs: int | None = None,
         start_method: str | None = None,
     ) -> None:
-        """Read nothing yet. Worker processes start with the first batch."""
         counts = {"context": context, "batch": batch, "readers": readers, "shards": shards, "prefetch": prefetch}
         if start_method not in (None, *get_all_start_methods()):
             raise InputError(f"TokenLoader(start_method={start_method!r}): pass one of {get_all_start_methods()}")
@@ -155,7 +154,6 @@ class TokenLoader(Closing):
     # -- iteration ----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader: there is one position, and a second loop goes on from it."""
         return self
 
     def __next__(self) -> Batch:
@@ -333,7 +331,6 @@ class TokenLoader(Closing):
         self._ended = self._closed = False
 
     def _wanted(self, parts: int) -> list[str]:
-        """Return the ids of the units that this reader loads of a checkpoint with so many parts a shard."""
         return list(dict.fromkeys(str(old) for unit in self._units for old in needed_units(unit, parts)))
 
     def _position(self, saved: Mapping[Unit, UnitState]) -> int:

@@ -51,7 +51,6 @@ class Source:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a source that nothing can be drawn from."""
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"Source(name={self.name!r}): pass a string that is not empty")
         if not (math.isfinite(self.weight) and self.weight > 0):
@@ -158,13 +157,11 @@ class Permutation:
     __slots__ = ("_columns", "_key", "_rows", "_size")
 
     def __init__(self, size: int, key: int) -> None:
-        """Choose one by its key, 64 bits."""
         self._size, self._key = size, key
         self._rows = math.isqrt(size - 1) + 1
         self._columns = -(-size // self._rows)
 
     def __getitem__(self, position: int) -> int:
-        """Return the value at a position, 0 <= position < size."""
         while True:
             row, column = divmod(position, self._columns)
             for step in range(3):

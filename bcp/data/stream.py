@@ -101,7 +101,6 @@ class Stream:
     """
 
     def __init__(self, recipe: Recipe, unit: int, state: UnitState) -> None:
-        """Go on from a state."""
         self._recipe, self._unit = recipe, unit
         self._cursors, self._draws = state.cursors.copy(), state.draws
         self._backlog = deque((row[0], row[1], row[2]) for row in state.backlog.tolist())
@@ -193,7 +192,6 @@ class Streams:
     """The streams of one worker; takes its windows of each batch of the schedule, ahead of their consumption."""
 
     def __init__(self, recipe: Recipe, schedule: Schedule, states: Mapping[int, UnitState]) -> None:
-        """Go on from the states of units, by their numbers."""
         self._context, self._schedule = recipe.context, schedule
         self._streams = {unit: Stream(recipe, unit, state) for unit, state in states.items()}
         self.taken = 0

@@ -94,7 +94,6 @@ class Unit:
     parts: int = 1
 
     def __str__(self) -> str:
-        """Return the unit's id, as in ``00003`` and ``00003.0of2``."""
         return f"{self.shard:05d}" + (f".{self.part}of{self.parts}" if self.parts > 1 else "")
 
     def number(self, shards: int) -> int:
@@ -202,7 +201,6 @@ def _positions(
 
 
 def _pieces(state: UnitState) -> list[Tokens]:
-    """Return the tokens of each buffered sample."""
     return np.split(state.tokens, np.cumsum(state.samples[:, 4])[:-1]) if len(state.samples) else []
 
 

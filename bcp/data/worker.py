@@ -88,7 +88,6 @@ class Line:
     """One end of a socket that carries messages."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Take over a socket of type SOCK_SEQPACKET."""
         self.socket = end
 
     def has_message(self) -> bool:

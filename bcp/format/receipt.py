@@ -63,7 +63,6 @@ class Blocks:
     checksum: Sequence[bytes]
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self.checksum)
 
     @classmethod

@@ -159,7 +159,6 @@ class MegatronNames:
     num_experts: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no model is."""
         if self.family not in FAMILIES:
             raise InputError(f"family={self.family!r} is unknown; known are {', '.join(sorted(FAMILIES))}")
         if self.num_attention_heads < 1 or self.groups < 1 or self.num_attention_heads % self.groups:
@@ -369,5 +368,4 @@ def _head(rows: int, count: int) -> int:
 
 
 def _zeros(shape: Shape) -> Shape:
-    """Return the first corner of a tensor."""
     return (0,) * len(shape)

@@ -33,7 +33,6 @@ class Budget:
     __slots__ = ("_capacity", "_in_use", "_peak", "_waited_seconds", "_waiters")
 
     def __init__(self, nbytes: int) -> None:
-        """Lend up to ``nbytes`` bytes; zero lets items through one by one."""
         if nbytes < 0:
             raise InputError(f"a budget of {nbytes} bytes cannot be; pass zero or more")
         self._capacity = nbytes
@@ -88,7 +87,6 @@ class Budget:
         self._serve()
 
     def __repr__(self) -> str:
-        """Show what is lent, of how much, and who waits."""
         return (
             f"<Budget {self._in_use}/{self._capacity} bytes in use, peak {self._peak}, "
             f"{len(self._waiters)} waiting, {self._waited_seconds:.3f} s waited>"

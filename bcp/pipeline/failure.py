@@ -43,7 +43,6 @@ class FirstFailure:
     __slots__ = ("_error", "_kind", "_scope")
 
     def __init__(self, scope: anyio.CancelScope, kind: type[StageError]) -> None:
-        """Watch over the tasks in ``scope``; a failed stage is raised as a ``kind``."""
         self._scope = scope
         self._kind = kind
         self._error: BaseException | None = None

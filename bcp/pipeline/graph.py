@@ -54,7 +54,6 @@ class Pipeline(Generic[A, O]):
     stages: tuple[Stage[Any, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse two stages of one name."""
         for index, name in enumerate(self.names):
             if name in self.names[:index]:
                 raise InputError(f"there are two stages named {name!r} in {self._listing}; give one another name")

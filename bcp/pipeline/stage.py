@@ -37,7 +37,6 @@ class Stage(Generic[I, O]):
     ordered: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         if not self.name:
             raise InputError("a stage needs a name; pass Stage('my-stage', function)")
         if self.workers < 1:

@@ -33,7 +33,6 @@ class PlanCache(Generic[V]):
     """
 
     def __init__(self, capacity: int = 8) -> None:
-        """Hold at most ``capacity`` plans."""
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be at least 1")
         self.capacity = capacity
@@ -61,9 +60,7 @@ class PlanCache(Generic[V]):
                 del self._plans[next(iter(self._plans))]
 
     def __len__(self) -> int:
-        """Return the number of plans held."""
         return len(self._plans)
 
     def __repr__(self) -> str:
-        """Show how well it does."""
         return f"PlanCache({len(self)} of {self.capacity} plans, {self.hits} hits, {self.misses} misses)"

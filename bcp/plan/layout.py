@@ -206,7 +206,6 @@ def _refuse(bad: npt.ArrayLike, what: str, first: int = 0) -> None:
 
 
 def _refuse_outside(values: Ints, stop: int, what: str, first: int = 0) -> None:
-    """Raise if any value is not in [0, stop)."""
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) < stop:
         _refuse((values < 0) | (values >= stop), what, first)
 

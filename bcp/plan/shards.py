@@ -46,7 +46,6 @@ class Segments:
     at: Ints
 
     def __len__(self) -> int:
-        """Return how many segments the patterns have."""
         return len(self.at)
 
     @classmethod
@@ -192,7 +191,6 @@ class TensorTable:
     tied_to: Sequence[str]
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
         return len(self.fqn)
 
     @classmethod
@@ -217,7 +215,6 @@ class TensorTable:
         return list(map([*self.dtype, ""].__getitem__, rows.tolist()))
 
     def __getitem__(self, row: int) -> TensorMeta:
-        """Return one row as a record."""
         ndim = int(self.ndim[row])
         return TensorMeta(
             kind=KINDS[self.kind[row]],
@@ -287,7 +284,6 @@ class ShardTable:
     units: str = ""
 
     def __len__(self) -> int:
-        """Return the number of shards."""
         return len(self.tensor)
 
     @classmethod

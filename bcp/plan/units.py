@@ -39,7 +39,6 @@ class Claim:
     ids: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Name the state, for messages."""
         return f"dataloader {self.name!r}" if self.name else "the dataloader"
 
     def paths(self) -> list[str]:

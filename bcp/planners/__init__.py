@@ -69,7 +69,6 @@ def planner(framework: str | None, states: States) -> Planner:
 
 
 def _never(_: States) -> bool:
-    """Detect nothing."""
     return False
 
 

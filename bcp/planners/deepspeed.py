@@ -194,7 +194,6 @@ def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
 
 
 def _is_whole(parameter: Any) -> bool:
-    """Whether all of a ZeRO-3 parameter is in ``data`` at the moment, as a copy."""
     return bool(parameter.ds_status.name == "AVAILABLE")
 
 
@@ -238,12 +237,10 @@ def _zero12(optimizer: Any) -> Iterator[Held]:
 
 
 def _bf16(optimizer: Any) -> Iterator[Held]:
-    """Read BF16_Optimizer, which is what ZeRO-1 is with bf16 weights and fp32 gradients."""
     return _rows(optimizer, optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition)
 
 
 def _fused(optimizer: Any) -> Iterator[Held]:
-    """Read FP16_Optimizer (stage 0): per group all parameters in a row, whole on every rank."""
     return _rows(optimizer, optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat)
 
 
@@ -419,22 +416,18 @@ def holds_deepspeed(states: States) -> bool:
 
 
 def _is_engine(value: object) -> bool:
-    """Whether it is what ``deepspeed.initialize()`` returns first."""
     return _is(value, "DeepSpeedEngine")
 
 
 def _is(value: object, name: str) -> bool:
-    """Whether it is an instance of DeepSpeed's class of that name."""
     return any(base.__name__ == name and _is_of_deepspeed(base) for base in type(value).__mro__)
 
 
 def _is_of_deepspeed(kind: type) -> bool:
-    """Whether DeepSpeed made that class."""
     return kind.__module__.partition(".")[0] == "deepspeed"
 
 
 def _counts_itself(inner: object) -> bool:
-    """Whether an inner optimizer is DeepSpeed's own, as FusedAdam: its kernels take the step count as an int."""
     return any(map(_is_of_deepspeed, type(inner).__mro__))
 
 
@@ -478,7 +471,6 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def _scale_name(key: str) -> ObjectKey:
-    """Return the name of a value of the loss scaler."""
     return (OPTIMIZER, f"loss_scaler.{key}")
 
 

@@ -71,7 +71,6 @@ class PlainPlanner:
         return LoadTargets(leaves.to_load(saved.rows), check, finish)
 
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:  # noqa: ARG002 -- hook
-        """Take the leaves of the model; return what puts loaded objects back. ``saved`` is there in a load."""
         return _add_plain(leaves, "model", states)
 
     def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:

@@ -78,7 +78,6 @@ class Tuned:
     first: float = 10.0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         amount("Tuned", "overhead", self.overhead, most=1.0)
         amount("Tuned", "restart", self.restart, zero=True)
         amount("Tuned", "prior_hours", self.prior_hours)
@@ -177,12 +176,10 @@ class Tuned:
         ]
 
     def _restart(self, costs: Costs) -> float:
-        """Return the seconds of a restart: measured, or else assumed."""
         return _measured(costs.restart) or self.restart
 
 
 def _measured(value: float) -> float:
-    """Return a measured number; 0 if it is none."""
     return value if math.isfinite(value) and value > 0 else 0.0
 
 

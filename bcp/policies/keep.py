@@ -96,7 +96,6 @@ class Latest:
     n: int
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         whole("Latest", "n", self.n)
 
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
@@ -124,7 +123,6 @@ class EveryKSteps:
     k: int
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         whole("EveryKSteps", "k", self.k)
 
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
@@ -156,7 +154,6 @@ class ClosestTo:
     every_k: int
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         whole("ClosestTo", "every_k", self.every_k)
 
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
@@ -193,7 +190,6 @@ class LastDays:
     days: float
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         amount("LastDays", "days", self.days)
 
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
@@ -227,7 +223,6 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         if not isinstance(self.metric, str) or not self.metric:
             raise InputError(f"Best(metric={self.metric!r}): no name; pass that of a metric, as in Best('loss')")
         whole("Best", "n", self.n)
@@ -262,7 +257,6 @@ class Pinned:
     steps: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         object.__setattr__(self, "steps", steps_of("Pinned", self.steps))
 
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
@@ -307,7 +301,6 @@ class AnyKept:
     policies: tuple[KeepPolicy, ...]
 
     def __init__(self, *policies: KeepPolicy | int) -> None:
-        """Take the policies, one argument each."""
         if not policies:
             raise InputError("AnyKept() would delete every checkpoint; pass at least one keep policy")
         object.__setattr__(self, "policies", tuple(as_keep_policy(policy) for policy in policies))

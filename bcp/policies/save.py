@@ -151,7 +151,6 @@ class EverySteps(_Stepwise):
     n: int
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         whole("EverySteps", "n", self.n)
 
     def due(self, moment: Moment) -> bool:
@@ -180,7 +179,6 @@ class EverySeconds(_Timed):
     seconds: float
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         amount("EverySeconds", "seconds", self.seconds)
 
     def due(self, moment: Moment) -> bool:
@@ -207,7 +205,6 @@ class AtSteps(_Stepwise):
     steps: Collection[int]
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         steps = steps_of("AtSteps", self.steps)
         if not steps:
             raise InputError("AtSteps([]) never saves; pass at least one step")
@@ -241,7 +238,6 @@ class Continuously(_Timed):
     gap: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
         amount("Continuously", "gap", self.gap, zero=True)
 
     def due(self, moment: Moment) -> bool:
@@ -299,7 +295,6 @@ class AnyOf:
     policies: tuple[SavePolicy, ...]
 
     def __init__(self, *policies: SavePolicy | int) -> None:
-        """Take the policies, one argument each."""
         if not policies:
             raise InputError("AnyOf() never saves; pass at least one save policy")
         object.__setattr__(self, "policies", tuple(as_save_policy(policy) for policy in policies))

@@ -61,7 +61,6 @@ def _sent(body: Body[T], answer: Callable[[], Any]) -> Callable[[], Awaitable[An
 
 
 def _awaiting(function: Callable[[], Awaitable[Any]]) -> Callable[[Callable[[], None]], Awaitable[Any]]:
-    """Make a function of no argument an operation of the loop."""
     return lambda _: function()
 
 

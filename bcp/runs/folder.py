@@ -115,7 +115,6 @@ class Folder:
         self._lock = anyio.Lock()
 
     def __repr__(self) -> str:
-        """Show the place."""
         return f"Folder({self._url})"
 
     @property
@@ -224,11 +223,9 @@ class Folder:
         await self._backend.delete([f"{folder}{METADATA_KEY}" for folder in reversed(folders)])
 
     async def _commit(self, step: int) -> Version:
-        """Return the version of a step's commit object; "" if there is none."""
         return await self._backend.version(f"{step_name(step)}/{METADATA_KEY}") or ""
 
     async def _commits(self, steps: Sequence[int]) -> dict[int, Version]:
-        """Return the versions of several commit objects; 16 are asked for at once."""
         return dict(zip(steps, await in_turns(partial(self._commit, step) for step in steps), strict=True))
 
     async def _has_roles(self, step: int) -> bool:
@@ -438,5 +435,4 @@ def _deletable(keys: Sequence[str]) -> list[str]:
 
 
 async def _pause() -> None:
-    """Let another job end its change."""
     await anyio.sleep(random.uniform(0, _PAUSE_SECONDS))  # noqa: S311 -- no secret

@@ -25,7 +25,6 @@ class Keeper:
     """
 
     def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
-        """Look after one folder."""
         self._folder, self._keep = folder, keep
         self.began = time.monotonic()
 

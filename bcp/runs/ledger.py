@@ -412,7 +412,6 @@ def _is_unicode(text: str) -> bool:
 
 
 def _storable(text: str) -> str:
-    """Return a text as a ledger can have it: cut, and without lone surrogates."""
     return text[:_MOST_TEXT].encode(errors="replace").decode()
 
 

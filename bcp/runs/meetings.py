@@ -68,7 +68,6 @@ class Stand:
     __slots__ = ("count", "published", "step", "stop")
 
     def __init__(self) -> None:
-        """Stand before the first step."""
         self.count = 0
         self.step: object = None
         self.published: int | None = None
@@ -163,7 +162,6 @@ class Meetings:
         _open.add(self)
 
     def __repr__(self) -> str:
-        """Show where this rank stands."""
         stop = "" if self._stand.stop is None else f", stops at {self._stand.stop}"
         return f"<Meetings of rank {self.rank} of {self._world_size}: {self._stand.count} steps{stop}>"
 

@@ -33,7 +33,6 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        """Begin now, at step 0."""
         self.began = time.monotonic()
         self.step = self._first = 0
         self.restart = 0.0
@@ -129,7 +128,6 @@ class Plans:
     """The plan that holds, on one rank, and the next one that is being made."""
 
     def __init__(self, patience: float) -> None:
-        """Remember after how many seconds of silence a rank is given up."""
         self._patience = patience
         self._asked = 0
         self._asking: Background[Plan] | None = None

@@ -88,7 +88,6 @@ class Preemption:
         self._pipe: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
-        """Show the signals, and the reason if there is one."""
         names = ", ".join(map(_name, self._signals))
         return f"<Preemption by {names or 'notice'}: {self.reason or ('waits' if self._asked else 'not installed')}>"
 

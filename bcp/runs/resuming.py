@@ -74,7 +74,6 @@ class Resumed:
     life: str = ""
 
     def __str__(self) -> str:
-        """Say it in words."""
         chosen = f"resumed from step {self.step}" if self.step else "nothing to resume from: a new run"
         return "; ".join([chosen, *(f"step {one.step} passed over: {one.reason}" for one in self.passed_over)])
 

@@ -235,7 +235,6 @@ class Run:
         return background
 
     def _renew_plan(self, step: int) -> None:
-        """Let rank 0 plan the next save, if the policy looks at a clock."""
         if self._policy.timed:
             self._plans.renew(self._ranks, step, self._next_plan)
 
@@ -460,23 +459,19 @@ class Run:
             error.add_note(f"The run failed to close as well: {failure!r}")
 
     def __enter__(self) -> Self:
-        """Do nothing; leaving the block closes the run."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error of the block itself comes first."""
         drive(self._leave(error), f"close the run at {shown(self._url)}")
 
     async def __aenter__(self) -> Self:
-        """Do nothing; leaving the block closes the run."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error of the block itself comes first."""
         await adrive(self._leave(error), f"close the run at {shown(self._url)}")
 
     @property

@@ -165,7 +165,6 @@ class Standby:
     """At most one save that is held back before its upload."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._gate: Future[None] = Future()
         self._held: Background[SaveReport] | None = None
         self._lock = threading.Lock()

@@ -68,7 +68,6 @@ class Background(Generic[T]):
     _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
 
     def __init__(self, what: str, *, daemon: bool = False) -> None:
-        """Prepare the operation called ``what``; :func:`start` makes and launches one."""
         self.what = what
         self.daemon = daemon
         self._loop: Loop | None = None
@@ -132,7 +131,6 @@ class Background(Generic[T]):
         return self._take()
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Await :meth:`result`."""
         return self.result().__await__()
 
     def done(self) -> bool:
@@ -174,7 +172,6 @@ class Background(Generic[T]):
             tell("%s failed, and nobody waited for it", self.what, exc_info=self._error)
 
     def __repr__(self) -> str:
-        """Show what it is and how it stands."""
         if self._pid != os.getpid():
             state = f"belongs to process {self._pid}"
         elif not self._ended:

@@ -110,7 +110,6 @@ def accelerators(tensors: Sequence[torch.Tensor], address: npt.NDArray[np.int64]
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in page-locked host memory."""
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.is_pinned()
 
 
@@ -169,7 +168,6 @@ class Lanes:
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
-        """Take the devices' indices; none at all, on the CPU, and every method does nothing."""
         self.devices = tuple(devices)
 
     async def __aenter__(self) -> Self:
@@ -184,7 +182,6 @@ class Lanes:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is still queued: nothing, unless the load failed."""
         if self.devices and error is not None:
             with suppress(RuntimeError):  # as above
                 await in_thread_even_if_cancelled(self._wait)
@@ -237,7 +234,6 @@ def _mark(devices: Sequence[int]) -> Mark:
 
 
 def _side_streams(devices: Sequence[int]) -> list[torch.Stream]:
-    """Return bcp's streams on devices, as far as these have any."""
     return [stream for stream in map(_side_stream, devices) if stream is not None]
 
 

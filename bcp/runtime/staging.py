@@ -45,7 +45,6 @@ class StagingPool:
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
-        """Start empty; ``pinned`` buffers are page-locked, for copies from and to devices."""
         self.pinned = pinned
         self._free: list[_Free] = []
         self._nbytes = 0
@@ -53,7 +52,6 @@ class StagingPool:
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        """Show what the pool holds."""
         kind = "pinned" if self.pinned else "pageable"
         with self._lock:
             return f"<StagingPool {kind}: {len(self._free)} free buffers, {self._free_nbytes()} bytes>"
@@ -182,7 +180,6 @@ class Lease:
     """
 
     def __init__(self, pool: StagingPool, most: int = sys.maxsize) -> None:
-        """Begin with nothing borrowed; see :meth:`StagingPool.lease`."""
         self.pools = (pool, shared_pool(pinned=False)) if pool.pinned else (pool,)
         self.out: dict[int, torch.Tensor] = {}
         self.pool_of: dict[int, StagingPool] = {}

@@ -307,7 +307,6 @@ async def collect_failure_garbage() -> AsyncIterator[None]:
 
 
 def _as_usual() -> None:
-    """Set the thresholds as they were, unless somebody else has set others meanwhile."""
     if gc.get_threshold()[0] == _OFF:
         gc.set_threshold(*_usual)
 

@@ -140,7 +140,6 @@ def _gathered(sources: Sequence[torch.Tensor], starts: Sequence[int], nbytes: in
 
 
 def _flat(tensor: torch.Tensor, span: PartInterval, item: WriteItem) -> torch.Tensor:
-    """View what a span shows of a contiguous tensor, as one row."""
     return row_of(tensor)[_inside(span, item)]
 
 

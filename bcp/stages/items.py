@@ -156,7 +156,6 @@ class PartReceipt:
 
 
 def _numel(shape: tuple[int, ...]) -> int:
-    """Return the number of elements of a shape."""
     return int(np.prod(shape, dtype=np.int64))
 
 

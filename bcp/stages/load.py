@@ -378,6 +378,5 @@ async def _place_late(context: LoadContext) -> None:
 
 
 async def _reached(mark: Mark) -> None:
-    """Wait until copies are done; on the CPU they are. To ask whether they are is a call of the driver too."""
     if mark.events:
         await in_thread(mark.wait)

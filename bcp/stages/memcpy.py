@@ -92,7 +92,6 @@ def flat_to_bytes(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
 
 
 def _packed(block: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a block in row-major order, as bytes."""
     return row_of(block.contiguous()).view(torch.uint8)
 
 

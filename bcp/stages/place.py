@@ -138,7 +138,6 @@ class LoadBuffers:
         block_of(target, block.target).copy_(block_of(source, block.source), non_blocking=True)
 
     def _nbytes(self, mine: Ints) -> int:
-        """Return how many bytes of tensors copies fill."""
         return int((self.copies.numel[mine] * self.sizes[self.copies.row[mine]]).sum())
 
     def _written(self, rows: Ints) -> None:
@@ -146,5 +145,4 @@ class LoadBuffers:
 
 
 def _nowhere(nbytes: int) -> memoryview:
-    """Return memory for bytes that nobody wants, but that have to be checked."""
     return memoryview(np.empty(nbytes, np.uint8).data)

@@ -32,7 +32,6 @@ class Writers:
     """The data files, which are opened while the first parts are being copied."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._opened: Mapping[str, PartWriter] = {}
         self._ready = anyio.Event()
 

@@ -19,7 +19,6 @@ class InspectedStates(Mapping[str, Any]):
     """The states themselves, and what was found in them: everyone asks, and a walk takes 5 ms for 20,000 tensors."""
 
     def __init__(self, states: States) -> None:
-        """Look later."""
         self._states = states
 
     @classmethod

@@ -152,7 +152,6 @@ def _is_fsdp2(cuts: Sequence[DimensionCut]) -> bool:
 
 
 def _plain(cuts: Sequence[DimensionCut], order: Iterable[int]) -> list[DimensionCut]:
-    """Return the cuts in another order, which says all that their factors said."""
     return [DimensionCut(cuts[at].parts, cuts[at].mine) for at in order]
 
 

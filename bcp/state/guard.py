@@ -92,7 +92,6 @@ def check_unchanged(shards: LocalShards, before: list[int], rank: int) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return the version counter that the tensor shares with all views of its memory."""
     return _UNTRACKED if tensor.is_inference() else tensor._version  # noqa: SLF001 -- torch's only name for it
 
 
@@ -149,7 +148,6 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
 
 
 def _has_hooks(given: object) -> bool:
-    """Whether torch calls hooks before its steps: not where a wrapper is an Optimizer in name only, as Accelerate's."""
     return isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False)
 
 
@@ -246,7 +244,6 @@ class StepHold:
                 gate.holds.add(self)
 
     def __repr__(self) -> str:
-        """Show whether it holds anything."""
         held = sum(self in gate.holds for gate in self._gates)
         return f"<StepHold of {len(self._gates)} optimizers: {held} held, {self.waited_seconds:.3f} s waited>"
 

@@ -35,7 +35,6 @@ _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def _rank() -> int:
-    """Return this rank, 0 outside of torch.distributed."""
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
@@ -269,11 +268,9 @@ class Leaves:
         return leaf
 
     def _named_twice(self, name: Name) -> StateError:
-        """Return the error for two leaves of one name."""
         return StateError(f"two leaves of {name[0]} are named {name[1]!r} on rank {self.rank}; rename one of them")
 
     def _label(self, name: Name) -> str:
-        """Name a tensor for messages."""
         return f"{name[0]} tensor {name[1]!r} on rank {self.rank}"
 
 

@@ -173,7 +173,6 @@ def _plain(view: torch.Tensor, box: Box, label: str) -> torch.Tensor:
 
 @cache
 def _is_wrapper(kind: type) -> bool:
-    """Whether tensors of that type stand for others, in which their memory is."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]  # a tensor's
 
 

@@ -85,7 +85,6 @@ class ParamNames:
     """Finds the FQNs of a parameter by what it is, or by its memory where only a plain state dict was passed."""
 
     def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
-        """Index the tensors of kind ``model``; names in ``saved`` come first, then the sorted order counts."""
         self._named = leaves.tensors.get("model", {})
         self._state, self._saved = state, saved
         self._by_id = self._indexed(self._named.items())
@@ -109,7 +108,6 @@ class ParamNames:
 
     @cached_property
     def _hidden(self) -> dict[int, list[str]]:
-        """The names that modules have for parameters, also for those that a hook took out of the state dict."""
         return self._indexed(_parameters(self._state))
 
     @cached_property
@@ -213,7 +211,6 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
 
 
 def _is_extra(raw: str) -> bool:
-    """Whether an entry of a state dict is what a module's ``get_extra_state()`` has returned."""
     return raw.endswith("_extra_state") and raw.rpartition(".")[2] == "_extra_state"
 
 
@@ -273,5 +270,4 @@ def _has_memory(tensor: Leaf) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a number or text, which is compared sooner than set."""
     return type(value) in (bool, int, float, str, bytes)

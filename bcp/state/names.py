@@ -57,7 +57,6 @@ def cleaned(module: nn.Module, kinds: Collection[type], names: Iterable[str]) ->
 
 
 def _may_be_wrapped(name: str) -> bool:
-    """Whether there may be a segment of a wrapper in it."""
     return any(segment in name for segment in _WRAPPERS)
 
 

@@ -110,12 +110,10 @@ def _bits_apart(bits: Any) -> Any:
 
 
 def _is_bounded(seeds: Any) -> bool:
-    """Whether a seed sequence of this state is made at once."""
     return bool(seeds["pool_size"] <= _MOST_POOL and _entropy_of(seeds) <= _MOST_ENTROPY_BITS)
 
 
 def _entropy_of(seeds: Any) -> float:
-    """Return the bits of entropy in the state of a seed sequence."""
     return _entropy_bits(seeds["entropy"]) + _entropy_bits(seeds.get("spawn_key", ()))
 
 

@@ -69,7 +69,6 @@ def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:
-    """Return keys in an order that does not depend on the one in which they were inserted."""
     return sorted(keys, key=lambda key: (str(key), type(key).__name__))
 
 

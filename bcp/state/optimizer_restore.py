@@ -92,7 +92,6 @@ class _Aside:
     """States of parameters that have none, until they are the optimizer's own."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._made: dict[tuple[int, int], tuple[Slot, dict[torch.Tensor, dict[str, Any]]]] = {}
 
     def instead(self, slot: Slot) -> Slot:
@@ -239,7 +238,6 @@ def _want_hypers(
 
 
 def _owner(slot: Slot) -> tuple[int, int]:
-    """Return the same for slots that share their states: those of parameters that are parts of one local tensor."""
     return id(slot.state), id(slot.parameter)
 
 

@@ -208,7 +208,6 @@ class _Packer:
         return value if value.bit_length() < _MOST_BITS else (_MARK, "int", hex_text(value, where))
 
     def _bytes(self, value: bytes, _: str) -> Any:
-        """Return bytes; empty ones are pickled as a call of ``bytes()``, which the restricted reader refuses."""
         return value or (_MARK, "bytes", bytearray())
 
     def _tuple(self, value: tuple[Any, ...], where: str) -> Any:
@@ -334,7 +333,6 @@ def _check_memory(tensor: torch.Tensor, where: str) -> None:
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are where its strides say, one after another."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 

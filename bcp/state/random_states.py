@@ -48,7 +48,6 @@ class RngState:
     """
 
     def __repr__(self) -> str:
-        """Show the class: an object has nothing of its own."""
         return "RngState()"
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +100,6 @@ def _digest(state: Mapping[str, Any]) -> bytes:
 
 
 def _seed(base: bytes, rank: int, generator: str) -> int:
-    """Return 63 bits for one generator of one rank; two generators with one seed may draw the same numbers."""
     return int.from_bytes(hashlib.sha256(base + f"{rank} {generator}".encode()).digest()[:8], "little") >> 1
 
 

@@ -141,7 +141,6 @@ def _distinct(forms: Sequence[TensorSpec]) -> tuple[list[TensorSpec], Ints]:
 
 
 def _column(values: Iterable[int]) -> Ints:
-    """Make a column of numbers."""
     return np.fromiter(values, np.int64)
 
 

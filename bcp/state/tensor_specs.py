@@ -214,7 +214,6 @@ def _stride(leaf: Leaf) -> tuple[int, ...]:
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor whose elements lie in order."""
     return tuple(math.prod(max(length, 1) for length in shape[dim + 1 :]) for dim in range(len(shape)))
 
 

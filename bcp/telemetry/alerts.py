@@ -92,7 +92,6 @@ class Alerts:
         max_durable: float | None = None,
         on_alert: Callable[[Alert], object] | None = None,
     ) -> None:
-        """Take the thresholds."""
         self.min_throughput = _above("min_throughput", min_throughput)
         self.max_request_seconds = _above("max_request_seconds", max_request_seconds)
         self.straggler_ratio = _above("straggler_ratio", straggler_ratio, 1)
@@ -293,7 +292,6 @@ def _stragglers(events: Iterable[Event]) -> Iterator[tuple[float, StageEvent]]:
 
 
 def _pace(event: StageEvent) -> float:
-    """Return seconds per byte."""
     return (event.ended - event.started) / event.nbytes
 
 

@@ -61,7 +61,6 @@ class Columns:
         )
 
     def __len__(self) -> int:
-        """Return how many events they are."""
         return len(self.rank)
 
     def is_status(self, status: str) -> Bools:

@@ -93,7 +93,6 @@ class LineOutput:
     """
 
     def __init__(self, form: Form, stream: TextIO | None, level: int) -> None:
-        """Write to that stream, or to whatever ``sys.stderr`` is at each line, from that level up."""
         self.form = form
         self.stream = stream
         self.level = level
@@ -138,5 +137,4 @@ def _first_things_first(_logger: object, _method: str, event: EventDict) -> Even
 
 
 def _without_chain(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Leave out values that are too long for a line that people read; ``error`` says the most of it."""
     return {name: value for name, value in event.items() if name not in ("errors", "notes", "tensors")}

@@ -53,7 +53,6 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
     __slots__ = ("_attributes", "_name", "_span", "_started", "_token")
 
     def __init__(self, name: str, **attributes: AttributeValue) -> None:
-        """Take name and attributes."""
         if name in PHASES:
             raise InputError(f"measure({name!r}) has the name of a phase of bcp's own; choose another one")
         self._name = name
@@ -63,7 +62,6 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
         self._token: Token[Context] | None = None
 
     def __enter__(self) -> Self:
-        """Begin the block."""
         if self._started is not None:
             raise RuntimeError(f"measure({self._name!r}) is in a block already; make another one for this block")
         if "measure" in settings.spans:
@@ -75,20 +73,17 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_back: TracebackType | None
     ) -> None:
-        """End the block."""
         started, self._started = cast("float", self._started), None
         emit(PhaseEvent(self._name, started, time.monotonic(), "" if error is None else told(error)))
         if self._span is not None:
             self._end_span(self._span, error)
 
     async def __aenter__(self) -> Self:
-        """Begin the block."""
         return self.__enter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_back: TracebackType | None
     ) -> None:
-        """End the block."""
         self.__exit__(kind, error, trace_back)
 
     def __call__(self, function: F) -> F:

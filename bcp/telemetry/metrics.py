@@ -120,7 +120,6 @@ class Metrics:
     """
 
     def __init__(self, meter: Meter | None = None) -> None:
-        """Use that meter; None: one of the process's own provider, also of one that is installed later."""
         self._given = meter is not None
         meter = meter or metrics.get_meter("bcp", __version__)
         self._to = _Instruments(meter)
@@ -254,7 +253,6 @@ class Metrics:
 
 
 def _asking(ask: Callable[[], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    """Return the callback of a gauge, which OpenTelemetry calls on the thread of an exporter."""
     return lambda _: ask()
 
 

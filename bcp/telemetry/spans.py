@@ -43,7 +43,6 @@ class Spans:
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
-        """Use that provider; None: the process's own."""
         self._provider = provider
         self._traces: WeakKeyDictionary[Watch, _Trace] = WeakKeyDictionary()
 
@@ -284,12 +283,10 @@ def _of_item(item: tuple[str, Sequence[StageEvent]]) -> tuple[bool, float]:
 
 
 def _of_request(event: RequestEvent) -> tuple[bool, float]:
-    """Return whether a request failed, and its seconds."""
     return event.status != "ok", event.ended - event.started
 
 
 def _clock(watch: Watch, moment: float) -> int:
-    """Return a moment of ``time.monotonic()`` as nanoseconds since 1970, by the clock at the operation's start."""
     return int(watch.time * 1e9) + int((moment - watch.started) * 1e9)
 
 

@@ -236,7 +236,6 @@ def _fields(value: object, kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str
 
 
 def _is_sane(number: float) -> bool:
-    """Return whether a number fits into 64 bits: no infinity, no NaN, no thousand digits."""
     return abs(number) < 1 << 63
 
 

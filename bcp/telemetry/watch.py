@@ -118,7 +118,6 @@ class Watch:
         observe: Observer = ignore,
         started: float | None = None,
     ) -> None:
-        """Take the attributes; ``started`` is now, unless it was some moments ago."""
         now = time.monotonic()
         self.started = now if started is None else started
         self.time = time.time() - (now - self.started)

@@ -51,14 +51,12 @@ class CountingBackend:
     """
 
     def __init__(self, inner: Backend) -> None:
-        """Count from zero."""
         self.inner = inner
         self.calls: Counter[str] = Counter()
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        """Show what is behind."""
         return f"{type(self).__name__}({self.inner!r})"
 
     async def before(self, operation: str, key: str) -> None:
@@ -151,7 +149,6 @@ class _CountingParts:
     """Counts the parts of one object."""
 
     def __init__(self, backend: CountingBackend, key: str, inner: PartWriter) -> None:
-        """Pass parts on to ``inner``."""
         self._backend = backend
         self._key = key
         self._inner = inner

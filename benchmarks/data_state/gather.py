@@ -84,7 +84,6 @@ def _save(loader: TokenLoader, step: float, *, prepared: bool) -> Sample:
 
 
 def _slowest(samples: list[Sample]) -> float:
-    """Return milliseconds of ``unit_states``."""
     return 1000 * max(sample.states for sample in samples)
 
 

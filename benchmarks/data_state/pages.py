@@ -16,16 +16,13 @@ class Pages:
     """Samples of 512 to 1535 tokens, which are slices of one array. Each process makes an array of its own."""
 
     def __init__(self, size: int) -> None:
-        """Hold so many samples."""
         self._size = size
         self._tokens: Tokens | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._size
 
     def __getitem__(self, index: int) -> Tokens:
-        """Return the tokens of a sample."""
         if self._tokens is None:
             self._tokens = np.arange(_TOKENS)
         length = _SHORTEST + (index * 2_654_435_761 >> 7) % (_LONGEST - _SHORTEST + 1)

@@ -32,7 +32,6 @@ class Shelf:
     """A sharded state with buffers of one size, in 64 virtual shards."""
 
     def __init__(self, reader: int, readers: int, nbytes: int) -> None:
-        """Hold the units of one of the readers of so many bytes altogether."""
         self.reader, self.readers = reader, readers
         self.units: Mapping[str, Any] = {
             f"{number:05d}": {"at": number, "tokens": torch.arange(nbytes // SHARDS // 8) + number}

@@ -34,7 +34,6 @@ class Crew:
     """Processes that hold one state together, and one library that is open in them."""
 
     def __init__(self, library: str, case: Case, nbytes: int, *, filled: bool) -> None:
-        """Start them and wait until they are ready; ``filled``: with random numbers, else with zeros."""
         self.library, self.case = library, case
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[Any] = []
@@ -61,13 +60,11 @@ class Crew:
         self._base = [resident(process.pid) for process in self._processes]
 
     def __enter__(self) -> Self:
-        """Do nothing: they are there."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes."""
         if error is None:
             for pipe in self._pipes:
                 pipe.send(None)

@@ -33,7 +33,6 @@ class _Goals:
     """The goals, in groups."""
 
     def __init__(self, samples: Samples, figures: Figures) -> None:
-        """Take both."""
         self._samples, self._figures = samples, figures
 
     def save(self) -> None:

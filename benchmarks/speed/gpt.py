@@ -13,7 +13,6 @@ class Block(nn.Module):
     """One pre-norm transformer block: four matrices, eight small tensors."""
 
     def __init__(self, width: int, heads: int) -> None:
-        """Make 12 x width^2 parameters, and some."""
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -34,7 +33,6 @@ class Gpt(nn.Module):
     """Tokens in, logits of the next token out. The head is tied to the embedding."""
 
     def __init__(self, *, width: int, layers: int, vocab: int, heads: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -36,7 +36,6 @@ class Raw:
     """So many bytes of memory, and the ways to write, read and copy them; each returns seconds."""
 
     def __init__(self, nbytes: int, path: Path) -> None:
-        """Fill the memory with what no disk can compress; ``path`` is the file that is written and read."""
         self.path = path
         self.nbytes = -(-nbytes // (2 * PAGE)) * 2 * PAGE  # O_DIRECT takes whole pages, a copy two halves
         self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,7 +124,6 @@ def _in_threads(count: int, nbytes: int, step: int, work: Callable[[int, int], N
 
 
 def _whole(done: int, wanted: int) -> None:
-    """Refuse a short read or write: then the time would be of fewer bytes."""
     if done != wanted:
         raise OSError(f"{done} of {wanted} bytes at once")
 

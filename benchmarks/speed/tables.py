@@ -145,7 +145,6 @@ def _state(samples: Samples) -> float | None:
 
 
 def _number(value: float | None, unit: float = 1.0, digits: int = 2) -> str:
-    """Write a number in a unit; a dash where there is none."""
     return "-" if value is None else f"{value / unit:.{digits}f}"
 
 

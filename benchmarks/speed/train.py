@@ -74,7 +74,6 @@ class Trainer:
     """Trains a small GPT on one core, in the thread that calls."""
 
     def __init__(self, update_saved: Callable[[], object]) -> None:
-        """Make it; ``update_saved`` is called in every step, where the parameters that are saved would change."""
         torch.manual_seed(0)
         self._model = Gpt(width=96, layers=2, vocab=VOCAB, heads=4)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
@@ -136,7 +135,6 @@ class _Watch:
     """A thread that waits for a background save, makes it durable, and takes the time."""
 
     def __init__(self, background: Background, path: Path) -> None:
-        """Begin to wait."""
         self.done = threading.Event()
         self._outcome: float | BaseException = 0.0
         self._thread = threading.Thread(target=self._run, args=(background, path))

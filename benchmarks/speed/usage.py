@@ -15,7 +15,6 @@ class Usage:
     """CPU seconds and peak memory of a process and its children from one moment on. Call :meth:`look` meanwhile."""
 
     def __init__(self, pid: int) -> None:
-        """Begin now."""
         self._pid = pid
         self._cpu = cpu_seconds(pid)
         self._children = 0

@@ -77,7 +77,6 @@ class _Worker:
     """The state, the library that saves and loads it, and a training loop; its methods are the commands."""
 
     def __init__(self, place: Place) -> None:
-        """Join the other ranks, make the state, open the library."""
         self._rank, self._ranks = place.rank, place.case.ranks
         if self._ranks > 1:
             _join(place)
@@ -151,7 +150,6 @@ class _Worker:
         self._together()
 
     def _together(self) -> None:
-        """Wait for all ranks."""
         if self._ranks > 1:
             dist.barrier()
 

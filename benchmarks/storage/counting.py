@@ -72,7 +72,6 @@ class Client:
     """One connection of a client, on a thread of its own."""
 
     def __init__(self, connection: socket.socket, server: CountingServer) -> None:
-        """Take a connection that was accepted."""
         self._socket = connection
         self._server = server
         self._ahead = bytearray()
@@ -173,7 +172,6 @@ class CountingServer(ABC):
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Listen; the payload has ``nbytes``."""
         self.nbytes = nbytes
         self.payload = os.memfd_create("payload")
         for piece in pieces(nbytes):

@@ -26,7 +26,6 @@ class CountingGcs(CountingServer):
     _sessions: dict[str, str]
 
     def __init__(self, nbytes: int) -> None:
-        """Listen."""
         self._sessions = {}
         super().__init__(nbytes)
 
@@ -105,7 +104,6 @@ class CountingGcs(CountingServer):
 
 
 def _place(name: str) -> str:
-    """Return where data belongs: parts of bcp have the random id of their upload in their names."""
     return _UPLOAD_ID.sub(".part-", name)
 
 

@@ -21,7 +21,6 @@ class CountingS3(CountingServer):
     _parts: dict[str, dict[int, Stored]]
 
     def __init__(self, nbytes: int) -> None:
-        """Listen."""
         self._parts = {}
         super().__init__(nbytes)
 
@@ -91,7 +90,6 @@ class CountingS3(CountingServer):
 
 
 def _digest(place: str) -> bytes:
-    """Return a stand-in for the MD5 digest of data that nobody has read."""
     return hashlib.md5(place.encode(), usedforsecurity=False).digest()
 
 

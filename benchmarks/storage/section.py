@@ -34,7 +34,6 @@ class Way(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        """Return both names."""
         return f"{self.client}: {self.name}"
 
 
@@ -83,7 +82,6 @@ class Process:
     """A process that answers by a pipe."""
 
     def __init__(self, function: Callable[..., None], *args: object) -> None:
-        """Start it."""
         self.pipe, theirs = _context().Pipe()
         self._process = _context().Process(target=function, args=(theirs, *args), daemon=True)
         self._process.start()
@@ -114,7 +112,6 @@ class Section:
     """Clients of one kind of storage, open; the first transfer of each way is checked and does not count."""
 
     def __init__(self, clients: Sequence[str], place: Place, server: Process | None = None) -> None:
-        """Start the clients; ``server``: the process of a counting server."""
         self.samples = Samples()
         self._place = place
         self._server = server
@@ -142,11 +139,9 @@ class Section:
         return process
 
     def __enter__(self) -> Self:
-        """Do nothing: they run."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the clients."""
         self._stack.close()
 
     def rounds(self, kind: str, count: int) -> Samples:

@@ -42,7 +42,6 @@ class Heart:
     """
 
     def __init__(self) -> None:
-        """Begin with no beat."""
         self.late: list[tuple[float, float]] = []
 
     async def beat(self) -> None:
@@ -80,7 +79,6 @@ class Worker:
     """Does with one client as it is told."""
 
     def __init__(self, kit: Kit) -> None:
-        """Take the client."""
         self._kit = kit
         self._found: Sequence[Bytes] = []
 

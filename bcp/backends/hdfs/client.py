@@ -67,7 +67,6 @@ class Settings:
     seconds: float = SECONDS
 
     def __post_init__(self) -> None:
-        """Refuse settings that cannot work."""
         if self.block_bytes < MIB or self.block_bytes % MIB:
             raise InputError(f"block_bytes={self.block_bytes} has to be a multiple of 1 MiB")
         if self.replication is not None and self.replication < 1:
@@ -110,7 +109,6 @@ class Stream:
     """A file that is being written from its beginning to its end."""
 
     def __init__(self, hdfs: Hdfs, path: str, writer: Any) -> None:
-        """Take hdfs-native's writer."""
         self._hdfs = hdfs
         self._path = path
         self._writer = writer
@@ -143,7 +141,6 @@ class Hdfs:
     """
 
     def __init__(self, cluster: Cluster, settings: Settings | None = None, config_dir: str | None = None) -> None:
-        """Take cluster and settings; connects with the first request."""
         self.cluster = cluster
         self.settings = settings or Settings()
         self._config_dir = config_dir
@@ -151,7 +148,6 @@ class Hdfs:
         self._sessions: PerLoop[_Session] = PerLoop(self._open_session, _close_session)
 
     def __repr__(self) -> str:
-        """Show the root."""
         return f"Hdfs({self.cluster.url})"
 
     @asynccontextmanager

@@ -145,7 +145,6 @@ class NameNodes:
     """
 
     def __init__(self, cluster: Cluster, user: str) -> None:
-        """Take the cluster; connects with the first request."""
         self._cluster = cluster
         self._user = user
         self._client_id = os.urandom(16)
@@ -157,7 +156,6 @@ class NameNodes:
         self._refused = ""
 
     def __repr__(self) -> str:
-        """Show which cluster it is."""
         return f"<NameNodes of {self._cluster.url}>"
 
     def new_call(self) -> Call:

@@ -71,7 +71,6 @@ class HdfsError(OSError):
     """
 
     def __init__(self, number: int, said: str, *, java: str = "", transient: bool = False) -> None:
-        """Take errno, words and attributes."""
         super().__init__(number, said)
         self.java = java
         self.transient = transient

@@ -142,7 +142,6 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
         await self.hdfs.rename(self._strip_protocol(path1), self._strip_protocol(path2), overwrite=True)
 
     async def _mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Rename a file or a directory in one step."""
         await self._mv_file(path1, path2, **kwargs)
 
     mv = sync_wrapper(_mv)

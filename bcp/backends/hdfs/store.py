@@ -41,13 +41,11 @@ class HdfsStore:
     at_once = 4
 
     def __init__(self, hdfs: Hdfs, root: str) -> None:
-        """Take the cluster, which belongs to this store from now on, and a directory, as in ``"/runs/7"``, or ""."""
         self.hdfs = hdfs
         self._root = root
         self.name = f"{hdfs.cluster.url}{root}"
 
     def __repr__(self) -> str:
-        """Show the directory."""
         return f"HdfsStore({self.name})"
 
     # -- objects ------------------------------------------------------------------------------
@@ -189,12 +187,10 @@ class HdfsUpload:
     """An :class:`~bcp.backends.objects.Upload`: each part is a sub-file."""
 
     def __init__(self, store: HdfsStore, files: SubFiles) -> None:
-        """Take the sub-files, of which there are none yet."""
         self._store = store
         self._files = files
 
     def __repr__(self) -> str:
-        """Show the sub-files."""
         return f"HdfsUpload({self._files!r})"
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:

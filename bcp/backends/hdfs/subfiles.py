@@ -43,7 +43,6 @@ class SubFiles:
     """
 
     def __init__(self, hdfs: Hdfs, final: str) -> None:
-        """Begin with none."""
         self.final = final
         self._hdfs = hdfs
         self._stem = temp_name(final).removesuffix(TEMP_SUFFIX)
@@ -54,7 +53,6 @@ class SubFiles:
         self._merge: asyncio.Task[str] | None = None
 
     def __repr__(self) -> str:
-        """Show how many there are."""
         return f"<SubFiles of {self.final}: {len(self._parts)}>"
 
     async def write(self, index: int, offset: int, data: memoryview) -> None:

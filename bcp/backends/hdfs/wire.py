@@ -137,7 +137,6 @@ class Connection:
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client_id: bytes) -> None:
-        """Take the streams; see :meth:`open`."""
         self._writer = writer
         self._client_id = client_id
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -147,7 +146,6 @@ class Connection:
         self._task.add_done_callback(_readers.discard)
 
     def __repr__(self) -> str:
-        """Show how many requests are under way."""
         return f"<Connection to a NameNode: {len(self._waiting)} requests, {'closed' if self.closed else 'open'}>"
 
     @classmethod

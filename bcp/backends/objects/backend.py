@@ -59,7 +59,6 @@ class ObjectBackend:
         self._versions: OrderedDict[str, Version] = OrderedDict()
 
     def __repr__(self) -> str:
-        """Show bucket and root."""
         return f"ObjectBackend({self.store.name})"
 
     @property
@@ -256,7 +255,6 @@ class ObjectBackend:
     async def _request(
         self, operation: str, key: str, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
     ) -> T:
-        """Make a request until it succeeds."""
         return await self.retries(f"{self!r}: {what}", attempt, nbytes, (self.store.name, operation, key))
 
 
@@ -264,7 +262,6 @@ class _Parts:
     """Takes the parts of one object: keeps a small object until it is whole, and uploads the parts of others."""
 
     def __init__(self, backend: ObjectBackend, key: str, nbytes: int | None) -> None:
-        """Begin with nothing; the upload begins with the first part."""
         self._backend = backend
         self._store = backend.store
         self._key = key

@@ -68,11 +68,9 @@ class GcsApi:
     """Single requests to one bucket."""
 
     def __init__(self, http: GcsHttp) -> None:
-        """Take the HTTP client."""
         self.http = http
 
     def __repr__(self) -> str:
-        """Show the bucket."""
         return f"<GcsApi of {self.http.bucket}>"
 
     async def insert(self, name: str, data: memoryview, generation: Version | None) -> GcsObject:
@@ -232,7 +230,6 @@ class GcsUpload:
         self._is_there = False
 
     def __repr__(self) -> str:
-        """Show the object and the upload's id."""
         return f"<GcsUpload {self.id} of {self._name}: {len(self._parts)} parts>"
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:  # noqa: ARG002 -- the index orders parts
@@ -402,7 +399,6 @@ class GcsStore:
         self.name = f"gs://{api.http.bucket}/{root}".rstrip("/")
 
     def __repr__(self) -> str:
-        """Show the URL."""
         return f"<GcsStore of {self.name}>"
 
     async def put(self, key: str, data: memoryview, condition: If | None = None) -> Version:

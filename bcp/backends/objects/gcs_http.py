@@ -112,7 +112,6 @@ class GcsHttp:
         self._sessions: PerLoop[_Session] = PerLoop(self._open, _close)
 
     def __repr__(self) -> str:
-        """Show the bucket."""
         return f"<GcsHttp of {self.bucket}>"
 
     async def call(
@@ -418,7 +417,6 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _timeout(seconds: Any) -> aiohttp.ClientTimeout:
-    """Return aiohttp's limits: none but the user's, because the shared layer limits every attempt."""
     return seconds if isinstance(seconds, aiohttp.ClientTimeout) else aiohttp.ClientTimeout(total=seconds)
 
 

@@ -123,7 +123,6 @@ class FsspecStore:
         self._threads = ThreadPoolExecutor(self._most_threads, "bcp-fsspec")
 
     def __repr__(self) -> str:
-        """Show the URL."""
         return f"<FsspecStore of {self.name}>"
 
     @property

@@ -89,14 +89,12 @@ class Grid:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Begin with no cell."""
         self.nbytes = nbytes
         self._cells: dict[int, bytearray] = {}
         self._filled: dict[int, int] = {}
         self._end = 0
 
     def __repr__(self) -> str:
-        """Show the number of cells that wait."""
         return f"<Grid of {self.nbytes} bytes a cell: {len(self._cells)} cells wait>"
 
     def add(self, offset: int, data: memoryview) -> Iterator[tuple[int, bytearray]]:

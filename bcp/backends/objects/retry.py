@@ -69,7 +69,6 @@ class Limiter:
     """How many requests may be under way: additive increase, multiplicative decrease."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with the most that there may ever be."""
         self.limit = float(most)
         self._most = most
         self._clock = clock
@@ -78,7 +77,6 @@ class Limiter:
         self._lowered = -1.0
 
     def __repr__(self) -> str:
-        """Show the limit."""
         return f"<Limiter: {self._busy} of {self.limit:.1f} requests, {len(self._waiting)} wait>"
 
     @asynccontextmanager
@@ -141,7 +139,6 @@ class Retries:
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the policy; ``sleep`` and ``clock`` are for tests."""
         self.policy = policy or RetryPolicy()
         self.limiter = Limiter(self.policy.requests, clock)
         self.retries = 0
@@ -150,7 +147,6 @@ class Retries:
         self._clock = clock
 
     def __repr__(self) -> str:
-        """Show retries, successes and the limiter."""
         return f"<Retries: {self.retries} after {self._successes} successes, {self.limiter}>"
 
     async def __call__(
@@ -219,7 +215,6 @@ class Retries:
 
 
 def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, said: str) -> None:
-    """Tell the observer of one attempt."""
     emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, said))
 
 

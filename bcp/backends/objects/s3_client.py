@@ -65,11 +65,9 @@ class Secrets:
     """Texts that no message may show: keys, tokens, and a URL's login and query."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._values: set[str] = set()
 
     def __repr__(self) -> str:
-        """Show none."""
         return "Secrets()"
 
     def add(self, *values: str | None) -> None:
@@ -93,7 +91,6 @@ class S3Error(RequestError):
     """
 
     def __init__(self, said: str, *, code: str = "", status: int = 0, after: float | None = None, **kind: bool) -> None:
-        """Take code and status, and the attributes of every :class:`RequestError`."""
         super().__init__(said, after=after, **kind)
         self.code = code
         self.status = status
@@ -284,7 +281,6 @@ class Sending:
     """
 
     def __init__(self, data: memoryview) -> None:
-        """Take the data."""
         self.data = data
         self.is_written = False
         self.times = 0
@@ -432,7 +428,6 @@ def etag_of(answer: Mapping[str, Any]) -> Version:
 
 @cache
 def _loader(path: str | None) -> Loader:
-    """Return the loader of botocore's descriptions, which are read once a process."""
     return create_loader(path)
 
 

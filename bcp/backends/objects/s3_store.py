@@ -38,7 +38,6 @@ class S3Store:
     at_once = 8
 
     def __init__(self, bucket: str, prefix: str, options: Options, requests: int) -> None:
-        """Take the place and the client's options; ``requests`` is how many there may be at a time."""
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
         self.bucket = bucket
         self.checksums = True
@@ -50,7 +49,6 @@ class S3Store:
         self._bucket_is_there = False
 
     def __repr__(self) -> str:
-        """Show bucket and root."""
         return f"S3Store({self.name})"
 
     # -- requests -----------------------------------------------------------------------------
@@ -338,7 +336,6 @@ async def _stream(content: aiohttp.StreamReader, out: memoryview) -> int:
 
 
 def _refuses_checksums(error: S3Error) -> bool:
-    """Whether a server has refused a request that it may take without checksums."""
     return not error.transient and error.code in _NO_CHECKSUMS
 
 

@@ -28,7 +28,6 @@ class S3Upload:
     """
 
     def __init__(self, store: S3Store, key: str, upload: str, nbytes: int | None, *, checksums: bool) -> None:
-        """Take the upload that the server has begun."""
         self._store = store
         self._key = key
         self._upload = upload
@@ -38,7 +37,6 @@ class S3Upload:
         self._finishes = False
 
     def __repr__(self) -> str:
-        """Show object and parts."""
         return f"S3Upload({self._store.name}, {self._key!r}, {len(self._parts)} parts)"
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:

@@ -45,7 +45,6 @@ class PerLoop(Generic[S]):
         self._at_end.atexit = False
 
     def __repr__(self) -> str:
-        """Show how many there are."""
         return f"<PerLoop: {len(self._sessions)} sessions>"
 
     async def here(self) -> S:

@@ -54,7 +54,6 @@ class RequestError(Exception):
         unreachable: bool = False,
         after: float | None = None,
     ) -> None:
-        """Take the attributes."""
         super().__init__(said)
         self.said = said
         self.transient = transient or slow_down

@@ -46,7 +46,6 @@ class StoreChannel:
         self._watch = Watch(mailbox, hello, self._others, timeout)
 
     def __repr__(self) -> str:
-        """Show how far it is."""
         return f"<StoreChannel of {self._mailbox!r}, step {self._steps}>"
 
     # -- coming and going ---------------------------------------------------------------------
@@ -194,7 +193,6 @@ class StoreChannel:
             await backoff.sleep()
 
     def _backoff(self) -> Backoff:
-        """Return the pauses between two looks."""
         return Backoff.of_store(self._world_size)
 
     def _post_all(self, payloads: Mapping[str, bytes]) -> None:
@@ -203,12 +201,10 @@ class StoreChannel:
             self._mailbox.post(name, data)
 
     def _take_all(self, names: Sequence[str]) -> list[bytes]:
-        """Return payloads, in one call in a thread."""
         return [self._mailbox.take(name) for name in names]
 
 
 def _in(number: int, rank: int) -> str:
-    """Return the name of what a rank gives in a step."""
     return f"{number}/in/{rank}"
 
 

@@ -83,7 +83,6 @@ class StoreCoordinator:
         return coordinator
 
     def __repr__(self) -> str:
-        """Show rank and place."""
         return f"<StoreCoordinator, {self._roll!r}>"
 
     def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
@@ -99,7 +98,6 @@ class StoreCoordinator:
         return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address)
 
     async def _own_address(self) -> str:
-        """Return this host's address in the job's network."""
         return await in_thread(self._roll.address)
 
     def _linger(self, deadline: float) -> None:

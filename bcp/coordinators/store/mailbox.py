@@ -32,7 +32,6 @@ class Mailbox:
     """
 
     def __init__(self, roll: RollCall, number: int, rank: int, world_size: int) -> None:
-        """Open the mailbox of the operation of that number."""
         self.roll = roll
         self.number = number
         self._rank = rank
@@ -40,7 +39,6 @@ class Mailbox:
         self._posted: list[str] = []
 
     def __repr__(self) -> str:
-        """Show the operation and the rank."""
         return f"<Mailbox of operation {self.number} of {self.roll!r}>"
 
     # -- signs of life ------------------------------------------------------------------------
@@ -160,11 +158,9 @@ class Mailbox:
         return [key for key in keys if self._store.check([key])]
 
     def _key(self, *names: object) -> str:
-        """Return a key of this operation."""
         return self.roll.key("operation", self.number, *names)
 
     def _set(self, key: str, data: bytes) -> None:
-        """Set a key."""
         self._store.set(key, data)  # type: ignore[arg-type]  # torch takes bytes, its stub says str
 
     def _delete(self, *keys: str) -> None:

@@ -37,7 +37,6 @@ class Watch:
     """
 
     def __init__(self, mailbox: Mailbox, hello: PeerInfo, others: Iterable[int], timeout: float) -> None:
-        """Prepare to watch ``others``; a rank that is silent or late for ``timeout`` seconds is given up."""
         self.verdict: Exception | None = None
         self.hellos: dict[int, PeerInfo] = {}
         self.liveness = Heartbeats(others, 0.0)
@@ -50,7 +49,6 @@ class Watch:
         self._leaving = anyio.Event()
 
     def __repr__(self) -> str:
-        """Show who is watched, and the verdict."""
         return f"<Watch of {self._hello}: {self.liveness!r}, verdict {self.verdict!r}>"
 
     def start(self) -> None:

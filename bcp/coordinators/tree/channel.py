@@ -59,7 +59,6 @@ class GrpcChannel:
         self._news: asyncio.Event
 
     def __repr__(self) -> str:
-        """Show how far it is."""
         return f"<GrpcChannel of operation {self._number}, step {self._steps}, verdict {self.verdict!r}>"
 
     @property
@@ -190,7 +189,6 @@ class GrpcChannel:
     # -- from the node ------------------------------------------------------------------------
 
     def _act(self, action: Callable[[OperationState], None]) -> None:
-        """Let the node do something, after all that it was asked to do before."""
         self._loop.post(self._node.act, self._number, action)
 
     def _take_answer(self, number: int, answer: bytes | Values) -> None:

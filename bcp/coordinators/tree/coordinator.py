@@ -54,7 +54,6 @@ class GrpcCoordinator:
         rendezvous: Rendezvous,
         tls: Tls | None = None,
     ) -> None:
-        """Coordinate with those that are met at ``rendezvous``; :meth:`over` and :meth:`at` make one."""
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank
@@ -128,7 +127,6 @@ class GrpcCoordinator:
         return [cls(rank, len(tree.parents), rendezvous) for rank, rendezvous in ranks]
 
     def __repr__(self) -> str:
-        """Show rank, and what it is connected to."""
         state = "closed" if self._closed else "not connected" if self._node is None else repr(self._node)
         return f"<GrpcCoordinator of rank {self.rank} of {self.world_size}, {self._rendezvous!r}: {state}>"
 

@@ -41,14 +41,12 @@ class CoordinatorLoop:
     """
 
     def __init__(self) -> None:
-        """Start the thread."""
         self.residents: WeakSet[Closable] = WeakSet()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="bcp-coordinators", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        """Show how many live on it."""
         return f"<Loop of {len(self.residents)} coordinators, {'alive' if self._thread.is_alive() else 'ended'}>"
 
     @property

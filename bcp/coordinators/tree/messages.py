@@ -52,7 +52,6 @@ class Values:
     which: NDArray[np.uint32]
 
     def __len__(self) -> int:
-        """Return how many members the sequence has."""
         return len(self.which)
 
     @classmethod
@@ -123,7 +122,6 @@ class Values:
 
 
 def _width(size: int) -> np.dtype[np.unsignedinteger]:
-    """Return the smallest type that tells so many values apart."""
     return np.dtype("<u1") if size <= 1 << 8 else np.dtype("<u2") if size <= 1 << 16 else np.dtype("<u4")
 
 

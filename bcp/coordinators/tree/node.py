@@ -39,7 +39,6 @@ class Node:
     """
 
     def __init__(self, hello: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
-        """Prepare; nothing is sent before the first operation."""
         self.rank = hello.rank
         self.place: Place | None = None
         self.secret = b""  # the job's token, known with the place
@@ -60,7 +59,6 @@ class Node:
         self._placed = asyncio.Event()
 
     def __repr__(self) -> str:
-        """Show its edges and operations."""
         up = sum(link.connection is not None for link in self._links.values())
         return f"<Node of {self._hello}: {up} of {len(self._links)} edges up, {len(self._rounds)} operations>"
 
@@ -267,7 +265,6 @@ class Node:
                 its.end(abort)
 
     def _heard(self, number: int, abort: Abort) -> None:
-        """Take note of what was announced before this node had its place."""
         if not self._is_over(number):
             self._rounds.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
 

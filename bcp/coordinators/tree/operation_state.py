@@ -38,7 +38,6 @@ class FailureDetector:
     """
 
     def __init__(self, timeout: float, pause: float, now: float) -> None:
-        """Begin at ``now`` seconds; :meth:`look` will be called every ``pause`` seconds, as long as this rank lives."""
         self.awake = 0.0
         self.timeout = timeout
         self._pause = pause
@@ -47,7 +46,6 @@ class FailureDetector:
         self._liveness = Heartbeats((), 0.0)
 
     def __repr__(self) -> str:
-        """Show the clock, and who is here."""
         return f"<Vigil for {self.awake:.1f} s, {self._liveness!r}>"
 
     def watch(self, neighbours: Iterable[int]) -> None:
@@ -85,7 +83,6 @@ class OperationState:
     """
 
     def __init__(self, number: int, seat: NodeContext) -> None:
-        """Prepare; nothing is sent."""
         self.number = number
         self.part: LocalMember | None = None
         self.ended: Abort | None = None
@@ -97,7 +94,6 @@ class OperationState:
         self._vigil: FailureDetector | None = None
 
     def __repr__(self) -> str:
-        """Show number and state."""
         state = "ended" if self.ended else "left" if self.left else "under way" if self.part else "not begun"
         return f"<Round {self.number} of rank {self._seat.rank}: {state}, {len(self.gone)} neighbours gone>"
 
@@ -295,7 +291,6 @@ class OperationState:
                 self._seat.send(rank, frame)
 
     def _note(self, rank: int) -> None:
-        """Take note of a neighbour's sign of life."""
         if self._vigil is not None:  # there are neighbours, so this node has its place, and has said what it does
             self._vigil.note(rank)
 

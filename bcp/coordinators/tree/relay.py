@@ -112,7 +112,6 @@ class Relay:
         self._held = False
 
     def __repr__(self) -> str:
-        """Show the steps under way."""
         return f"<Relay of rank {self._seat.rank}, operation {self._number}: steps {sorted(self._steps)}>"
 
     @property

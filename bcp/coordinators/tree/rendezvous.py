@@ -179,7 +179,6 @@ class Addresses:
     def __init__(
         self, rank: int, addresses: Sequence[str], token: str, fanout: int, hosts: Sequence[str] | None = None
     ) -> None:
-        """Take the ``host:port`` of every rank; ranks with one host part are on one host unless ``hosts`` says more."""
         self._rank = rank
         self._addresses = tuple(addresses)
         hosts = [address.rpartition(":")[0] for address in addresses] if hosts is None else hosts
@@ -194,7 +193,6 @@ class Addresses:
         )
 
     def __repr__(self) -> str:
-        """Show this rank's address."""
         return f"<Addresses, {self._addresses[self._rank]} is rank {self._rank} of {len(self._addresses)}>"
 
     async def invitation(self, ended: Ended) -> Invitation:
@@ -254,7 +252,6 @@ class MemoryRendezvous:
     """All ranks are in this process, thousands if need be; they talk over the loopback."""
 
     def __init__(self, board: _Board, invitation: Invitation) -> None:
-        """Be one of those that :meth:`all_of` returns."""
         self._board = board
         self._invitation = invitation
 
@@ -265,7 +262,6 @@ class MemoryRendezvous:
         return [cls(board, Invitation(place, token, session)) for place in tree.places()]
 
     def __repr__(self) -> str:
-        """Show the rank."""
         return f"<MemoryRendezvous, rank {self._invitation.place.rank}>"
 
     async def invitation(self, ended: Ended) -> Invitation:
@@ -346,7 +342,6 @@ class StoreRendezvous:
         self._roll = RollCall(self._client, prefix, rank, world_size, address=address, texts=self._grow)
 
     def __repr__(self) -> str:
-        """Show the place in the store."""
         return f"<StoreRendezvous, {self._roll!r}>"
 
     async def invitation(self, ended: Ended) -> Invitation:
@@ -409,5 +404,4 @@ class StoreRendezvous:
         self._client.store.set(key, text)
 
     def _get(self, key: str) -> bytes | None:
-        """Return a value, or None where there is none yet."""
         return bytes(self._client.store.get(key)) if self._client.store.check([key]) else None

@@ -142,7 +142,6 @@ class Gate:
     """
 
     def __init__(self, rank: int, missing: Callable[[], int]) -> None:
-        """Prepare; ``missing`` returns how many children have still to come."""
         self.strangers = Strangers("coordinator", rank, lambda: _STRANGERS + missing())
         self.outside: set[_Outside] = set()
         self._by_name: dict[str, _Outside] = {}
@@ -153,7 +152,6 @@ class Gate:
         self._empty = asyncio.Event()  # set whenever the last connection has ended
 
     def __repr__(self) -> str:
-        """Show how many connections there are."""
         return f"<Gate: {len(self.outside)} connections, {len(self.strangers)} of strangers>"
 
     def place(self, bind: Callable[[str], object]) -> None:
@@ -342,7 +340,6 @@ class Server:
         self._gate: Gate
 
     def __repr__(self) -> str:
-        """Show how many children are here."""
         children = self._invitation.place.children
         here = sum(self._links[child].connection is not None for child in children)
         return f"<Server of {self._hello}: {here} of {len(children)} children are here>"
@@ -376,7 +373,6 @@ class Server:
             await self._gate.aclose()
 
     def _missing(self) -> int:
-        """Count the children that are not here."""
         return sum(self._links[child].connection is None for child in self._invitation.place.children)
 
     async def _join(self, _requests: object, context: Any) -> None:

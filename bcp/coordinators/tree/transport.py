@@ -185,7 +185,6 @@ class Link:
     """
 
     def __init__(self, rank: int, host: str = "") -> None:
-        """Make an end that is not connected; ``host`` is the neighbour's, as far as it is known."""
         self.rank = rank
         self._host = host
         self.hello: PeerInfo | None = None
@@ -200,12 +199,10 @@ class Link:
         self._watchers: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
-        """Show the neighbour, and whether it is there."""
         state = "up" if self.connection is not None else "down"
         return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
 
     def __str__(self) -> str:
-        """Name the neighbour, with host and process where they are known."""
         if self.hello is not None:
             return str(self.hello)
         return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"

@@ -60,7 +60,6 @@ class GrainShards(VirtualShards):
         readers: int = 1,
         read_options: Any = None,
     ) -> None:
-        """Read nothing yet."""
         make: Callable[[int], Any]
         if isinstance(dataset, grain.MapDataset):
             options = read_options or grain.ReadOptions(num_threads=1, prefetch_buffer_size=16)

@@ -61,7 +61,6 @@ class HuggingFaceShards(VirtualShards):
         epochs: int | None = 1,
         by: Literal["files", "samples"] = "files",
     ) -> None:
-        """Read nothing yet."""
         _check(dataset)
         files = int(dataset.num_shards)
         count = files if shards is None else shards

@@ -39,7 +39,6 @@ class MosaicLoader(Replicated):
     """
 
     def __init__(self, loader: Any, *, reader: int = 0, readers: int = 1) -> None:
-        """Read no state yet."""
         if not hasattr(loader, "num_samples_yielded"):
             raise InputError(f"MosaicLoader: {type(loader).__name__} is no StreamingDataLoader; it counts no samples")
         super().__init__(loader, reader=reader, readers=readers)

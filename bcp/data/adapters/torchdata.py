@@ -86,7 +86,6 @@ class TorchdataWorkers:
     readers: int
 
     def __init__(self, loader: Any, *, reader: int = 0, readers: int = 1) -> None:
-        """Start no worker yet."""
         check_reader("TorchdataWorkers", reader, readers)
         problems = {
             f"{type(loader).__name__} is no StatefulDataLoader": not isinstance(loader, StatefulDataLoader),
@@ -230,7 +229,6 @@ class TorchdataWorkers:
 
 
 def _turns(step: int, worker: int, workers: int) -> int:
-    """Return how many of a reader's first batches came from one of its workers."""
     return step // workers + (worker < step % workers)
 
 

@@ -65,7 +65,6 @@ class VirtualShards(Closing):
     _failure: Exception | None
 
     def __init__(self, open_shard: Callable[[int], Any], *, shards: int, reader: int = 0, readers: int = 1) -> None:
-        """Open the shards of this reader."""
         check_reader(self._adapter(), reader, readers)
         if readers > shards:
             raise InputError(
@@ -82,7 +81,6 @@ class VirtualShards(Closing):
     # -- iteration ----------------------------------------------------------------------------
 
     def __iter__(self) -> Self:
-        """Return the loader: there is one position, and a second loop goes on from it."""
         return self
 
     def __next__(self) -> Any:

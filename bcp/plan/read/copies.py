@@ -123,7 +123,6 @@ class ByteRuns:
     to: Ints
 
     def __len__(self) -> int:
-        """Return the number of runs."""
         return len(self.row)
 
 
@@ -170,7 +169,6 @@ class Copies:
     run: Ints
 
     def __len__(self) -> int:
-        """Return the number of copies."""
         return len(self.row)
 
     @property
@@ -346,7 +344,6 @@ class Assignment:
     groups: RankSets
 
     def __repr__(self) -> str:
-        """Show how much there is to do."""
         return (
             f"<Assignment of rank {self.rank}: {len(self.private)} private chunks, {(self.reader == self.rank).sum()} "
             f"shared ones, {(self.reader != self.rank).sum()} to receive in {self.rounds} rounds>"
@@ -398,7 +395,6 @@ class Assignment:
         return [self._chunk(row) for row in self._rows(number) if self.reader[row] != self.rank]
 
     def _rows(self, number: int) -> range:
-        """Return the rows of a round."""
         return range(*np.searchsorted(self.round, (number, number + 1)).tolist())
 
     def _chunk(self, row: int) -> Chunk:

@@ -119,7 +119,6 @@ class ReadRequest:
     stop: Ints
 
     def __len__(self) -> int:
-        """Return the number of parts."""
         return len(self.row)
 
     def ranges(self) -> Ints:

@@ -61,7 +61,6 @@ class CheckpointNames:
 
 
 def _names(table: TensorTable) -> Iterator[tuple[str, str]]:
-    """Yield (kind, FQN) of every tensor."""
     return zip(map(KINDS.__getitem__, table.kind.tolist()), table.fqn, strict=True)
 
 
@@ -349,7 +348,6 @@ class _Work:
         return max(one, other) < count and resolve(self.layout, one) == resolve(self.layout, other)
 
     def _require_same(self, one: str, other: str, target: str) -> None:
-        """Raise InputError unless two names are tied to each other."""
         if not (one in self.model and other in self.model and self._same(self.model[one], self.model[other])):
             raise InputError(f"rename makes both {one!r} and {other!r} of the checkpoint {target!r}; keep them apart")
 

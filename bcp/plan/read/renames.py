@@ -192,12 +192,10 @@ class AssembledTensor:
 
 
 def _fitted(numbers: tuple[int, ...], ndim: int, fill: int) -> tuple[int, ...]:
-    """Add numbers in front, or leave some out there."""
     return (fill,) * (ndim - len(numbers)) + numbers[max(len(numbers) - ndim, 0) :]
 
 
 def _swapped(numbers: tuple[int, ...], *, transposed: bool) -> tuple[int, ...]:
-    """Let the last two change places."""
     return (*numbers[:-2], numbers[-1], numbers[-2]) if transposed else numbers
 
 
@@ -210,12 +208,10 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _text(box: Box) -> str:
-    """Write a block as one would index it."""
     return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(box.offsets, box.lengths, strict=True)) + "]"
 
 
 def _some(names: Sequence[str]) -> str:
-    """Join the first few."""
     return ", ".join(map(repr, names[:SHOWN])) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 

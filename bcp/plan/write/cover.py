@@ -126,7 +126,6 @@ def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], I
 
 
 def _numel(shards: DistinctShards) -> Ints:
-    """Return int64[p]: elements of each piece."""
     return np.asarray(shards.length.prod(axis=1), dtype=np.int64)
 
 
@@ -159,7 +158,6 @@ def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> Box:
 
 
 def _block(block: Iterable[tuple[int, int]]) -> str:
-    """Write a block as slices."""
     return f"[{', '.join(f'{low}:{high}' for low, high in block)}]"
 
 

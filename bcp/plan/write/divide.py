@@ -226,7 +226,6 @@ def _grain(length: Ints, most: Ints) -> Ints:
 
 
 def _whole(shards: DistinctShards, which: Ints, rank: Ints) -> WriterIntervals:
-    """Give each of these shards whole to a rank."""
     return WriterIntervals(which, shards.start[which], shards.stop[which], np.asarray(rank, dtype=np.int64))
 
 
@@ -505,7 +504,6 @@ class Writes:
     offset: Ints
 
     def __len__(self) -> int:
-        """Return the number of intervals."""
         return len(self.row)
 
 

@@ -239,7 +239,6 @@ class DistinctShards:
     templates: int
 
     def __len__(self) -> int:
-        """Return the number of distinct shards."""
         return len(self.piece)
 
     @property

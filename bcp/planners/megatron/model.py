@@ -198,7 +198,6 @@ def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[i
 
 
 def _same_place(one: Placement, other: Placement) -> bool:
-    """Whether two local tensors have the same elements of a logical tensor."""
     return (one.shape, one.spans) == (other.shape, other.spans)
 
 
@@ -218,5 +217,4 @@ def _add_object(leaves: Leaves, leaf: Any, *, loading: bool) -> ObjectKey | None
 
 
 def _as_was(leaf: Any, value: Any) -> Any:
-    """Return a loaded object in the type that the target has."""
     return io.BytesIO(value) if has_base(leaf, ("ShardedObject",)) and isinstance(leaf.data, io.BytesIO) else value

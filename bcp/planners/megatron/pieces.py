@@ -188,12 +188,10 @@ def _shortened(span: LocalInterval, rows: int) -> LocalInterval | None:
 
 
 def _box(leaf: Any) -> Box:
-    """Return the block that a ShardedTensor is of its logical tensor."""
     return Box(tuple(leaf.global_offset[leaf.prepend_axis_num :]), tuple(leaf.local_shape))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    """Return the shape of the logical tensor."""
     return tuple(leaf.global_shape[leaf.prepend_axis_num :])
 
 

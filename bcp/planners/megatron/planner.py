@@ -153,7 +153,6 @@ def _imported(path: str, tested: str) -> Any:
 
 
 def _optimizers(states: States) -> list[Any]:
-    """Return Megatron's optimizers in the states."""
     return [] if states.get(OPTIMIZER) is None else optimizers_of(states[OPTIMIZER], _versions)
 
 
@@ -182,7 +181,6 @@ def _check_gathered(model: object) -> None:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a loss scaler without tensors."""
     return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 

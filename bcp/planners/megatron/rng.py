@@ -68,5 +68,4 @@ def _states() -> dict[str, Any]:
 
 
 def _tracker() -> Any:
-    """Return Megatron's tracker of the states that differ between tensor parallel ranks."""
     return importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()

@@ -172,7 +172,6 @@ def _detail(recording: Recording, room: int) -> dict[str, Any]:
 
 
 def _narrow(metric: str, values: Numbers) -> Numbers:
-    """Return times with the precision that events have; other figures stay exact."""
     return values.astype(np.float32) if metric in ("seconds", "busy", "wait", "longest", "blocking") else values
 
 

@@ -57,5 +57,4 @@ def open_library(state: State) -> Library:
 
 
 def _writer(path: Path, threads: int) -> dcp.FileSystemWriter:
-    """Make a writer that syncs its files, as it does unless told otherwise."""
     return dcp.FileSystemWriter(path, thread_count=threads, sync_files=True)
