@@ -1,4 +1,4 @@
-"""Decisions that all ranks share, errors included: what one rank refuses, every rank refuses with the same words.
+"""Collective operations whose errors are collective too: all ranks raise the error of one, with the same words.
 
 A rank that raised alone would leave the others with a :class:`~bcp.errors.PeerError`, and a training script
 that catches, say, :class:`~bcp.errors.UncommittedError` would take different paths on different ranks. So every message
@@ -121,7 +121,7 @@ def _let_go(error: BaseException) -> None:
 async def gather_broadcast(
     agreement: Agreement, step: str, rank: int, mine: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
 ) -> bytes:
-    """Gather what every rank has to say; let rank 0 answer; return the one answer on every rank.
+    """Gather the messages of all ranks; let rank 0 answer; return the one answer on every rank.
 
     If any rank says an error, or ``answer`` raises one, every rank raises: its own, else the answer's, else a
     :class:`PeerError` that names the first rank that has one.
@@ -174,7 +174,7 @@ def _first_failure(messages: Sequence[bytes]) -> bytes | None:
 
 
 def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
-    """Return the reply's bytes, or raise what it says."""
+    """Return the reply's bytes, or raise its error."""
     if reply[:1] == BYTES:
         return reply[1:]
     if isinstance(mine, Exception):

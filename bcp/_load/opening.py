@@ -243,7 +243,7 @@ class _ReceiptToFetch:
 
 
 async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[int]) -> dict[int, Receipt]:
-    """Read what those ranks wrote down when they saved, and check it against the commit record."""
+    """Read the receipts of those ranks, and check them against the commit record."""
 
     async def fetch(wanted: _ReceiptToFetch) -> Receipt:
         return await _fetch_receipt(backend, metadata, wanted.rank)

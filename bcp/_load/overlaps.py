@@ -31,7 +31,7 @@ def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[
     """Cut shards of tensors that are put together of blocks where the blocks meet.
 
     Args:
-        shards: what this rank wants.
+        shards: the targets of this rank.
         source: int64[n], row in ``names.saved.tensors`` of each of their tensors; -1 where there is none.
         names: the checkpoint, as the target calls it.
 
@@ -149,7 +149,7 @@ class OverlappingTargets:
 def without_overlaps(
     shards: LocalShards, source: Ints, names: RenamedLayout
 ) -> tuple[LocalShards, tuple[OverlappingTargets, ...]]:
-    """Return targets that share no memory, and what is to be put into shared memory when all are loaded.
+    """Return targets that share no memory, and the values to put into shared memory when all are loaded.
 
     Targets of one tensor may share memory: its planner has put the same value into several places. So may two that are
     the same elements in the same order, of a tensor that is stored once.

@@ -2,7 +2,7 @@
 
 How fast each rank can send, as far as the division of the reading has to know it.
 
-The way on which ranks send each other what they read for each other: chosen by ``LoadOptions(exchange=...)``.
+``LoadOptions(exchange=...)`` chooses the transport on which ranks send chunks to each other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _LEAST = 1e-3
 
 
 def packed_rate(rate: float) -> bytes:
-    """Return what a rank tells of its bandwidth."""
+    """Return a rank's message about its bandwidth."""
     return _RATE.pack(rate)
 
 
@@ -95,7 +95,7 @@ def exchange_devices(job: LoadJob, devices: Sequence[int]) -> list[int]:
 
 @asynccontextmanager
 async def exchange(job: LoadJob, agreement: Agreement, reading: LoadPlan, lanes: Lanes) -> AsyncIterator[AllToAll]:
-    """Open what the rounds of a load run over; all ranks enter it, and leave it after their last round.
+    """Open the transport of a load's rounds; all ranks enter it, and leave it after their last round.
 
     A process group lives as long as one load. One that was kept would hold threads, or device memory, in training.
     """
@@ -252,7 +252,7 @@ def _share(line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions
 def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:
     """Return the names that no rank wants, of the kinds that any rank loads, as rows of ``LoadRequest.rows``.
 
-    Of tied names it is enough that one is wanted. A master goes with its parameter.
+    One wanted name of several tied ones is enough. A master goes with its parameter.
     """
     layout, saved = names.layout, names.saved.tensors
     count, behind = len(layout.tensors), len(layout.objects)

@@ -393,10 +393,10 @@ CLEAN_UP_SECONDS = 30.0
 
 
 class CleanUp:
-    """What would have to be removed. Only rank 0 knows whether the metadata may be there already.
+    """The files that a failed save removes. Only rank 0 knows whether the metadata may be there already.
 
     So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
-    up for all until it writes the metadata. What is left then is swept by the next save to the path.
+    up for all until it writes the metadata. The next save to the path sweeps the files that are left then.
     """
 
     def __init__(self, rank: int) -> None:
@@ -405,7 +405,7 @@ class CleanUp:
         self._operation = ""
 
     def begin(self, operation: str, items: Sequence[WriteItem]) -> None:
-        """Note what this rank is about to write."""
+        """Note the files that this rank is about to write."""
         self._operation = operation
         self._keys = [*dict.fromkeys(item.key for item in items), receipt_key(self._rank, operation)]
 
@@ -415,7 +415,7 @@ class CleanUp:
             self._keys = []
 
     async def keys(self, backend: Backend, *, committing: bool) -> list[str]:
-        """Return what is to be removed."""
+        """Return the files to remove."""
         if not self._keys or committing:
             return []
         if self._rank:
@@ -425,7 +425,7 @@ class CleanUp:
 
 @asynccontextmanager
 async def undone_on_error(job: SaveJob, root: SaveLeader) -> AsyncIterator[CleanUp]:
-    """Remove what was written if the save fails or is cancelled; takes some seconds at most, and raises the same."""
+    """Remove the written files if the save fails or is cancelled, within some seconds; then raise the same error."""
     undo = CleanUp(job.rank)
     try:
         yield undo

@@ -240,7 +240,7 @@ class OptimizerOwnedMemory:
     These are their own, but for frozen ones, which no step changes and a forward pass may. Wrappers (Megatron-LM's,
     DeepSpeed's) may let them step copies, from which they write all parameters of the model that need gradients. That
     is assumed of those whose optimizers step anything but whole parameters of the model, or nothing (ZeRO-3 fills its
-    groups in a step, and keeps in ``ds_tensor`` what is here).
+    groups in a step, and keeps the local memory in ``ds_tensor``).
 
     Stretches of addresses are compared, not storages: a storage may hold more, as those of FSDP1 do, of which another
     optimizer may step a part.
@@ -304,7 +304,7 @@ class Snapshot:
         seconds: from the call until the caller could go on.
         budget: the staging memory.
         devices: those that hold any of the tensors.
-        fence: what copies from them wait for: what the caller had queued, and what was queued to take stock.
+        fence: the work that copies from them wait for: the caller's queued work, and that of the collection itself.
         pinned_nbytes: the most bytes of pinned memory that this process had meanwhile.
     """
 
@@ -340,7 +340,7 @@ class Snapshot:
             self._hold.release()
 
     def take_stock(self) -> LocalState:
-        """Find out what this rank holds; with a lazy snapshot, see to it that it stays so, and let the caller go on.
+        """Collect the local state. A lazy snapshot also blocks changes to it, and lets the caller go on.
 
         Raises:
             StateError: a device has no memory for copies that have to be made there first.
@@ -399,7 +399,7 @@ class Snapshot:
         self._job.on_snapshot()
 
     def _hold_back(self, held: LocalState) -> LocalState:
-        """Hold back what would change the shards, and copy what something else may change.
+        """Block optimizer steps, and copy every tensor that something else may modify.
 
         To host memory: in the device's there may be no room for it twice.
         """
@@ -418,7 +418,7 @@ class Snapshot:
 
 
 def rehearse(job: SaveJob) -> LocalState:
-    """Find out what this rank holds, for a save to come; for lazy ones, notice from now on if a step is captured."""
+    """Collect the local state for a save to come. For lazy saves, notice captured steps from now on."""
     held = collect_local_state(job)
     if job.options.snapshot == "lazy":
         StepHold(_optimizers(job)[0]).release()
@@ -453,9 +453,9 @@ def _not_states(tensors: TensorTable) -> set[int]:
 
 
 def _kept(values: Mapping[ObjectKey, Any]) -> Mapping[ObjectKey, Any]:
-    """Copy what the caller may change of the values, each once: the parameters of a group have the same ones.
+    """Copy the values that the caller may change, each once: the parameters of a group have the same ones.
 
-    What cannot be copied cannot be stored either, which is said, with its name, where that is done.
+    A value that cannot be copied cannot be stored either; storing it raises an error with its name.
     """
     known = {id(value): value for value in values.values() if type(value) not in _CONSTANT}
     copies = {}

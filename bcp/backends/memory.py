@@ -35,7 +35,7 @@ class MemoryBackend:
 
     @classmethod
     def forget(cls, name: str) -> None:
-        """Drop the store of that name and its objects; backends that still hold it keep what they see."""
+        """Drop the store of that name and its objects; backends that still hold it keep them."""
         with cls._lock:
             cls._stores.pop(name, None)
 

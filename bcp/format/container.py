@@ -137,7 +137,7 @@ def _buffer_sizes(flat: _Flat, batch: int, body: memoryview) -> Iterator[int]:
 
 
 class _Flat:
-    """A flatbuffer; positions are counted from its first byte, and 0 stands for what is not there."""
+    """A flatbuffer; positions are counted from its first byte, and 0 stands for an absent value."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -249,7 +249,7 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
     Args:
         data: the whole file.
         magic: the seven bytes that must be there.
-        where: what the file is called, for messages.
+        where: the file's name in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
@@ -285,7 +285,7 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Raise what is found wrong while decoding as :class:`~bcp.errors.CorruptError` that names the file."""
+    """Raise errors of decoding as :class:`~bcp.errors.CorruptError` that names the file."""
     try:
         yield
     except (ValueError, OSError, RecursionError, pa.ArrowException) as error:
@@ -400,7 +400,7 @@ def steps(numbers: Ints) -> Ints:
 
 
 def summed(table: pa.RecordBatch, column: str) -> Ints:
-    """Return what :func:`steps` made an :data:`INT` column of."""
+    """Return the array of which :func:`steps` made an :data:`INT` column."""
     numbers = narrow(table, column).astype(np.int64)
     return np.cumsum(numbers, out=numbers)
 

@@ -85,7 +85,7 @@ def encode_layout(layout: Layout) -> bytes:
 
 
 def decode_layout(data: Buffer, where: str = "layout") -> Layout:
-    """Decode and check what :func:`encode_layout` made. Its arrays are read-only: a layout may be shared.
+    """Decode and check an encoded layout. Its arrays are read-only: a layout may be shared.
 
     Raises:
         CorruptError: these bytes are not a sound layout; ``where`` names them.

@@ -1,4 +1,4 @@
-"""What one rank wrote in one save: its data files, the checksum of every block, and the objects it holds.
+"""The receipt of one rank in one save: its data files, the checksum of every block, and its objects.
 
 Checksums change with every save and do not compress, so they are kept out of ``metadata.arrow``, which holds one
 checksum per receipt instead. Together they are a chain of trust from the metadata to every stored byte.
@@ -67,7 +67,7 @@ class Blocks:
 
     @classmethod
     def build(cls, stored_length: npt.ArrayLike, raw_length: npt.ArrayLike, checksum: Sequence[bytes]) -> Blocks:
-        """Make the table of a file from what is not a running sum."""
+        """Make the table of a file from lengths; running sums are computed."""
         stored, raw = np.asarray(stored_length, dtype=np.int64), np.asarray(raw_length, dtype=np.int64)
         return cls(np.cumsum(stored) - stored, stored, np.cumsum(raw) - raw, raw, checksum)
 
@@ -82,7 +82,7 @@ class FileReceipt:
         nbytes: bytes of the raw image, header included.
         stored_nbytes: bytes of the stored file; other than ``nbytes`` only with codecs.
         codecs: names of the codecs its parts went through, in this order.
-        blocks: what can be verified (and decoded) by itself.
+        blocks: the byte ranges that can be verified and decoded by themselves.
     """
 
     kind: int
@@ -102,7 +102,7 @@ class FileReceipt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
-    """What one rank wrote.
+    """The data files and objects that one rank wrote.
 
     Attributes:
         rank: the rank.
@@ -165,7 +165,7 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
 
     Args:
         data: the whole file.
-        where: what it is called, for messages.
+        where: its name in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.

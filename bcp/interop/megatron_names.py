@@ -1,7 +1,7 @@
 """Megatron-LM's names and layouts of GPT-like models, and those of Hugging Face: one loads into the other.
 
 Megatron's names are those of its planner: the keys of ``sharded_state_dict`` with the numbers of layers and experts in
-them. What differs besides names:
+them. Differences besides names:
 
 - qkv: Megatron has one matrix, and for each query group the rows of its query heads, then of its key, then of its
   value. Llama has three matrices; GPT-2 has one, transposed, of all queries, all keys, all values; GPT-NeoX has
@@ -10,7 +10,7 @@ them. What differs besides names:
 - experts: transformers 5 stacks them; the planner and transformers 4 do not.
 - the vocabulary: Megatron pads it.
 
-What Megatron-LM and Hugging Face call the tensors of GPT-like models; how they cut them is in megatron_names.
+The tables of names come first, the cuts and joins after them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Family:
     """Names of one sort of model.
 
     Attributes:
-        layers: what stands in front of a layer's number.
-        outside: (Megatron's name, name) of what is outside of the layers; several have several names.
+        layers: the prefix of a layer's number.
+        outside: (Megatron's name, name) of the tensors outside of the layers; several have several names.
         inside: the same within a layer; the name of a module, or the whole name of a tensor.
         transposed: modules whose weights have inputs in front.
     """
@@ -56,7 +56,7 @@ QKV, FC1, EXPERTS = "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.experts.
 
 
 def _norms(attention: str, mlp: str) -> list[tuple[str, str]]:
-    """Name a layer's two norms: Transformer Engine fuses them with what follows, and the names are the same without."""
+    """Name a layer's two norms. Transformer Engine fuses them with the next layer, under the same names."""
     fused = [
         (f"{module}.layer_norm_{leaf}", f"{norm}.{leaf}")
         for module, norm in ((QKV, attention), (FC1, mlp))
@@ -173,12 +173,12 @@ class MegatronNames:
 
     @property
     def to_hf(self) -> _Direction:
-        """What becomes of Megatron's tensors in a Hugging Face model."""
+        """The rename from Megatron's tensors to a Hugging Face model."""
         return _Direction(self, _to_hf)
 
     @property
     def from_hf(self) -> _Direction:
-        """What becomes of a Hugging Face model's tensors in Megatron's."""
+        """The rename from a Hugging Face model's tensors to Megatron's."""
         return _Direction(self, _from_hf)
 
 
@@ -190,7 +190,7 @@ class _Direction:
     moved: Callable[[MegatronNames, str, Shape], list[Moved]]
 
     def blocks(self, fqn: str, shape: Shape) -> Sequence[Moved]:
-        """Say what becomes of a saved tensor; what is computed is left out, what is unknown keeps its name."""
+        """Return the targets of a saved tensor. Computed tensors are left out, unknown ones keep their names."""
         if fqn.endswith(BUFFERS) or any(part in fqn for part in OBJECTS):
             return ()
         return self.moved(self.names, fqn, shape) or [Moved.whole(fqn, shape)]

@@ -58,7 +58,7 @@ class Budget:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that requests have waited, all of them together. High: the budget is what slows things down."""
+        """Seconds that requests have waited, all of them together. High: the budget slows the pipeline down."""
         return self._waited_seconds
 
     async def acquire(self, nbytes: int) -> None:

@@ -35,7 +35,7 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 class FirstFailure:
-    """What went wrong first among the tasks of one cancel scope.
+    """The first failure among the tasks of one cancel scope.
 
     Tasks report here instead of raising, so that no exception group is ever made.
     """
@@ -73,7 +73,7 @@ class FirstFailure:
             del error  # it would hold this frame and the frame it: a cycle that keeps the stages' buffers alive
 
     def _named(self, stage: str, item: str, error: BaseException) -> BaseException:
-        """Return what to raise for the error of a stage."""
+        """Return the error to raise for the error of a stage."""
         notes: list[str] = []
         if isinstance(error, BranchError) and error.__cause__ is not None:
             stage, error, notes = error.stage, error.__cause__, getattr(error, "__notes__", [])
@@ -97,7 +97,7 @@ async def run_while_opening(
 ) -> T:
     """Do the work while the context is being entered; leave the context when the work has ended.
 
-    ``opened`` is called with what the context gives, which nothing uses any more when it is left, cancelled or not. The
+    ``opened`` is called with the value of the context. Nothing uses it any more when the context is left. The
     context is entered and left by the calling task, with the work's error where it failed. Whichever of the two fails
     first is raised, as it is, and a second error becomes a note; never an exception group.
     """
@@ -143,7 +143,7 @@ async def run_while_opening(
 
 
 async def _over(done: anyio.Event, group: TaskGroup) -> None:
-    """Where the work is not done because this is being cancelled, cancel it as well, and wait until it has ended.
+    """Cancel unfinished work if this is being cancelled, and wait until the work has ended.
 
     Before the context is left: that closes files, and a thread that still writes would write to whatever file the
     process opens next, under the same number.

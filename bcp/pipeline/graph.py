@@ -1,4 +1,4 @@
-"""The pipeline: stages one after the other, and what carries the items through them."""
+"""The pipeline: stages one after the other, and the tasks that carry items through them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Item", "Pipeline"]
 
 
 class Item(Protocol):
-    """What goes into a pipeline."""
+    """An item that enters a pipeline."""
 
     @property
     def name(self) -> str:
-        """What errors and events call it."""
+        """The item's name in errors and events."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +83,7 @@ class Pipeline(Generic[A, O]):
         return Pipeline((*self.stages[:at], stage, *self.stages[at + 1 :]))
 
     async def run(self, items: Sequence[A], *, budget: Budget, observe: Observer = ignore) -> list[O]:
-        """Carry all items through all stages and return what comes out, in the order of the items.
+        """Carry all items through all stages and return the results, in the order of the items.
 
         Items enter in order. Each borrows its bytes from the budget at the entrance, and gives them back when it has
         left the last stage; so nobody waits for bytes while holding bytes. The places between stages hold as many items
@@ -92,7 +92,7 @@ class Pipeline(Generic[A, O]):
         :class:`~bcp.events.StageEvent` for each item and stage.
 
         The first failure cancels everything and is raised as one :class:`~bcp.errors.StageError` with the original
-        error as its cause; what fails after it becomes a note. An interrupt (KeyboardInterrupt, SystemExit) comes out
+        error as its cause; later failures become notes. An interrupt (KeyboardInterrupt, SystemExit) comes out
         as itself, and cancellation as cancellation. However it ends, no task, no thread and no borrowed byte is left.
         """
         parcels = [_Parcel(index, item.name, item.nbytes, item) for index, item in enumerate(items)]
@@ -130,7 +130,7 @@ _Source = MemoryObjectReceiveStream[_Parcel]
 
 
 class _InPlanOrder:
-    """Sorts what arrives. It cannot block: whatever it waits for entered the pipeline before all that it keeps."""
+    """Sorts arriving items. It cannot block: an awaited item entered the pipeline before all that are kept."""
 
     __slots__ = ("_early", "_next", "_source")
 

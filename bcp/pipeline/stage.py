@@ -22,11 +22,11 @@ X = TypeVar("X")
 class Stage(Generic[I, O]):
     """A named async function, and how many items it may work on at once.
 
-    Raises :class:`~bcp.errors.InputError` for what cannot work.
+    Raises :class:`~bcp.errors.InputError` for arguments that cannot work.
 
     Attributes:
         name: names the stage in errors, events and edits of the pipeline.
-        run: one item in, one item out. What blocks belongs into :func:`~bcp.runtime.threads.in_thread`.
+        run: one item in, one item out. A blocking call belongs into :func:`~bcp.runtime.threads.in_thread`.
         workers: how many items may be in ``run`` at once.
         ordered: items come in plan order, one at a time; collectives need that. Implies ``workers == 1``.
     """
@@ -52,7 +52,7 @@ def tee(*stages: Stage[X, Any]) -> Stage[X, X]:
     """Make a branch: every one of the stages sees the item, all at once, and the item goes on unchanged.
 
     The item goes on when all are through with it. If one fails, the error names that one and the others are
-    cancelled. What the stages promise holds inside too: the branch takes as many items at once as the stage with the
+    cancelled. The promises of the stages hold inside too: the branch takes as many items at once as the stage with the
     fewest workers, and is ordered if one of them is.
     """
     if not stages:

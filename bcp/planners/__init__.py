@@ -40,7 +40,7 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
     """Make a planner known, as ``framework=name``; replaces one of the same name.
 
     Args:
-        name: what the caller passes as ``framework``.
+        name: the value that callers pass as ``framework``.
         factory: makes the planner. If that has a method ``probe()``, it is called before every use, and raises where
             the installed framework is not one that the planner can read.
         detects: says whether states are this framework's, for ``framework=None``; planners that were registered

@@ -1,8 +1,8 @@
 """The planner for DeepSpeed: ZeRO-1, ZeRO-2, ZeRO-3, BF16_Optimizer, the 16-bit optimizers of stage 0, ZeRO-Offload.
 
-Which DeepSpeed settings put state where a planner cannot read or write it; each with what to do about it.
+DeepSpeed settings that put state out of a planner's reach are refused, each with the remedy.
 
-What DeepSpeed keeps of each parameter on this rank, as flat intervals: weights, fp32 masters, optimizer states.
+Weights, fp32 masters and optimizer states of each parameter are stated as flat intervals of this rank.
 
 ZeRO-3 cuts every parameter into equal runs; ZeRO-1, ZeRO-2 and BF16_Optimizer lay all parameters of a group in a row
 and cut that. Both times it is one 1-D fp32 tensor that the inner torch optimizer steps, and a parameter is an
@@ -42,7 +42,7 @@ _PARALLEL_SIZES = (
 
 
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
-    """Refuse what cannot be read.
+    """Refuse settings whose state cannot be read.
 
     Args:
         engine: the engine, or None where only its parts were passed.
@@ -50,7 +50,7 @@ def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> Non
         module: the model inside the engine, or None.
 
     Raises:
-        StateError: a setting is not supported; the message names it and says what to do.
+        StateError: a setting is not supported; the message names it and the remedy.
 
     """
     for reason in (*_engine(engine), *_optimizer(optimizer), *_parameters(module)):
@@ -58,7 +58,7 @@ def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> Non
 
 
 def _engine(engine: Any) -> Iterator[str]:
-    """Yield what is wrong with the engine."""
+    """Yield the unsupported settings of the engine."""
     if any(base.__name__ == "PipelineEngine" for base in type(engine).__mro__):
         yield (
             "a PipelineEngine numbers its layers by pipeline stage; only engines without pipeline parallelism can be "
@@ -75,7 +75,7 @@ def _engine(engine: Any) -> Iterator[str]:
 
 
 def _optimizer(optimizer: Any) -> Iterator[str]:
-    """Yield what is wrong with the optimizer."""
+    """Yield the unsupported settings of the optimizer."""
     if getattr(optimizer, "swap_optimizer", False):
         yield "offload_optimizer.device is 'nvme', so that states are in swap files; use 'cpu' or 'none'"
     if getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) != 1.0:
@@ -91,7 +91,7 @@ def _optimizer(optimizer: Any) -> Iterator[str]:
 
 
 def _parameters(module: nn.Module | None) -> Iterator[str]:
-    """Yield what is wrong with a parameter."""
+    """Yield the unsupported settings of a parameter."""
     named: Iterator[tuple[str, Any]] = iter(()) if module is None else module.named_parameters()
     for name, parameter in named:
         run = getattr(parameter, "ds_tensor", None)
@@ -110,11 +110,11 @@ def _parameters(module: nn.Module | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this rank's optimizer keeps of one parameter.
+    """The states of one parameter in this rank's optimizer.
 
     Attributes:
         parameter: the model's.
-        fp32: what the inner optimizer steps, and the key of its states: a partition of many parameters in a row, or
+        fp32: the tensor that the inner optimizer steps, the key of its states: a partition of many parameters in a row, or
             the parameter's own fp32 copy.
         placement: where in the parameter ``fp32`` lies; None where it is all of it.
         group: the inner optimizer's group with the hyper-parameters.
@@ -127,7 +127,7 @@ class Held:
 
     @property
     def master(self) -> Leaf | None:
-        """The fp32 master; None where the model's own memory is what is stepped."""
+        """The fp32 master; None if the optimizer steps the model's own memory."""
         weights: torch.Tensor = getattr(self.parameter, "ds_tensor", self.parameter)
         if self.fp32.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
             return None
@@ -145,7 +145,7 @@ def is_marked(parameter: nn.Parameter) -> bool:
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
-    """Yield what a DeepSpeed optimizer keeps of every parameter that it steps, also where this rank has none of it.
+    """Yield the states of every parameter that a DeepSpeed optimizer steps, also if this rank has none of it.
 
     Raises:
         StateError: it is none that can be read.
@@ -247,7 +247,7 @@ def _fused(optimizer: Any) -> Iterator[Held]:
 def _rows(optimizer: Any, groups: Any, rows: Any, partitions: Any) -> Iterator[Held]:
     """Read groups whose weights lie in a row, of which the fp32 partitions of the ranks are equal lengths.
 
-    Where a parameter lies in the row is read from its memory. DeepSpeed's own record, ``_hp_mapping``, is of other
+    A parameter's place in the row is read from its memory. DeepSpeed's own record, ``_hp_mapping``, is of other
     elements with ``round_robin_gradients`` (0.19.8), which lays the parameters in another order than it assumes.
     """
     per_group = zip(groups, rows, partitions, optimizer.optimizer.param_groups, strict=True)
@@ -306,7 +306,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class DeepSpeedPlanner(PlainPlanner):
     """``states["model"]`` is the engine or the model inside it, ``states["optimizer"]`` the engine or its optimizer.
 
-    Under ZeRO-3 the weights are what lies on this rank, otherwise they are whole. fp32 masters and states are read
+    Under ZeRO-3 the weights are the intervals of this rank, otherwise they are whole. fp32 masters and states are read
     from the 1-D partition that the inner torch optimizer steps, and loaded into it, so that neither the number of
     ranks nor the stage has to be that of the save, before the first step or after. Nothing is gathered.
 
@@ -432,7 +432,7 @@ def _counts_itself(inner: object) -> bool:
 
 
 def _parts(states: States) -> tuple[Any, Any, nn.Module | None]:
-    """Return the engine, DeepSpeed's optimizer and the model inside; None for what was not passed and is not known."""
+    """Return the engine, DeepSpeed's optimizer and the model inside; None for each that is unknown."""
     model, optimizer = states.get("model"), states.get(OPTIMIZER)
     engine: Any = next((part for part in (model, optimizer) if _is_engine(part)), None)
     module: Any = engine.module if engine is not None and model in (None, engine) else model
@@ -475,7 +475,7 @@ def _scale_name(key: str) -> ObjectKey:
 
 
 def _add_scaler(leaves: Leaves, optimizer: Any, saved: CheckpointNames | None) -> None:
-    """Take a dynamic loss scaler; a load wants of it what the checkpoint has."""
+    """Add a dynamic loss scaler; a load requests its entries that the checkpoint has."""
     scaler = _scaler(optimizer)
     for key in _SCALER:
         if hasattr(scaler, key) and (saved is None or _scale_name(key) in saved.objects):

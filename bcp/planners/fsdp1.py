@@ -82,7 +82,7 @@ class Fsdp1Planner(PlainPlanner):
         return tested
 
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
-        """Take what modules have by themselves, and the parts of flat parameters that are here."""
+        """Add the leaves of modules themselves, and the local intervals of flat parameters."""
         if states.get("model") is None:
             return super()._add_model(leaves, states, saved)
         return add_state(leaves, "model", states["model"], _add_module)
@@ -100,7 +100,7 @@ class Fsdp1Planner(PlainPlanner):
         return [each for slot in slots for each in _named(slot, found.get(id(slot.parameter)), known)]
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
-        """Drop what still has the values from before the load."""
+        """Drop caches that still have the values from before the load."""
         super()._settle(states, objects)
         for module in _modules(states):
             for handle in _handles(module):
@@ -119,7 +119,7 @@ def _modules(states: States) -> Iterator[nn.Module]:
 
 
 def _handles(module: nn.Module) -> Iterator[FlatParamHandle]:
-    """Yield what manages the flat parameters in a module; an FSDP module without parameters of its own has none."""
+    """Yield the handles of a module's flat parameters; an FSDP module without parameters of its own has none."""
     for part in module.modules():
         handle: Any = getattr(part, "_handle", None) if is_fsdp1(part) else None
         if handle is not None:
@@ -144,7 +144,7 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
 
 
 def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str, Any]:
-    """Return what one module itself has to save, but for the names in ``without``.
+    """Return the leaves of one module itself, but for the names in ``without``.
 
     Raises:
         StateError: the module raised; its error is the cause.
@@ -162,9 +162,9 @@ def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str
 
 
 def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping[str, tuple[str, Any]]) -> Finish:
-    """Take what one module has by itself: (FQN, value) by the name that the module knows, which begins with ``here``.
+    """Add the leaves of one module itself: (FQN, value) by the module's own name, which begins with ``here``.
 
-    What it made for the occasion, and extra state, it gets back by its own name.
+    Tensors that it made for the save, and extra state, go back by its own name.
     """
     memory = {id(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     made: dict[str, torch.Tensor] = {}
@@ -208,7 +208,7 @@ def _managed(module: nn.Module) -> _Managed:
 
 
 def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
-    """Say what of one original parameter is here, as a part of what the optimizer steps.
+    """Return the local interval of one original parameter, as a part of the tensor that the optimizer steps.
 
     Raises:
         StateError: this cannot be told, or FSDP1 is at work right now.
@@ -283,7 +283,7 @@ def _check_placed(state: object) -> None:
 
 
 def _placed(leaves: Leaves) -> dict[int, list[tuple[ShardedLeaf, list[str]]]]:
-    """Return the parts of what optimizers step, by its id: each with its names in the model."""
+    """Return the parts of the stepped tensors, by their ids: each with its names in the model."""
     found: dict[int, dict[int, tuple[ShardedLeaf, list[str]]]] = {}
     for fqn, leaf in leaves.tensors.get("model", {}).items():
         if isinstance(leaf, ShardedLeaf):
@@ -295,9 +295,9 @@ def _placed(leaves: Leaves) -> dict[int, list[tuple[ShardedLeaf, list[str]]]]:
 def _named(
     slot: Slot, parts: Iterable[tuple[ShardedLeaf, list[str]]] | None, saved: Collection[ObjectKey]
 ) -> Iterator[Slot]:
-    """Yield the slots of what an optimizer steps: itself, or one for each parameter of which it has a part.
+    """Yield the slots of a stepped tensor: itself, or one for each parameter of which it has a part.
 
-    Of several names the first that the checkpoint has counts. A parameter of which nothing is here is never stepped,
+    The first of several names that the checkpoint has counts. A parameter without local data is never stepped,
     and has no states.
     """
     if parts is None:

@@ -1,4 +1,4 @@
-"""The planner for what torch itself has: modules, nested state dicts, torch optimizers; also under DDP."""
+"""The planner for torch's own modules, nested state dicts and optimizers, also under DDP."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PlainPlanner:
     Tensors of several names that are the same memory (tied) are stored once. Tied and untied states load into each
     other; where a tied target meets several saved values, those of the first name in sorted order win.
 
-    It is also what the planners of other frameworks are made of: they say how a model's leaves and an optimizer's
-    slots are found (``_add_model``, ``_slots``), and what has to follow a load (``_settle``).
+    The planners of other frameworks are subclasses: they state how a model's leaves and an optimizer's
+    slots are found (``_add_model``, ``_slots``), and the work that follows a load (``_settle``).
     """
 
     name = "plain"
@@ -42,7 +42,7 @@ class PlainPlanner:
         return probe({torch.Tensor: ["_version"], torch.UntypedStorage: ["_cdata"]}, self.name)
 
     def local_shards(self, states: States) -> LocalShards:
-        """Say what this rank holds; see :meth:`bcp.protocols.Planner.local_shards`."""
+        """Return the shards of this rank; see :meth:`bcp.protocols.Planner.local_shards`."""
         leaves = Leaves()
         self._add_model(leaves, states)
         slots = self._slots(leaves, states)
@@ -53,7 +53,7 @@ class PlainPlanner:
         return leaves.to_save()
 
     def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
-        """Say where this rank wants what to be put; see :meth:`bcp.protocols.Planner.load_targets`."""
+        """Return the targets of this rank; see :meth:`bcp.protocols.Planner.load_targets`."""
         leaves = Leaves()
         finish_model = self._add_model(leaves, states, saved)
         check: Check = _nothing
@@ -80,7 +80,7 @@ class PlainPlanner:
         return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
-        """Do what has to follow a load on this rank alone, when all tensors and objects are in place."""
+        """Do the local work that follows a load, when all tensors and objects are in place."""
 
 
 class DdpPlanner(PlainPlanner):

@@ -1,4 +1,4 @@
-"""What the arguments of policies are checked for."""
+"""Checks of the arguments of policies."""
 
 from __future__ import annotations
 

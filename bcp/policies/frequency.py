@@ -102,7 +102,7 @@ class Tuned:
         """Return the mean seconds between failures, as far as they are known.
 
         Args:
-            costs: what the run has measured.
+            costs: measurements of the run.
 
         Example:
             >>> Tuned(prior_hours=24.0).failure_seconds(Costs(failures=3, observed_hours=8.0)) / 3600
@@ -116,7 +116,7 @@ class Tuned:
         """Return the seconds from the beginning of one save to that of the next.
 
         Args:
-            costs: what the run has measured. A number that is negative or not finite counts as not measured.
+            costs: measurements of the run. A number that is negative or not finite counts as not measured.
 
         Example:
             >>> Tuned(first=20.0).interval(Costs())
@@ -129,7 +129,7 @@ class Tuned:
         r"""Return the interval, its reason and everything that it was computed from, in plain sentences.
 
         Args:
-            costs: what the run has measured.
+            costs: measurements of the run.
 
         Example:
             >>> said = Tuned().explain(Costs(stall=0.5, durable=600.0, step=1.5, observed_hours=12.0))

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: policies that choose among those that are durable, and what none of them may give up."""
+"""Which checkpoints to keep: policies that choose among durable ones, and those that no policy may give up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Entry:
         step: its step.
         committed: when it was committed, in Unix seconds.
         metrics: values that the run has noted for the step, as for :class:`Best`.
-        trust: what the run has been told about it.
+        trust: the mark that it has in the run.
         reason: why.
         pinned: whether it is kept whatever a policy says.
 

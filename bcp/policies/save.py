@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a run has measured about itself, for :class:`~bcp.policies.Tuned`. Zero: not measured yet.
+    """Measurements of a run, for :class:`~bcp.policies.Tuned`. Zero: not measured yet.
 
     Attributes:
         stall: seconds of training that one save takes away.
@@ -62,7 +62,7 @@ class Moment:
         last_seconds: when that save began, by the same clock. None: not in this life of the run.
         preempted: whether the run has been asked to stop.
         saving: whether a save is still running.
-        costs: what the run has measured.
+        costs: measurements of the run.
 
     Example:
         >>> EverySeconds(600).due(Moment(step=70, seconds=615.0, last_step=None, last_seconds=None))

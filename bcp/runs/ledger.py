@@ -1,6 +1,6 @@
 """The ledger of a run, ``run.json``: its checkpoints, the lives of the job, and who writes now.
 
-A ledger is a value: each change makes a new one. What lies in storage may be anything, so reading checks every field.
+A ledger is a value: each change makes a new one. Storage may hold anything, so reading checks every field.
 """
 
 from __future__ import annotations

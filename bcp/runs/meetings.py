@@ -58,7 +58,7 @@ def meeting_place(world_size: int) -> Store | None:
 
 
 class Stand:
-    """Where one rank stands and where it stops: the rules alone, without threads and store.
+    """The step count of one rank and the count at which it stops: the rules alone, without threads and store.
 
     A rank counts its steps. Once alarmed, its thread publishes the count. All ranks stop at M, the largest published
     count plus one. A step that was counted before has the answer "go on", and is below M. A step that is counted later
@@ -125,7 +125,7 @@ class Meetings:
             store: of the job, as from :func:`meeting_place`; None for a single rank. It is used through connections of
                 our own.
             life: names this start of the job, the same on all ranks; a restart on the same store has another one.
-            preemption: what alarms this rank.
+            preemption: the source of this rank's alarms.
             timeout: seconds for the ranks to answer an alarm.
             on_alarm: called once in a thread, when this rank hears of an alarm, its own or another's. It must not
                 block: the others are told after it.

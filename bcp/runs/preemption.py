@@ -162,7 +162,7 @@ class Preemption:
             signal.set_wakeup_fd(others, warn_on_full_buffer=False)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread, as little as possible; then do what would have been done before."""
+        """Handle a signal in the main thread, as little as possible; then call the handler that was there before."""
         earlier, active = self._earlier.get(number), os.getpid() == self._pid and self._asked is not None
         if active:
             self._arrived.append(number)

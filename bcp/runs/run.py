@@ -289,7 +289,7 @@ class Run:
         return save_call(path, self._states, self._framework, None, options, self._given, background=True)
 
     def _moment(self, ahead: int) -> Moment:
-        """Return what a policy may know, so many steps from now."""
+        """Return the input of a policy, so many steps from now."""
         seconds = self._clock.seconds + ahead * self._clock.step_seconds
         begun = None if self._saves.begun is None else self._saves.begun - self._clock.began
         saved_by_then = begun is not None and 0 < self._saves.durable < seconds - begun

@@ -1,4 +1,4 @@
-"""The accelerator of this machine, as ``torch.accelerator`` knows it. What is CUDA's alone is in this room.
+"""The accelerator of this machine, as ``torch.accelerator`` knows it. All calls that only CUDA has are here.
 
 torch is built for one kind of accelerator: CUDA (ROCm goes by that name too), XPU, MPS, or one that a package brings.
 """

@@ -1,6 +1,6 @@
 """Calls bcp's coroutines for those who have no event loop, or do not want to wait: on a loop of bcp's own.
 
-That loop knows nothing of the caller's loop, so a synchronous call works inside a running one too. The hard moment is
+This loop knows nothing of the caller's loop, so a synchronous call works inside a running one too. The hard moment is
 here, Ctrl-C while waiting; forks and the end of the process are in :mod:`bcp.runtime.event_loop`.
 """
 
@@ -30,7 +30,7 @@ Outcome = tuple[T, None] | tuple[None, BaseException]
 
 
 def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call") -> T:
-    """Await ``function()`` on bcp's loop; block until it has ended, and return or raise what it does.
+    """Await ``function()`` on bcp's loop; block until it has ended, and return its result or raise its error.
 
     It sees the caller's context variables. Works inside a running event loop too, which it blocks meanwhile, as any
     synchronous call does. Whatever interrupts the waiting (Ctrl-C, a signal handler that raises) cancels the operation,
@@ -86,7 +86,7 @@ class Background(Generic[T]):
     def wait_started(self) -> None:
         """Block until the operation says that the caller may go on, or has ended; raise its error if it failed before.
 
-        What interrupts the waiting cancels the operation, as in :func:`run`.
+        An interrupt of the waiting cancels the operation, as in :func:`run`.
         """
         self._check()
         try:
@@ -154,7 +154,7 @@ class Background(Generic[T]):
             self._loop.asyncio_loop.call_soon_threadsafe(self._cancel_task)
 
     def wait_ended(self) -> None:
-        """Block until it has ended, well or not; never raises what it ended with."""
+        """Block until it has ended, well or not; never raise its error."""
         wait_for(self._finished)
 
     def tell_unseen(

@@ -1,4 +1,4 @@
-"""The order of copies between host and devices: bcp's own streams, and what they wait for.
+"""The order of copies between host and devices: bcp's own streams, and the work that they wait for.
 
 Everything here is torch's abstraction of accelerators, so that it holds for CUDA and for others alike. Without an
 accelerator every function does nothing. Whatever may block or call a driver runs in worker threads.
@@ -35,7 +35,7 @@ _streams_lock = Lock()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Where the thread that called bcp works: its current device, and its current stream on every device in use.
+    """The current device of the calling thread, and its current stream on every device in use.
 
     Both are the thread's own in torch. A worker thread that asked for them would get device 0, and streams that nothing
     orders with the caller's.
@@ -64,7 +64,7 @@ class Caller:
 
     @contextmanager
     def streams_in_use(self) -> Iterator[None]:
-        """Let the calling thread queue work where the caller does: behind the caller's, and before what it adds.
+        """Let the calling thread queue work on the caller's streams: behind earlier work of the caller, before later.
 
         Memory that is allocated meanwhile belongs to the caller's streams too. For the time that the caller waits.
         """
@@ -72,7 +72,7 @@ class Caller:
             yield
 
     def fence(self, devices: Sequence[int]) -> Fence:
-        """Mark what is queued by now on the caller's streams of these devices."""
+        """Mark the work that is queued by now on the caller's streams of these devices."""
         return {device: self.streams[device].record_event() for device in devices if device in self.streams}
 
     def wait(self) -> None:
@@ -93,7 +93,7 @@ def accelerators(tensors: Sequence[torch.Tensor], address: npt.NDArray[np.int64]
 
     Args:
         tensors: live memory, on any device.
-        address: int64[n], where they lie in host memory, or 0; None where that is not known. Of thousands of tensors,
+        address: int64[n], their addresses in host memory, or 0; None if unknown. Of thousands of tensors,
             those that have one need not be asked: 0.3 us each.
 
     Raises:
@@ -123,7 +123,7 @@ def on_side_stream(devices: Sequence[int], fence: Fence) -> Iterator[None]:
     """Queue copies on bcp's streams, after the fence; at the end wait, without the GIL, until they are done.
 
     The wait is for an event of these copies, not for the stream, on which another worker may queue the next ones. An
-    error waits too: what is queued writes to a buffer that somebody else gets next.
+    error waits too: queued copies write to a buffer that somebody else gets next.
     """
     if not devices:
         yield
@@ -164,7 +164,7 @@ class Mark:
 class Lanes:
     """bcp's streams on some devices, for one load: worker threads queue copies on them.
 
-    When it is left, in whatever way, no copy is under way any more, and what was copied is there for every stream.
+    When it is left, in whatever way, no copy is under way any more, and every stream sees the copied data.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
@@ -195,12 +195,12 @@ class Lanes:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Queue what the calling thread copies on the side streams."""
+        """Queue the calling thread's copies on the side streams."""
         with _in_use(_side_streams(self.devices)):
             yield
 
     def mark(self) -> Mark:
-        """Mark what is queued by now."""
+        """Mark the work that is queued by now."""
         return _mark(self.devices)
 
 
@@ -226,7 +226,7 @@ def _use(streams: Sequence[torch.Stream], device: int) -> None:
 
 
 def _mark(devices: Sequence[int]) -> Mark:
-    """Mark what is queued on bcp's streams by now; where there are no streams to mark, wait for the device."""
+    """Mark the work that is queued on bcp's streams by now; wait for devices without streams."""
     for device in devices:
         if _side_stream(device) is None:
             torch.accelerator.synchronize(device)

@@ -41,7 +41,7 @@ class _Free:
 class StagingPool:
     """Buffers that outlive one save. Thread-safe: synchronous and asynchronous saves share it.
 
-    Between saves it holds what the last few needed, and nothing more.
+    Between saves it holds the memory that the last few needed, and nothing more.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -76,7 +76,7 @@ class StagingPool:
         """Borrow buffers for one operation; whatever it has not given back returns to the pool at the end.
 
         Args:
-            keep: False, for loads: what it had to allocate goes back to the operating system instead.
+            keep: False, for loads: newly allocated memory goes back to the operating system instead.
             most: bytes that this pool may have in all, if its buffers are pinned; further ones are not.
 
         """
@@ -144,7 +144,7 @@ class StagingPool:
             self._free.append(_Free(buffer))
 
     def _end(self, lease: Lease, *, keep: bool) -> None:
-        """Take back what is out, and let go of what has been idle for long."""
+        """Take back the lent buffers, and free those that have been idle for long."""
         for pool in lease.pools:
             pool._ended(lease, keep=keep)  # noqa: SLF001 -- the same class
 
@@ -191,7 +191,7 @@ class Lease:
     def take(self, nbytes: int) -> torch.Tensor:
         """Borrow uint8[m] with m >= nbytes, 4 KiB-aligned, contents undefined.
 
-        Where it has to be allocated this takes as long as writing to it: call it in a thread.
+        An allocation takes as long as writing to it: call it in a thread.
         """
         buffer, pool = self._found(max(nbytes, 1))
         self.pool_of[id(buffer)] = pool
@@ -264,7 +264,7 @@ def pool_for(devices: Sequence[int]) -> StagingPool:
 
 
 def _keep_in_child() -> None:
-    """Begin anew in a forked child, and keep what it inherits.
+    """Begin anew in a forked child, and keep the inherited memory.
 
     The memory is not mapped there: to unmap it would unmap whatever has come to lie in its place. To unlock it is the
     parent's business, and CUDA's to refuse.

@@ -81,7 +81,7 @@ def low_priority_threads(*, nice: int = 0, io: str | None = None) -> Iterator[No
 def with_thread_setup(first: Callable[[], None]) -> Iterator[None]:
     """Let every call of :func:`in_thread` inside of the block begin with this one, in the same thread.
 
-    It sets what belongs to a thread and not to a task: a library's current device, for instance.
+    It sets the state of a thread, not of a task: a library's current device, for instance.
     """
     token = _first.set(first)
     try:
@@ -91,7 +91,7 @@ def with_thread_setup(first: Callable[[], None]) -> Iterator[None]:
 
 
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Run a blocking call in a worker thread and return what it returns; it sees the caller's context variables.
+    """Run a blocking call in a worker thread and return its result; it sees the caller's context variables.
 
     When cancelled it waits for the thread, then lets the cancellation pass; a call that no thread has begun is never
     begun. So when this is over, in whatever way, nothing reads or writes the caller's buffers any more.
@@ -103,9 +103,9 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 async def in_thread_even_if_cancelled(function: Callable[[*Ts], object], *args: *Ts) -> None:
-    """Run a blocking call in a worker thread, also when cancelled: for what has to be done before a block is left.
+    """Run a blocking call in a worker thread, also when cancelled: for clean-up at the end of a block.
 
-    Where no thread has begun it, because a cancellation comes first or no thread can be had, the call is made here.
+    If no thread has begun it, because a cancellation comes first or no thread can be had, the call is made here.
     """
     begun: list[bool] = []
 
@@ -197,7 +197,7 @@ def _give_way(nice: int, io: int) -> None:
 
 
 def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
-    """Call the function and put what comes of it into the box.
+    """Call the function and put its outcome into the box.
 
     An error too: a future hangs on StopIteration (Python 3.11), and takes a CancelledError for its own cancellation.
     """
@@ -260,7 +260,7 @@ _usual = gc.get_threshold()
 async def in_thread_gc_paused(function: Callable[[*Ts], T], *args: *Ts) -> T:
     """Do as :func:`~bcp.runtime.threads.in_thread`, with garbage collection put off.
 
-    What planning makes for 20,000 tensors would set off full collections, which look at every object of the process:
+    The objects of a plan for 20,000 tensors would set off full collections, which look at every object of the process:
     0.2 s where torch is imported, and all threads stand still meanwhile.
     """
     return await in_thread(gc_paused()(function), *args)

@@ -28,7 +28,7 @@ Copy = tuple[torch.Tensor, PartInterval]
 
 
 def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
-    """Copy every span of a part to its place in the buffer; what they show is copied when this returns.
+    """Copy every interval of a part to its place in the buffer; all of it is copied when this returns.
 
     Memory of a device is copied by its copy engine, on bcp's own stream, after the fence.
     """
@@ -96,7 +96,7 @@ def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
 
 
 def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-    """Put small neighbours on one device together; what cannot go together stays alone."""
+    """Group small neighbours on one device; all others stay alone."""
     begin, where, end = 0, None, -1
     for index, (tensor, span) in enumerate(copies):
         nbytes = (span.stop - span.start) * tensor.element_size()
@@ -111,7 +111,7 @@ def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
 
 
 def _together(run: Sequence[Copy], item: WriteItem, buffer: torch.Tensor) -> None:
-    """Copy what are neighbours in the buffer by one transfer, where the device has room to gather them."""
+    """Copy neighbours in the buffer by one transfer, if the device has room to gather them."""
     sources = [_flat(tensor, span, item) for tensor, span in run]
     begin, nbytes = run[0][1].at, sum(source.nbytes for source in sources)
     try:

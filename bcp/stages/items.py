@@ -87,7 +87,7 @@ class HostPart:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The staged elements: FQN to 1-D tensor.
 
-        Where a part holds only some of a tensor the name carries the flat range inside the shard, as in ``w{0:1024}``.
+        If a part holds only some of a tensor, the name carries the flat range inside the shard, as in ``w{0:1024}``.
         """
         table, found = self.item.table, {}
         for span in self.item.part.spans:
@@ -165,13 +165,13 @@ class ReadItem:
 
     Attributes:
         name: file, byte range and first tensor.
-        nbytes: what it takes from the byte budget.
+        nbytes: bytes that it takes from the byte budget.
         chunk: the range, and who needs it. None: only take part in the round.
         round: number of the all-to-all round; -1 for a chunk that nobody else needs.
         key: the data file, or "" where there is nothing to read.
-        file: what its writer said of it; None where there is nothing to read.
+        file: its record in the writer's receipt; None if there is nothing to read.
         straight: whether it is read to where it belongs, without staging memory.
-        room: bytes of staging memory to borrow, if that is more than what is read: a buffer can only be used again for
+        room: bytes of staging memory to borrow, if more than the bytes to read: a buffer can only be used again for
             a chunk that is about as long.
     """
 
@@ -203,7 +203,7 @@ class Stored:
     """Bytes as they were stored, not checked yet.
 
     Attributes:
-        item: what was to be read.
+        item: the chunk that was to be read.
         nbytes: how many bytes were read.
         outs: where they are, one piece behind the other: in staging memory, or in the tensors themselves.
         buffer: the staging memory; None where there is none.
@@ -220,7 +220,7 @@ class Loaded:
     """Checked and decoded bytes of a chunk.
 
     Attributes:
-        item: what was to be read.
+        item: the chunk that was to be read.
         data: uint8, the data-section bytes of the chunk, no header; empty where nothing was to be read, and where the
             bytes are in the tensors already.
         buffer: the staging memory behind it; None where there is none.

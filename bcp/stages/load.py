@@ -130,7 +130,7 @@ AllToAll = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Awaitable[
 
 @dataclass(slots=True)
 class LoadContext:
-    """What the stages of one load share.
+    """Shared context of the stages of one load.
 
     Attributes:
         rank: this rank.
@@ -138,8 +138,8 @@ class LoadContext:
         backend: where the data files are.
         scatter: the same, where it can read straight into tensors.
         lease: staging memory.
-        targets: the tensors, and what goes where.
-        assignment: what this rank reads, sends and receives.
+        targets: the tensors, and the destination of each byte.
+        assignment: the chunks that this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
         verify: whether to check the blocks.
         all_to_all: exchanges chunks with all other ranks.
@@ -147,7 +147,7 @@ class LoadContext:
             behind each that the receiver checks.
         edited: whether the caller has put in stages, which may change bytes after they were checked.
         file_name: returns the key of a file, by its row in the layout.
-        late: what the last round brought; it is placed while the next one is under way.
+        late: the data of the last round; it is placed while the next one is under way.
         touched: whether any tensor may have been written to; set before the first byte.
         placed_nbytes: bytes that are in their tensors by now.
         read_nbytes: bytes read from storage by now.
@@ -262,7 +262,7 @@ def require_codecs(names: Sequence[str], codecs: Sequence[Codec]) -> dict[str, C
 
 
 def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
-    """Put what this rank wants of its own chunk into its tensors, on whatever device they are."""
+    """Put this rank's bytes of its own chunk into its tensors, on whatever device they are."""
 
     async def run(loaded: Loaded) -> Loaded:
         item = loaded.item
@@ -287,7 +287,7 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
 
 
 async def _place(context: LoadContext, chunk: Chunk, data: torch.Tensor) -> Mark:
-    """Copy what this rank wants of a chunk into its tensors; return when that is done."""
+    """Copy this rank's bytes of a chunk into its tensors; return when that is done."""
     context.touched = True
     placed, mark = await in_thread(context.targets.place, chunk, data)
     context.placed_nbytes += placed  # apart from the await: other workers count too
@@ -295,9 +295,9 @@ async def _place(context: LoadContext, chunk: Chunk, data: torch.Tensor) -> Mark
 
 
 def exchange(context: LoadContext) -> Stage[Loaded, None]:
-    """Send this chunk to the ranks that want it too, and take what they read for this one.
+    """Send this chunk to the ranks that want it too, and receive the chunks that they read for this one.
 
-    Rounds are collective: they run one at a time, in plan order, as often on every rank. What a round brings is placed
+    Rounds are collective: they run one at a time, in plan order, as often on every rank. The data of a round is placed
     while the next one is under way, so that no rank keeps the others waiting while it copies.
     """
 
@@ -315,7 +315,7 @@ def exchange(context: LoadContext) -> Stage[Loaded, None]:
 
 
 async def _round(context: LoadContext, loaded: Loaded) -> None:
-    """Take part in one all-to-all; place meanwhile what the one before has brought."""
+    """Take part in one all-to-all; place the data of the one before meanwhile."""
     assignment, number = context.assignment, loaded.item.round
     nothing = torch.empty(0, dtype=torch.uint8) if context.device is None else await in_thread(_room, context, 0)
     outgoing, incoming = [nothing] * context.world_size, [nothing] * context.world_size
@@ -338,7 +338,7 @@ async def _round(context: LoadContext, loaded: Loaded) -> None:
 
 
 def _parcel(context: LoadContext, loaded: Loaded) -> torch.Tensor:
-    """Return what is sent of a chunk: on a device its bytes; else these and a digest of when they were checked.
+    """Return the message of a chunk: on a device its bytes; else these and a digest of when they were checked.
 
     If the caller has put in stages, the digest is of the bytes as they are now.
     """
@@ -365,7 +365,7 @@ def _on_device(context: LoadContext, data: torch.Tensor) -> torch.Tensor:
 
 
 async def _place_late(context: LoadContext) -> None:
-    """Place what the last round has brought."""
+    """Place the data of the last round."""
     late, context.late = context.late, ()
     for chunk, buffer in late:
         context.received_nbytes += chunk.nbytes

@@ -124,7 +124,7 @@ def addresses(tensors: Sequence[torch.Tensor], table: ShardTable) -> Ints:
 
     Args:
         tensors: live memory.
-        table: what they are, row by row.
+        table: their shards, row by row.
 
     """
     dtypes = list(map({name: torch_dtype(name) for name in set(table.tensors.dtype)}.get, table.tensors.dtype))

@@ -1,4 +1,4 @@
-"""Where the bytes of a chunk go: views of that memory to read into, and copies into tensors on whatever device."""
+"""Destinations of the bytes of a chunk: memory to read into, and copies into tensors on any device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoadBuffers:
         sizes: int64[n], bytes of an element of each.
         dtypes: for each of them, the dtype that was saved.
         address: int64[n], where they lie; 0 for those whose bytes cannot simply be written.
-        copies: what goes where, by chunk.
+        copies: the copies of each chunk.
         straight: the same for chunks that are read to where they belong.
         lanes: where copies to devices are queued.
     """
@@ -40,11 +40,11 @@ class LoadBuffers:
     lanes: Lanes
 
     def views(self, chunk: Chunk, start: int, stop: int) -> list[memoryview]:
-        """View the memory where bytes [start, stop) of a data section go: a straight chunk, and what is read around it.
+        """View the destinations of bytes [start, stop) of a data section: a zero-copy chunk, and the bytes around it.
 
         They are about to be written, which the guard of a save that is under way learns now: it looks when it is done.
 
-        What nobody wants of them goes to memory of its own, which lives as long as the views.
+        Bytes that nobody wants go to memory of their own, which lives as long as the views.
         """
         runs, outs, at = self.straight.of_chunk(chunk.number), [], start
         self._written(runs.row)
@@ -63,7 +63,7 @@ class LoadBuffers:
         return int(self.straight.of_chunk(chunk.number).nbytes.sum())
 
     def place(self, chunk: Chunk, data: torch.Tensor) -> tuple[int, Mark]:
-        """Copy what is wanted of a chunk out of its bytes: uint8, in host memory or on a device of the lanes.
+        """Copy the wanted bytes of a chunk: uint8, in host memory or on a device of the lanes.
 
         Returns:
             How many bytes were put into tensors, and when the copies are done: ``data`` has to stay until then.
@@ -92,7 +92,7 @@ class LoadBuffers:
         move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - start, runs.nbytes)
 
     def _groups(self, rest: Ints) -> Iterator[Ints]:
-        """Put small neighbours of one kind together; what cannot go together stays alone."""
+        """Group small neighbours of one kind; all others stay alone."""
         starts = self.copies.start[rest].tolist()
         begin, kind, end = 0, None, 0
         for index, copy in enumerate(rest.tolist()):
@@ -105,7 +105,7 @@ class LoadBuffers:
             yield rest[begin:]
 
     def _kind(self, copy: int) -> tuple[int, torch.device] | None:
-        """Return what neighbours have to agree in, or None for what is not small, or more than a run of bytes."""
+        """Return the key in which neighbours have to agree; None for large copies and for several runs of bytes."""
         copies, row = self.copies, int(self.copies.row[copy])
         tensor, size = self.tensors[row], int(copies.itemsize[copy])
         small = copies.run[copy] * size < SMALL_BYTES and copies.run[copy] == copies.numel[copy]

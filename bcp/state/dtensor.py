@@ -248,13 +248,13 @@ def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]
 
 
 def placement_key(placement: Any) -> object:
-    """Return what tells a placement from others, without asking a ragged one for more than attributes."""
+    """Return a key that tells a placement from others; a ragged one is asked for attributes only."""
     ragged = hasattr(placement, "local_units")
     return (tuple(placement.dims), tuple(placement.local_units)) if ragged else str(placement)
 
 
 def layout_of(tensor: Any, meshes: Meshes) -> object:
-    """Return what says which blocks of a DTensor are here, to be compared; None if that takes a closer look.
+    """Return a key for the blocks of a DTensor on this rank; None if they need a closer look.
 
     Placements are not compared themselves: torch has said that ``_StridedShard(0)`` equals ``Shard(0)``, which cuts
     otherwise (2.6), and veScale's may crash.
@@ -321,7 +321,7 @@ def _traced(
 
     Args:
         shape: of the global tensor.
-        splits: what each mesh dimension splits, None where it replicates.
+        splits: the tensor dimension that each mesh dimension splits, None if it replicates.
         parts: how many parts each mesh dimension has.
         coordinate: which of them are ours.
         orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.

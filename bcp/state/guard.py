@@ -1,4 +1,4 @@
-"""Holds optimizer steps back while what they would change is still being copied.
+"""Holds optimizer steps back while the tensors that they change are being copied.
 
 Notices writes to the state while its snapshot is being taken, which would tear the checkpoint.
 """
@@ -100,7 +100,7 @@ _EARLY = frozenset({"MuonWithAuxAdam"})
 
 
 def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
-    """Find the ``torch.optim`` optimizers in what was passed as the optimizer: itself, several, or in wrappers.
+    """Find the ``torch.optim`` optimizers in the ``optimizer`` state: one, several, or in wrappers.
 
     Megatron-LM's optimizers, DeepSpeed's and Accelerate's keep theirs in ``optimizer``, chained ones in
     ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any

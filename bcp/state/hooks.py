@@ -15,7 +15,7 @@ veScale's ``RaggedShard``: a tensor that is cut, as flat memory, into parts of s
 
 Known by attributes alone, so that veScale need not be installed: a DTensor one of whose placements has ``dims`` and
 ``local_units``. Its values lie as they would if that placement were none, in one block, of which this rank has the
-flat interval that its units stand for. That is a :class:`~bcp.state.placement.Placement` of one span.
+flat interval that its units stand for: a :class:`~bcp.state.placement.Placement` of one interval.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def is_hooked(tensor: torch.Tensor) -> bool:
 
 
 def unstated(tensor: torch.Tensor) -> str:
-    """Say why the blocks of a Megatron-FSDP tensor cannot be known, and what to do; "" if they can, and for others.
+    """Return the reason why the blocks of a Megatron-FSDP tensor are unknown, and the remedy; "" for all others.
 
     Its meshes may have a ``_shard_order``, in which ranks with the right local size hold other rows than the placements
     say. Replicas have no blocks to be stated.
@@ -89,7 +89,7 @@ def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[
 
     Args:
         tensor: the tensor, which may be the local one of a DTensor.
-        name: what it is called in messages.
+        name: its name in messages.
         shape: the shape of the logical tensor.
 
     Raises:
@@ -239,7 +239,7 @@ def sharded_leaf(tensor: Any, label: str) -> ShardedLeaf:
         label: names it in messages.
 
     Raises:
-        StateError: it has remote shards, or its local shards are not what its metadata says.
+        StateError: it has remote shards, or its local shards contradict its metadata.
 
     """
     shape = shape_of(tensor)

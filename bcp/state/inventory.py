@@ -1,4 +1,4 @@
-"""Collects the leaves of a state and turns them into shards: what may be saved, what is tied, what lies where."""
+"""Collects the leaves of a state and turns them into shards: saveable leaves, ties, memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Leaves:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf, a tensor or not. Of placed ones (:class:`ShardedLeaf`), one object under two names is tied.
+        """Add one leaf, a tensor or not. A :class:`ShardedLeaf` under two names is tied.
 
         Raises:
             StateError: there is a leaf of that name already, or the tensor cannot be read.
@@ -135,7 +135,7 @@ class Leaves:
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
     def to_save(self) -> LocalShards:
-        """Return what this rank holds. Of tensors that share all their memory, the first name holds the data.
+        """Return the shards of this rank. The first name of tensors that share all their memory holds the data.
 
         A table that was made of the same names, forms and ties before is used again; views and values are always new.
 
@@ -158,7 +158,7 @@ class Leaves:
         return LocalShards(stock.table, views, self._objects(stock.keys))
 
     def _stock(self, names: Sequence[Name], looks: LeafInspection, ties: Ties) -> ShardTableCache:
-        """Return what follows from names, forms and ties; a table that was made of the same before is used again."""
+        """Return the table of names, specs and ties; a table of equal ones is used again."""
         seen = (names, looks.forms, ties, *self._grouped())
         stock = recall(seen)
         if stock is None:
@@ -202,7 +202,7 @@ class Leaves:
         return LocalShards(rows.table(sorted(keys)), views, self._objects(keys))
 
     def _plain(self, stock: ShardTableCache, looks: LeafInspection) -> LocalShards:
-        """Return what this rank holds where all of it is plain.
+        """Return the shards of a rank whose leaves are all plain.
 
         A storage keeps the memory of a tensor as well as a detached view of it, which takes four times as long to make.
         """

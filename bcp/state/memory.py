@@ -1,4 +1,4 @@
-"""The memory behind a leaf: what of it may be read and written, what it is a part of, and when two are the same."""
+"""The memory behind a leaf: its readable and writable part, its storage, and its identity."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parts_of(leaf: Leaf, label: str) -> Iterator[LocalShard]:
     """Yield the parts of the logical tensor that are here, as plain detached views.
 
     Raises:
-        StateError: the leaf does not say what is here, or says what cannot be.
+        StateError: the leaf does not state its local shards, or states impossible ones.
 
     """
     if isinstance(leaf, torch.Tensor) and is_ragged(leaf):
@@ -83,7 +83,7 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
 
 
 def unsupported(leaf: Leaf) -> str:
-    """Say why a tensor has no plain memory here, and what to do; "" for one that has."""
+    """Return the reason why a tensor has no plain memory here, and the remedy; "" for one that has."""
     if not isinstance(leaf, ShardedLeaf):
         return _reason(leaf, None)
     reasons = (_reason(each.tensor, each.placement.numel) for each in (leaf, *leaf.more))

@@ -36,7 +36,7 @@ TakeModule = Callable[[Leaves, str, nn.Module, str], Finish]
 def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None = None) -> Finish:
     """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
 
-    Modules give their ``state_dict()``, persistent buffers included, or what ``take`` finds in them; they may also
+    Modules give their ``state_dict()``, persistent buffers included, or the leaves that ``take`` finds; they may also
     stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``.
 
     Returns:
@@ -82,7 +82,7 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
 
 
 class ParamNames:
-    """Finds the FQNs of a parameter by what it is, or by its memory where only a plain state dict was passed."""
+    """Finds the FQNs of a parameter by identity, or by memory if only a plain state dict was passed."""
 
     def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
         self._named = leaves.tensors.get("model", {})
@@ -174,7 +174,7 @@ def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[Obj
 
 
 def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
-    """Take the leaves of a module. What its state_dict hooks made anew goes back through ``load_state_dict``."""
+    """Add the leaves of a module. Tensors that its state_dict hooks made go back through ``load_state_dict``."""
     kinds = {type(part) for part in module.modules()}
     if any(map(is_fsdp1_type, kinds)):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")

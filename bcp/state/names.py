@@ -1,4 +1,4 @@
-"""Names of leaves: what wrappers add to them is taken away, and nested containers are flattened into dotted paths."""
+"""Names of leaves: prefixes of wrappers are removed, and nested containers are flattened into dotted paths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def walk(value: Any, where: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
     Args:
         value: the outermost container.
-        where: what it is called in messages, as in ``states['model']``.
+        where: its name in messages, as in ``states['model']``.
         path: leads to ``value``.
 
     Raises:

@@ -118,7 +118,7 @@ def _entropy_of(seeds: Any) -> float:
 
 
 def _entropy_bits(value: Any) -> float:
-    """Return how many bits numbers, text or arrays have at most; infinity for what is none of these."""
+    """Return how many bits numbers, text or arrays have at most; infinity for other values."""
     if isinstance(value, (list, tuple)):
         return sum(map(_entropy_bits, value))
     if isinstance(value, int):
@@ -195,7 +195,7 @@ def _array_together(content: Any) -> Any:
 
 
 def _described(dtype: Any) -> Any:
-    """Return what :func:`_dtype` makes this very dtype of; None if it holds objects, or is of another library."""
+    """Return the argument from which :func:`_dtype` makes this dtype; None for objects and foreign dtypes."""
     described = None if dtype.hasobject or not dtype.itemsize else _words(dtype)
     return described if described is not None and _alike(dtype, _dtype(described)) else None
 
@@ -237,7 +237,7 @@ def _dtype(described: Any) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two dtypes are the same in what ``==`` does not look at, too: scalar type, alignment, metadata."""
+    """Return whether two dtypes also agree in scalar type, alignment and metadata, which ``==`` ignores."""
     if one != other or one.type is not other.type or one.isalignedstruct != other.isalignedstruct or one.metadata:
         return False
     if one.subdtype:

@@ -30,18 +30,18 @@ Change = tuple[dict[str, Any], str, Any]
 
 
 def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) -> tuple[Check, Finish]:
-    """Take what the optimizers want, and make the states that the checkpoint has and they lack altogether.
+    """Add the targets of the optimizers, and make the states that the checkpoint has and they lack altogether.
 
-    What is made becomes the optimizer's own when everything is in place: a load that fails leaves it without.
+    New states become the optimizer's own when everything is in place: a load that fails leaves it without.
 
     Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
-    versions of torch) are no mismatch. Of a parameter with several names, the states that were saved by the others
+    versions of torch) are no mismatch. A parameter may have several names. States that were saved by its other names
     are known to be wanted, but not read.
 
     Returns:
         The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
         different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors, and
-        hands over what was made.
+        hands over the new states.
         Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
         raises the error, before it sets anything.
 
@@ -102,7 +102,7 @@ class _Aside:
         return replace(slot, state=states)
 
     def hand_over(self) -> None:
-        """Give the optimizers what was made."""
+        """Give the new states to the optimizers."""
         for slot, states in self._made.values():
             if slot.state is not None and states[slot.parameter]:
                 slot.state.setdefault(slot.parameter, {}).update(states[slot.parameter])
@@ -116,7 +116,7 @@ def scalar_device(slot: Slot, key: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """What a checkpoint has of the target's parameters.
+    """The entries of a checkpoint for the target's parameters.
 
     Attributes:
         states: keys of the states of each, by FQN.
@@ -277,7 +277,7 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
 
 
 def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) -> None:
-    """Want what was saved by the further names of parameters, which is what is wanted by the first."""
+    """Request the states that were saved by further names of parameters, for their first names."""
     fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
     wanted = leaves.tensors.get(OPTIMIZER, {})
     for kind, name in saved.rows if fqns else ():

@@ -42,7 +42,7 @@ class Slot:
 
     Attributes:
         fqn: its name.
-        parameter: what the optimizer steps, the key of its states: the parameter itself, or the local memory of
+        parameter: the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory of
             which it is a part, as an FSDP1 flat parameter or a 1-D fp32 shard; of that then several slots are a part.
         group: the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters.
         state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
@@ -79,7 +79,7 @@ class Slot:
 
     @property
     def counter(self) -> dict[str, Any]:
-        """Where its step count is."""
+        """The place of its step count."""
         return self.group if self.step_in_group else self.values
 
     @property
@@ -125,7 +125,7 @@ class Slot:
 
 
 def optimizers_in(value: object) -> list[torch.optim.Optimizer] | None:
-    """Return the optimizers if that is what ``value`` is: one, or a list or mapping of nothing else; or None."""
+    """Return the optimizers of ``value``, which is one, or a list or mapping of nothing else; None for others."""
     parts: list[Any] = list(value.values()) if isinstance(value, Mapping) else [value]
     parts = list(value) if isinstance(value, (list, tuple)) else parts
     return parts if parts and all(isinstance(part, torch.optim.Optimizer) for part in parts) else None

@@ -72,7 +72,7 @@ def _of_mesh(states: States) -> dict[str, int]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what is in modules, mappings and lists, one after the other."""
+    """Yield the leaves of modules, mappings and lists, one after the other."""
     if isinstance(value, nn.Module):
         yield from value.parameters()
     elif isinstance(value, Mapping):
@@ -120,7 +120,7 @@ class Placement:
     Attributes:
         shape: of the logical tensor: unsharded, without padding.
         local: of the local tensor.
-        spans: what of it is the logical tensor's; the rest (padding, other tensors) is never touched.
+        spans: its intervals that belong to the logical tensor; the rest (padding, other tensors) is never touched.
     """
 
     shape: tuple[int, ...]
@@ -174,7 +174,7 @@ class ShardedLeaf:
         """Yield one part per span, as views of the local memory.
 
         Raises:
-            StateError: a local tensor is not what its placement says, or its elements do not lie in a row.
+            StateError: a local tensor contradicts its placement, or its elements do not lie in a row.
 
         """
         for leaf in (self, *self.more):

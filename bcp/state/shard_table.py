@@ -1,10 +1,10 @@
-"""Tables of states seen before: what a rank holds is worked out once, not at every save (paper sec. 4.1).
+"""Shard tables of ranks, made once for states that do not change, not at every save (paper sec. 4.1).
 
 At every save all leaves are found anew, by calling every ``state_dict()`` with its hooks, and every tensor is asked
-where it is and what it looks like. A table follows from the answers, and from nothing else: one that was made of equal
-answers is right, whatever has happened since. What is remembered holds no tensor, no module and no value.
+for its address and its spec. A table follows from the answers, and from nothing else: one that was made of equal
+answers is right, whatever has happened since. The cache holds no tensor, no module and no value.
 
-The table of what a rank holds, made of the names and forms of its leaves: form by form, not leaf by leaf.
+A table is made of the names and specs of a rank's leaves: spec by spec, not leaf by leaf.
 """
 
 from __future__ import annotations
@@ -153,11 +153,11 @@ Seen = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardTableCache:
-    """What follows from names, forms and ties.
+    """Results that follow from names, specs and ties.
 
     Attributes:
         seen: these.
-        table: what the rank holds.
+        table: the shards of the rank.
         stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
         keys: of the objects, in the order in which their values are found.
         plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
@@ -177,7 +177,7 @@ _lock = Lock()
 
 
 def recall(seen: Seen) -> ShardTableCache | None:
-    """Return what followed from the same before, or None."""
+    """Return the results of equal names, specs and ties, or None."""
     with _lock:
         stocks = list(_stocks)
     found = next((stock for stock in stocks if stock.seen == seen), None)
@@ -187,7 +187,7 @@ def recall(seen: Seen) -> ShardTableCache | None:
 
 
 def remember(stock: ShardTableCache) -> None:
-    """Remember what was worked out. Others will get the same table, so that its numbers cannot be changed any more."""
+    """Remember results. Others will get the same table, so its numbers become read-only."""
     for part in (stock.table, stock.table.tensors):
         for column in (getattr(part, each.name) for each in fields(part)):
             if isinstance(column, np.ndarray):

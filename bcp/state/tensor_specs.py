@@ -1,6 +1,6 @@
 """Leaves that are the same memory, and which of their names the memory goes by.
 
-What many leaves have in common: everything that a table says of a tensor but its name.
+A spec is everything that a table says of a tensor but its name; many leaves share one.
 
 A model has thousands of tensors, of a few dozen forms. To work a form out takes 20 us; to find it again takes 1 us, in
 which torch says the shape, strides, dtype and device of a tensor. No tensor is kept.
@@ -83,10 +83,10 @@ _forms: dict[object, TensorSpec] = {}
 
 @dataclass(frozen=True, slots=True)
 class LeafInspection:
-    """What a look at leaves found.
+    """The specs and addresses of leaves.
 
     Attributes:
-        leaves: what was looked at.
+        leaves: the inspected leaves.
         memory: the tensor whose elements are those of the leaf that are here.
         forms: the form of each leaf.
         addresses: int64[n], where its memory is: the same number for leaves that are the same memory.
@@ -113,7 +113,7 @@ def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafI
     """Look at leaves; ``label`` names one of them for messages, by its number.
 
     Raises:
-        StateError: a leaf has no plain memory here, or what it says of its shards cannot be.
+        StateError: a leaf has no plain memory here, or states impossible shards.
 
     """
     meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
@@ -145,7 +145,7 @@ def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafI
 def _spec_key(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> object:
     """Return all that the form of a leaf depends on, to be compared; None where only a close look can tell.
 
-    Beyond what is said here, it depends on the memory being strided: that of other layouts has no address.
+    It also depends on the memory being strided: memory of other layouts has no address.
     """
     marked = kind is not ShardedLeaf and not _MARKS.isdisjoint(leaf.__dict__)
     if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or marked:
@@ -162,7 +162,7 @@ def _spec_key(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> ob
 
 
 def _address(leaf: Leaf, memory: torch.Tensor, label: Callable[[int], str], number: int) -> int:
-    """Return where the memory of a leaf is; of one that says itself what is where, a number of its own."""
+    """Return the data pointer of a leaf, or a unique number for a tensor subclass that states its own shards."""
     try:
         return memory.data_ptr()
     except RuntimeError as error:
@@ -243,7 +243,7 @@ def firsts_of(
 ) -> dict[int, int]:
     """Return, for each leaf that goes by the memory of another, the number of that one: the first in sorted order.
 
-    Where ``saved`` is given, names that are not in it are :data:`LEFT_OUT` if it has another one of the same memory.
+    If ``saved`` is given, names that are not in it are :data:`LEFT_OUT` if it has another one of the same memory.
     """
     firsts: dict[int, int] = {}
     for group in ties:

@@ -49,7 +49,7 @@ def encode_value(value: Any, *, where: str = "a value", trust: bool = False) -> 
 def encode_values(
     values: Mapping[ObjectKey, Any], keys: Iterable[ObjectKey], *, trust: bool = False
 ) -> dict[ObjectKey, str]:
-    """Return the values of these keys as :func:`encode_value` does; what stands under many keys is encoded once.
+    """Return the values of these keys as :func:`encode_value` does; a value under many keys is encoded once.
 
     A group's learning rate stands under the names of all its parameters: 7 us each for 2,000 values of 11 kinds, else.
     """
@@ -89,7 +89,7 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
 
 
 def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -> dict[ObjectKey, Any]:
-    """Return the values of (key, text, what it is called in messages); equal texts of constants give one object."""
+    """Return the values of (key, text, name in messages); equal texts of constants give one object."""
     constants: dict[str, Any] = {}
     values = {}
     for key, text, where in texts:

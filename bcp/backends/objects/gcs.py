@@ -152,7 +152,7 @@ class GcsApi:
         return found, page.get("nextPageToken") or None
 
     async def prefixes(self, above: str, after: str | None) -> tuple[Sequence[str], str | None]:
-        """Return a page of what stands up to the next slash in names that start with ``above``, and a page token."""
+        """Return a page of names that start with ``above``, cut at their next slash, and a page token."""
         page = await self._list(after, prefix=above, delimiter="/", fields="prefixes,nextPageToken")
         return page.get("prefixes", ()), page.get("nextPageToken") or None
 

@@ -36,10 +36,10 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass(slots=True)
 class Pieces:
-    """What every local tensor of a model is of which logical tensor.
+    """The logical tensor, and the part of it, of every local tensor of a model.
 
     Attributes:
-        saved: what the checkpoint has, in a load: padded tensors get its shapes.
+        saved: the names of the checkpoint, in a load: padded tensors get its shapes.
         fresh: in a save, by the ``id`` of the local tensor, which of its elements are this step's; others are all.
         by_id: the pieces by the ``id`` of the local tensor.
     """
@@ -85,7 +85,7 @@ def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
 
     Args:
         leaves: takes the leaves.
-        pieces: takes what the local tensors are.
+        pieces: receives the logical tensors of the local ones.
         state: the model.
 
     Returns:
@@ -140,7 +140,7 @@ def _refuse_fsdp(owner: Any) -> None:
 
 
 def _add_owner(leaves: Leaves, pieces: Pieces, owner: Any) -> Finish:
-    """Take the leaves of what has a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
+    """Add the leaves of an object with a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
     wanted: dict[ObjectKey, tuple[str, Any]] = {}
     _refuse_fsdp(owner)
     sharded = owner.sharded_state_dict(metadata=dict(_METADATA))  # a new one: Megatron writes into it
@@ -157,7 +157,7 @@ def _add_owner(leaves: Leaves, pieces: Pieces, owner: Any) -> Finish:
 
 
 def _setter(state: object, path: Path, leaf: Any, name: ObjectKey) -> Finish:
-    """Return what sets a leaf that stands in the state itself."""
+    """Return the setter of a leaf that stands in the state itself."""
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
         if name in objects and has_base(leaf, ("ShardedObject",)):

@@ -1,4 +1,4 @@
-"""What Megatron's sharded state dicts say: which part of which logical tensor each local tensor is.
+"""The logical tensor, and the part of it, of each local tensor in Megatron's sharded state dicts.
 
 Logical names are the keys that Megatron gives with numbered layers. Axes that Megatron puts in front of a tensor for
 layers or experts are made part of the name: every expert is a tensor of its own, as it is in memory, so that the names
@@ -30,7 +30,7 @@ _NUMBERED = frozenset({"layers", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a local tensor, or a part of it, is of one logical tensor.
+    """The part of one logical tensor that a local tensor, or a part of it, holds.
 
     Attributes:
         fqn: name of the logical tensor.
@@ -163,7 +163,7 @@ def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[LocalInterval]:
 
 
 def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[LocalInterval, ...]:
-    """Return what of a piece lies in [low, high) of the local tensor, and its other blocks without elements.
+    """Return the part of a piece in [low, high) of the local tensor, and its other blocks without elements.
 
     ``origin`` is the element of the local tensor from which places in memory are counted.
     """
@@ -179,7 +179,7 @@ def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[LocalInter
 
 
 def _shortened(span: LocalInterval, rows: int) -> LocalInterval | None:
-    """Return what of a span lies in the first rows of the logical tensor."""
+    """Return the part of an interval in the first rows of the logical tensor."""
     kept = min(span.box.lengths[0], rows - span.box.offsets[0])
     if kept <= 0:
         return None

@@ -51,7 +51,7 @@ class MegatronPlanner(PlainPlanner):
     data parallel sizes may all change. Whatever else has a ``sharded_state_dict`` may stand beside the chunks, as
     :class:`~bcp.planners.megatron.MegatronRng` does.
 
-    ``states["optimizer"]`` is what ``get_megatron_optimizer`` returned. States and fp32 masters of the distributed
+    ``states["optimizer"]`` is the result of ``get_megatron_optimizer``. States and fp32 masters of the distributed
     optimizer are read from its flat shards and loaded into them; before the first step they are made, and no step is
     taken. Loss scalers are part of it. Without ``states["model"]``, a load copies the masters that it filled into this
     rank's part of the weights, as a step would; ``start_param_sync(force_sync=True)`` of the chunks, which
@@ -61,7 +61,7 @@ class MegatronPlanner(PlainPlanner):
     With ``overlap_param_gather``, weights are taken from the shards that were stepped, as the others are gathered only
     by the next forward pass; that needs ``states["optimizer"]``.
 
-    The vocabulary may be padded to another length in the checkpoint: what both have is loaded, other rows stay.
+    The vocabulary may be padded to another length in the checkpoint: rows that both have are loaded, other rows stay.
     """
 
     name = "megatron"

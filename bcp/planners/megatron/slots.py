@@ -115,7 +115,7 @@ def _refuse(part: object, at: str) -> None:
 
 
 def _check(optimizer: Any, at: str, tested: Callable[[], str]) -> None:
-    """Refuse what cannot be read."""
+    """Refuse optimizers whose states cannot be read."""
     _refuse(getattr(optimizer, "optimizer", None), at)
     if not has_base(optimizer, _READ):
         raise StateError(
@@ -136,7 +136,7 @@ def _check(optimizer: Any, at: str, tested: Callable[[], str]) -> None:
 def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
     """Yield a slot for each piece of each parameter of which a DistributedOptimizer has elements here.
 
-    Of replicas, which tensor and pipeline parallel ranks may cut differently, only the first is saved; all are loaded.
+    Tensor and pipeline parallel ranks may cut replicas differently. Only the first is saved; all are loaded.
     """
     inner, ranges = optimizer.optimizer, _ranges(optimizer)
     for group, parameter, shard in _stepped(optimizer):
@@ -152,7 +152,7 @@ def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
 
 
 def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: ShardedLeaf, parameter: Any) -> Slot:
-    """Make one slot. What the optimizer steps is a master unless it is the model's own memory."""
+    """Make one slot. The stepped tensor is a master unless it is the model's own memory."""
     own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
     return Slot(
         fqn,
@@ -210,7 +210,7 @@ def _ranges(optimizer: Any) -> dict[torch.Tensor, tuple[int, int]]:
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-    """Yield (group, parameter of the model, what the inner optimizer steps of it)."""
+    """Yield (group, parameter of the model, the tensor that the inner optimizer steps for it)."""
     for at, group in enumerate(optimizer.optimizer.param_groups):
         if has_base(optimizer, ("DistributedOptimizer",)):
             parameters = [*optimizer.model_float16_groups[at], *optimizer.model_fp32_groups[at]]
