@@ -114,7 +114,7 @@ class Held:
 
     Attributes:
         parameter: the model's.
-        fp32: the tensor that the inner optimizer steps, the key of its states: a partition of many parameters in a row, or
+        fp32: the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or
             the parameter's own fp32 copy.
         placement: where in the parameter ``fp32`` lies; None where it is all of it.
         group: the inner optimizer's group with the hyper-parameters.
