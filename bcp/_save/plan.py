@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 
 from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
@@ -21,13 +20,14 @@ from bcp.plan.write.files import DataFile, data_files
 from bcp.plan.write.survey import DIGEST_BYTES, EncodedTable, Survey, decode_share, digest
 from bcp.plan.write.world import FactoredTable, factor
 from bcp.protocols import Agreement
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread_gc_paused
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]
 
 _plans: PlanCache[SavePlan] = PlanCache(16)
 _in_flight: set[tuple[str, int]] = set()
-_in_flight_lock = Lock()
+_in_flight_lock = process_lock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from typing import ClassVar
 from bcp.backends.keys import Tiling, check_key, check_prefix, content_version, scatter
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, Version, flat_view
+from bcp.runtime.process import process_lock
 
 __all__ = ["MemoryBackend"]
 
@@ -23,7 +23,7 @@ class MemoryBackend:
     """
 
     _stores: ClassVar[dict[str, dict[str, bytes]]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.Lock] = process_lock()
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -122,13 +122,6 @@ class MemoryBackend:
             return self._objects[check_key(key)]
         except KeyError:
             raise FileNotFoundError(f"{self!r} has no object {key!r}") from None
-
-
-def _renew_lock() -> None:
-    MemoryBackend._lock = threading.Lock()  # noqa: SLF001 -- the class's own module
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Parts:

@@ -6,13 +6,13 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 
 from bcp._log import log
 from bcp.backends.file_io import TempFile, WriteWay, bounce
 from bcp.backends.files import is_shared
+from bcp.runtime.process import process_lock
 
 __all__ = ["quickest"]
 
@@ -33,16 +33,11 @@ class _Probes:
     """The ways that were found, by st_dev, and the lock under which they are looked for."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = process_lock()
         self.found: dict[int, WriteWay] = {}
-
-    def renew_lock(self) -> None:
-        """Take a new lock: in a forked child nobody may be left to release the old one."""
-        self.lock = Lock()
 
 
 _probes = _Probes()
-os.register_at_fork(after_in_child=_probes.renew_lock)
 
 
 def quickest(final: Path, nbytes: int | None) -> WriteWay:

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from threading import Lock
 from typing import Any
 
 import anyio
@@ -26,6 +25,7 @@ from bcp.coordinators.hosts import store_of_job
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import BcpError, InputError
 from bcp.protocols import Coordinator
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_pool, in_thread
 
 __all__ = ["GroupExchange", "exchange_device", "join_group"]
@@ -183,7 +183,7 @@ class GroupExchange:
         self._report = report
         self._rounds = 0
         self._ended = False
-        self._ending = Lock()
+        self._ending = process_lock()
         self._threads = ThreadPoolExecutor(2, "bcp-process-group")  # one waits; the other one ends the group meanwhile
 
     def __repr__(self) -> str:

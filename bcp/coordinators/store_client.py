@@ -28,6 +28,7 @@ import anyio
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from bcp.errors import PeerError
+from bcp.runtime.process import process_lock
 
 __all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "innermost"]
 
@@ -118,7 +119,7 @@ class StoreClient:
         self.name = _name_of(shared)
         self._connect = connect
         self._store: Store | None = None
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._waiting: deque[_Call[Any]] = deque()
         self._current: _Call[Any] | None = None
         self._given_up: _Call[Any] | None = None

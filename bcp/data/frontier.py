@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 
 from bcp.errors import InputError, MismatchError, StageError, StateError
+from bcp.runtime.process import process_lock
 
 __all__ = ["Frontier"]
 
@@ -89,7 +89,7 @@ class Frontier:
         self._size = len(cast("Sequence[Any]", prompts)) if is_sequence else None
         if self._size is None and epochs != 1:
             raise InputError(f"Frontier(epochs={epochs}): an iterable without len() and [i] is handed out once")
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._history: deque[tuple[int, dict[str, Any]]] = deque(maxlen=history)
         self._reading: Iterator[Any] | None = None
         self._restart({shard: _Shard(shard) for shard in range(reader, shards, readers)})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Generic, TypeVar
 
 import xxhash
+
+from bcp.runtime.process import process_lock
 
 __all__ = ["PlanCache", "plan_id"]
 
@@ -39,7 +40,7 @@ class PlanCache(Generic[V]):
         self.hits = 0
         self.misses = 0
         self._plans: dict[bytes, V] = {}
-        self._lock = Lock()
+        self._lock = process_lock()
 
     def get(self, key: bytes) -> V | None:
         """Return the plan of that digest, or None; counts a hit or a miss."""

@@ -26,6 +26,7 @@ from bcp.coordinators.hosts import private_connection
 from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
 from bcp.errors import InputError, PeerError
 from bcp.runs.preemption import Preemption
+from bcp.runtime.process import process_lock
 
 __all__ = ["Meetings", "Stand", "meeting_place"]
 
@@ -141,7 +142,7 @@ class Meetings:
         self.rank, self._world_size, self._preemption = rank, world_size, preemption
         self._prefix, self._timeout, self._on_alarm = f"bcp/run/{life}", timeout, on_alarm
         self._store, self._pid = store, os.getpid()
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._stand = Stand()
         self._reason: str | None = None
         self._deadline: float | None = None
@@ -151,7 +152,7 @@ class Meetings:
         self._known = threading.Event()
         self._closing = threading.Event()
         self._lost = self._left = False
-        self._speaking = threading.Lock()  # held while a word is said: afterwards this rank may delete it
+        self._speaking = process_lock()  # held while a word is said: afterwards this rank may delete it
         self._thread: threading.Thread | None = None
         if store is not None:
             self._speaker = StoreClient(store, private_connection)

@@ -20,6 +20,7 @@ from typing import Any
 
 from bcp._log import log
 from bcp.errors import InputError
+from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["Preemption"]
 
@@ -77,7 +78,7 @@ class Preemption:
         self.reason: str | None = None
         self.deadline: float | None = None
         self._asked: Callable[[str], None] | None = None
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._told = False
@@ -212,7 +213,7 @@ class Preemption:
 
     def after_fork(self) -> None:
         """Forget everything in a forked child: neither its signals nor its pipe are the parent's business."""
-        self._lock, self._threads, self._asked = threading.Lock(), [], None
+        self._threads, self._asked = [], None
         self._put_back()
 
     @property
@@ -367,4 +368,5 @@ def _obey_parent(signals: set[int]) -> None:
             os._exit(0)
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
+in_forked_child(_after_fork_in_child)

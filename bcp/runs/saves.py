@@ -29,6 +29,7 @@ from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 
 __all__ = ["OnCommit", "OnFailure", "Saves", "Standby", "Watchdog", "nothing"]
@@ -167,7 +168,7 @@ class Standby:
     def __init__(self) -> None:
         self._gate: Future[None] = Future()
         self._held: Background[SaveReport] | None = None
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self.step: int | None = None
         self.released = False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import Lock
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +18,7 @@ import torch
 
 from bcp.errors import InputError
 from bcp.runtime.accelerator import devices_in_use, enter_thread, kind, new_stream, sleeping_event
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread, in_thread_even_if_cancelled
 
 __all__ = ["SMALL_BYTES", "Caller", "Fence", "Lanes", "Mark", "accelerators", "on_side_stream", "stream_count"]
@@ -30,7 +30,7 @@ Fence = Mapping[int, torch.Event]
 """For each device, the point in the caller's stream after which the tensors are as the caller sees them."""
 
 _streams: dict[int, torch.Stream | None] = {}
-_streams_lock = Lock()
+_streams_lock = process_lock()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which has to be there before ours: last in, first out
 import math
-import os
 import threading
 import time
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from weakref import WeakSet
 import anyio._backends._asyncio  # noqa: F401 -- imported at first use: a fork just then leaves the child half a module
 
 from bcp._log import log
+from bcp.runtime.process import in_forked_child, process_rlock
 
 __all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for"]
 
@@ -88,7 +88,7 @@ class Loop:
             self.thread.join()
 
 
-lock = threading.RLock()  # re-entrant: a signal handler may save, and interrupt one who holds it
+lock = process_rlock()  # re-entrant: a signal handler may save, and interrupt one who holds it
 _current: Loop | None = None
 _inherited: list[Loop] = []
 
@@ -112,10 +112,9 @@ def _forget_in_child() -> None:
 
     They are kept: were they collected, the parent's coroutines would run their ``finally`` blocks here, too.
     """
-    global lock, _current  # noqa: PLW0603 -- one a process
+    global _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.append(_current)
-    lock = threading.RLock()
     _current = None
 
 
@@ -149,7 +148,7 @@ def _finish_at_exit(*, late: bool) -> None:
         loop.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_child(_forget_in_child)
 # atexit alone is too late for worker threads. The better hook is private; where it is missing, the late one tells.
 atexit.register(_finish_at_exit, late=True)
 if hasattr(threading, "_register_atexit"):

@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from threading import Lock
 
 import numpy as np
 import torch
 
 from bcp._log import log
 from bcp.runtime.accelerator import lock_pages, locks_pages, unlock_pages
+from bcp.runtime.process import in_forked_child, process_lock
 from bcp.runtime.threads import in_thread_even_if_cancelled
 
 __all__ = ["Lease", "StagingPool", "pool_for", "shared_pool"]
@@ -49,7 +49,7 @@ class StagingPool:
         self._free: list[_Free] = []
         self._nbytes = 0
         self._refused = False
-        self._lock = Lock()
+        self._lock = process_lock()
 
     def __repr__(self) -> str:
         kind = "pinned" if self.pinned else "pageable"
@@ -274,4 +274,4 @@ def _keep_in_child() -> None:
     shared_pool.cache_clear()
 
 
-os.register_at_fork(after_in_child=_keep_in_child)
+in_forked_child(_keep_in_child)

@@ -16,11 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
-from threading import Lock
 from typing import TypeVar, TypeVarTuple
 
 import anyio
 from anyio.lowlevel import RunVar
+
+from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = [
     "collect_failure_garbage",
@@ -252,7 +253,7 @@ async def _ended(job: Future[None], interrupt: Callable[[], object]) -> None:
 
 _OFF = 0  # as the first threshold: no collection begins by itself
 
-_lock = Lock()
+_lock = process_lock()
 _inside = 0
 _usual = gc.get_threshold()
 
@@ -313,10 +314,10 @@ def _as_usual() -> None:
 
 def _begin_anew_in_child() -> None:
     """Let a forked child collect again, as a dataloader's worker is: no thread is in here there."""
-    global _lock, _inside
+    global _inside  # noqa: PLW0603 -- as the switch itself, for the whole process
     if _inside:
         _as_usual()
-    _lock, _inside = Lock(), 0
+    _inside = 0
 
 
-os.register_at_fork(after_in_child=_begin_anew_in_child)
+in_forked_child(_begin_anew_in_child)

@@ -5,11 +5,10 @@ Notices writes to the state while its snapshot is being taken, which would tear 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Condition, Lock
+from threading import Condition
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from bcp.errors import InputError, StateChangedError
 from bcp.protocols import LocalShards
 from bcp.runtime.accelerator import capturing
+from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["StepHold", "being_loaded", "check_not_loading", "check_unchanged", "torch_optimizers", "versions"]
 
@@ -29,7 +29,7 @@ _UNTRACKED = -1
 _loads: dict[int, Sequence[torch.Tensor]] = {}
 """What the loads of this process are filling, by ``id``; changes atomically under the interpreter."""
 
-os.register_at_fork(after_in_child=_loads.clear)
+in_forked_child(_loads.clear)
 
 
 @contextmanager
@@ -186,18 +186,16 @@ class _Gate:
 
 
 _gates: WeakKeyDictionary[Optimizer, _Gate] = WeakKeyDictionary()
-_gates_lock = Lock()
+_gates_lock = process_lock()
 
 
 def _open_in_child() -> None:
     """Hold nothing back in a forked child: the save goes on in the parent only."""
-    global _gates_lock  # noqa: PLW0603 -- one a process
-    _gates_lock = Lock()
     for gate in _gates.values():
         gate.changed, gate.holds, gate.waiting = Condition(), set(), []
 
 
-os.register_at_fork(after_in_child=_open_in_child)
+in_forked_child(_open_in_child)
 
 
 def _gate(optimizer: Optimizer) -> _Gate:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from threading import Lock
 
 import numpy as np
 
 from bcp.plan.columns import Ints, matrix, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
 from bcp.protocols import ObjectKey
+from bcp.runtime.process import process_lock
 from bcp.state.memory import dtype_name
 from bcp.state.tensor_specs import LEFT_OUT, TensorSpec
 
@@ -173,7 +173,7 @@ class ShardTableCache:
 
 
 _stocks: list[ShardTableCache] = []
-_lock = Lock()
+_lock = process_lock()
 
 
 def recall(seen: Seen) -> ShardTableCache | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Collection
 from typing import Literal, TextIO, cast, get_args
 
 from bcp._log import set_output
 from bcp.errors import InputError
+from bcp.runtime.process import process_rlock
 from bcp.telemetry.alerts import Alerts
 from bcp.telemetry.logs import Form, LineOutput, OperationLines
 from bcp.telemetry.settings import COARSE, GROUPS, MOST_SPANS, settings
@@ -19,7 +19,7 @@ __all__ = ["Level", "configure"]
 
 Level = Literal["debug", "info", "warning", "error"]
 
-_lock = threading.RLock()  # re-entrant: a signal handler may configure
+_lock = process_rlock()  # re-entrant: a signal handler may configure
 _lines = OperationLines()
 _output: LineOutput | None = None
 _alerts: Alerts | None = None
@@ -108,15 +108,3 @@ def _check(
     if not isinstance(alerts, Alerts | None):
         raise InputError(f"alerts={alerts!r}; pass bcp.telemetry.Alerts(...), or None")
     return int(getattr(logging, level.upper()))
-
-
-def _renew_lock() -> None:
-    """Give a forked child locks that no thread of its parent holds."""
-    global _lock, _output  # noqa: PLW0603 -- of the process
-    _lock = threading.RLock()
-    if _output is not None:
-        _output = LineOutput(_output.form, _output.stream, _output.level)
-        set_output(_output)
-
-
-os.register_at_fork(after_in_child=_renew_lock)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
@@ -14,6 +13,7 @@ from structlog.typing import EventDict, Processor
 
 from bcp._log import log, mark_logged
 from bcp.events import LoadReport, SaveReport
+from bcp.runtime.process import process_rlock
 from bcp.telemetry.failures import failure_of
 from bcp.telemetry.watch import Watch
 
@@ -87,16 +87,13 @@ def _failure(watch: Watch, error: Exception) -> Mapping[str, object]:
 
 
 class LineOutput:
-    """Writes each line as it comes, one at a time. A broken stream loses lines and nothing else.
-
-    A forked child gets a new one, because a thread of its parent may hold the lock.
-    """
+    """Writes each line as it comes, one at a time. A broken stream loses lines and nothing else."""
 
     def __init__(self, form: Form, stream: TextIO | None, level: int) -> None:
         self.form = form
         self.stream = stream
         self.level = level
-        self._lock = threading.RLock()  # re-entrant: a signal handler may log
+        self._lock = process_rlock()  # re-entrant: a signal handler may log
         self._processors: tuple[Processor, ...] = (
             structlog.stdlib.PositionalArgumentsFormatter(),
             structlog.processors.add_log_level,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from threading import Lock
 from weakref import WeakKeyDictionary
 
 from opentelemetry import metrics
@@ -27,6 +26,7 @@ from bcp.events import (
     StageEvent,
     StageStart,
 )
+from bcp.runtime.process import process_lock
 from bcp.telemetry.settings import is_sdk
 from bcp.telemetry.watch import Watch
 
@@ -123,7 +123,7 @@ class Metrics:
         self._given = meter is not None
         meter = meter or metrics.get_meter("bcp", __version__)
         self._to = _Instruments(meter)
-        self._lock = Lock()
+        self._lock = process_lock()
         self._live: WeakKeyDictionary[Watch, _Live] = WeakKeyDictionary()
         self._stages: set[str] = set()
         self._newest: _Durable | None = None

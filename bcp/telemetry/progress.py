@@ -7,9 +7,7 @@ notebook's, a bar is a line every ten seconds. Nothing is ever written to standa
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from bcp.errors import MissingExtraError
 from bcp.events import Event, Observer, StageEvent, ignore
+from bcp.runtime.process import in_forked_child, process_lock, process_rlock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +109,7 @@ class _Lines:
         self._total = nbytes
         self._clock = clock
         self._done = 0
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._started = self._told = clock()
 
     def advance(self, nbytes: int) -> None:
@@ -138,7 +137,7 @@ class _Display:
     """The one display of this process, which is on the screen while there are bars."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # re-entrant: a signal handler may save
+        self._lock = process_rlock()  # re-entrant: a signal handler may save
         self._progress: Progress | None = None
         self._open = 0
 
@@ -242,4 +241,4 @@ def _start_afresh() -> None:
 
 
 _display = _Display()
-os.register_at_fork(after_in_child=_start_afresh)
+in_forked_child(_start_afresh)

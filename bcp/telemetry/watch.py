@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from bcp._log import bound, log
 from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
+from bcp.runtime.process import process_lock
 from bcp.telemetry.settings import settings
 
 __all__ = ["Contents", "Kind", "LiveSink", "Sink", "Watch", "add_sink", "remove_sink", "sinks", "step_of"]
@@ -50,7 +49,7 @@ class LiveSink(Sink, Protocol):
 
 
 _sinks: tuple[Sink, ...] = ()
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def add_sink(sink: Sink) -> None:
@@ -71,15 +70,6 @@ def remove_sink(sink: Sink) -> None:
 def sinks() -> Sequence[Sink]:
     """Return the sinks that follow saves and loads, in the order in which they were added."""
     return _sinks
-
-
-def _renew_lock() -> None:
-    """Give a forked child a lock that no thread of its parent holds."""
-    global _lock  # noqa: PLW0603 -- of the process
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Watch:

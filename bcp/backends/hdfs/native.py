@@ -18,7 +18,6 @@ import asyncio
 import atexit
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +27,7 @@ import anyio
 from bcp.backends.hdfs.faults import hdfs_errors
 from bcp.errors import MissingExtraError
 from bcp.runtime.event_loop import Loop
+from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["hdfs_native", "native_client", "transfer_loop", "wait_after_fork"]
 
@@ -73,10 +73,10 @@ def _in_child() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 
-os.register_at_fork(after_in_child=_in_child)
+in_forked_child(_in_child)
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _current: Loop | None = None
 _inherited: list[Loop] = []
 
@@ -92,10 +92,9 @@ def transfer_loop() -> asyncio.AbstractEventLoop:
 
 def _forget_in_child() -> None:
     """Give a forked child a fresh start. The parent's loop is kept: both processes have its descriptors open."""
-    global _lock, _current  # noqa: PLW0603 -- one a process
+    global _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.append(_current)
-    _lock = threading.Lock()
     _current = None
 
 
@@ -104,5 +103,5 @@ def _close_at_exit() -> None:
         _current.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_child(_forget_in_child)
 atexit.register(_close_at_exit)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Upload
 from bcp.errors import BcpError, InputError, MissingExtraError
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_pool
 
 __all__ = ["FsspecStore", "open_generic"]
@@ -119,7 +119,7 @@ class FsspecStore:
         """Begin with no file system, in a forked child too: of fsspec's own no other process may use one."""
         self._pid = os.getpid()
         self._found: Any = None
-        self._opening = Lock()
+        self._opening = process_lock()
         self._threads = ThreadPoolExecutor(self._most_threads, "bcp-fsspec")
 
     def __repr__(self) -> str:

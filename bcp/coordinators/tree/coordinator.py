@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from threading import Lock
 from weakref import finalize
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendez
 from bcp.coordinators.tree.transport import Tls, Traffic
 from bcp.errors import InputError
 from bcp.protocols import Agreement
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 
 __all__ = ["FANOUT", "GrpcCoordinator"]
@@ -62,7 +62,7 @@ class GrpcCoordinator:
         self._tls = tls
         self._numbers = itertools.count()
         self._pid = os.getpid()
-        self._lock = Lock()
+        self._lock = process_lock()
         self._loop: CoordinatorLoop | None = None
         self._node: Node | None = None
         self._closed = False

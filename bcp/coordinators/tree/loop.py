@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 from bcp.errors import InputError
+from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["CoordinatorLoop", "current_loop"]
 
@@ -94,7 +94,7 @@ class CoordinatorLoop:
             self._loop.run_forever()
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _current: CoordinatorLoop | None = None
 _inherited: list[object] = []
 
@@ -110,10 +110,9 @@ def current_loop() -> CoordinatorLoop:
 
 def _forget_in_child() -> None:
     """Give a forked child a fresh start; what it has of the parent's is kept, since deleting it would use the loop."""
-    global _lock, _current  # noqa: PLW0603 -- one a process
+    global _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.extend((_current, *_current.residents))
-    _lock = threading.Lock()
     _current = None
 
 
@@ -122,5 +121,5 @@ def _close_at_exit() -> None:
         _current.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_child(_forget_in_child)
 atexit.register(_close_at_exit)

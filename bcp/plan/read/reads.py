@@ -10,7 +10,6 @@ Which pieces of a checkpoint a box meets: binary searches in what is computed on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from bcp.plan.box import Boxes, decompose
 from bcp.plan.columns import Ints, order_of, spread
 from bcp.plan.layout import Layout, find_all, resolve_all
 from bcp.plan.shards import KINDS, Segments, ShardTable
+from bcp.runtime.process import process_lock
 
 __all__ = ["Pieces", "ReadRequest", "fitted", "pieces_of", "wants"]
 
@@ -78,7 +78,7 @@ def fitted(matrix: Ints, width: int, fill: int) -> Ints:
 
 
 _lately: list[tuple[Layout, Pieces]] = []
-_lock = Lock()
+_lock = process_lock()
 
 
 def pieces_of(layout: Layout) -> Pieces:

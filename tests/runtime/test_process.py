@@ -1,0 +1,115 @@
+"""Forks at any moment: a child finds every lock of bcp open, and saves and loads by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from bcp.runtime.process import in_forked_child, process_lock, process_rlock
+
+ROOT = Path(__file__).parents[2]
+LOCK = re.compile(r"(?<![\w.])(threading\.)?R?Lock\(\)")
+
+FORKS = """\
+import itertools, os, random, signal, sys, threading
+import torch
+import bcp
+
+torch.set_num_threads(1)
+random.seed(int(sys.argv[2]))
+folder, forks = sys.argv[1], 12
+states = {"model": {f"w{n}": torch.full((64,), float(n)) for n in range(50)}, "extra_states": {"rng": bcp.RngState()}}
+ended = threading.Event()
+
+
+def save_again_and_again(name):
+    for number in itertools.count():
+        pending = bcp.save(f"{folder}/{name}", states, overwrite=True, async_checkpoint=True)
+        bcp.save(f"memory://{name}", states, overwrite=True)
+        pending.wait()
+        if number % 3 == 0:
+            bcp.load(f"{folder}/{name}", states)
+        if ended.is_set():
+            return
+
+
+def work_in_child(number):
+    signal.alarm(60)  # a child that hangs is killed
+    for path in (f"{folder}/child-{number}", f"memory://child-{number}"):
+        bcp.save(path, states)
+        fresh = {"model": {name: torch.zeros(64) for name in states["model"]}}
+        bcp.load(path, fresh)
+        assert all(torch.equal(fresh["model"][name], states["model"][name]) for name in fresh["model"])
+
+
+threads = [threading.Thread(target=save_again_and_again, args=(f"parent-{n}",)) for n in range(2)]
+for thread in threads:
+    thread.start()
+outcomes = []
+for number in range(forks):
+    for _ in range(random.randrange(20_000)):  # a moment that no clock chooses
+        pass
+    if (child := os.fork()) == 0:
+        try:
+            work_in_child(number)
+        except BaseException as error:
+            print(f"child {number}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    outcomes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ended.set()
+for thread in threads:
+    thread.join()
+assert outcomes == [0] * forks, outcomes
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_children_of_forks_at_random_moments_save_and_load(seed: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, str(tmp_path), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603 -- our own code
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make", [process_lock, process_rlock])
+def test_a_lock_that_another_thread_holds_is_open_in_a_child(make: type) -> None:
+    lock, is_held, may_end = make(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            may_end.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    if (child := os.fork()) == 0:
+        os._exit(0 if lock.acquire(blocking=False) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not lock.acquire(blocking=False)
+    may_end.set()
+    holder.join()
+
+
+def test_hooks_run_in_the_child_alone() -> None:
+    calls: list[int] = []
+    in_forked_child(lambda: calls.append(os.getpid()))
+    if (child := os.fork()) == 0:
+        os._exit(0 if calls == [os.getpid()] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not calls
+
+
+def test_every_lock_of_bcp_is_one_that_opens_in_a_child() -> None:
+    found = {
+        str(path.relative_to(ROOT)): LOCK.findall(path.read_text())
+        for path in (ROOT / "bcp").rglob("*.py")
+        if path.name != "process.py" and LOCK.search(path.read_text())
+    }
+    assert found == {}
