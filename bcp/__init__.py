@@ -1,11 +1,11 @@
 """Asynchronous, resharding checkpoints for large foundation model training.
 
 ``bcp.save`` and ``bcp.load`` from ordinary code, ``bcp.asave`` and ``bcp.aload`` from coroutines; options, reports and
-errors; renames that cut and join tensors; and the seams for those who bring their own stages, codecs, planners,
-backends and coordinators.
+errors; and renames that cut and join tensors. ``bcp.extend`` is the door for those who bring their own stages, codecs,
+backends, planners and coordinators.
 """
 
-from bcp import errors, policies, telemetry
+from bcp import errors, extend, policies, telemetry
 from bcp._api import aload, aprepare, asave, load, prepare, save
 from bcp._pending import Pending
 from bcp._report import Report, report
@@ -75,6 +75,7 @@ __all__ = [
     "aload",
     "aprepare",
     "asave",
+    "extend",
     "latest",
     "load",
     "policies",

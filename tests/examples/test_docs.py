@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Awaitable
 from contextlib import closing, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +16,10 @@ import pytest
 from pages import Given, run_page
 from ranks import Ranks
 
-from bcp.protocols import Backend
-from bcp.testing.backend_suite import BackendSuite
+import bcp
+import bcp.testing
+from bcp.extend import Backend
+from bcp.testing import BackendSuite
 
 ROOT = Path(__file__).parents[2]
 ON_RANKS = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
@@ -82,6 +86,29 @@ def test_a_block_that_does_not_run_says_so(page: Path) -> None:
     fences = set(FENCE.findall(page.read_text()))
     servers = {"```python gs", "```python s3", "```python hdfs"}  # tests/storage/test_storage_docs.py runs those
     assert fences <= {"```python", "```python no-run", *servers}
+
+
+def test_extending_imports_one_door_and_the_suites() -> None:
+    page = ROOT / "docs" / "extending.md"
+    nodes = [node for _, source in blocks(page) for node in ast.walk(ast.parse(source))]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if name.partition(".")[0] == "bcp"} == {"bcp", "bcp.extend", "bcp.testing"}
+    deep = set(re.findall(r"`(bcp\.[a-z_]+)\.\w+", page.read_text())) - {"bcp.extend", "bcp.testing"}
+    assert deep <= {"bcp.data"}  # VirtualShards is for users
+    for name in re.findall(r"`bcp\.(extend\.\w+|testing\.\w+)", page.read_text()):
+        assert attrgetter(name)(bcp), name
+
+
+def test_every_name_of_the_door_is_described() -> None:
+    door = bcp.extend
+    described = set(re.findall(r":\w+:`(\w+)`", str(door.__doc__)))
+    assert described == set(door.__all__)
+    defined = [
+        name for name in door.__all__ if inspect.isroutine(getattr(door, name)) or inspect.isclass(getattr(door, name))
+    ]
+    assert [name for name in defined if not inspect.getdoc(getattr(door, name))] == []
+    assert len(defined) == len(door.__all__) - len({"REFUSED", "Event", "Observer"})
 
 
 class TestBackendOfTheDocs(BackendSuite):
