@@ -22,7 +22,7 @@ sys.modules["bcp"] = package
 import asyncio, os, threading, time
 from pathlib import Path
 {{before}}
-from bcp import _bridge, _loop
+from bcp.runtime import bridge as _bridge, event_loop as _loop
 from bcp.runtime.threads import in_thread
 folder = Path(sys.argv[1])
 
