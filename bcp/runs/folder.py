@@ -28,7 +28,7 @@ from bcp.backends.objects.retry import in_turns
 from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY
 from bcp.policies import Entry
-from bcp.protocols import Backend, Sweeper, Version, folders_of
+from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.ledger import LARGEST_STEP, Ledger, Life
 
 __all__ = ["LEDGER_KEY", "Folder", "Steps", "step_name", "step_of"]
@@ -232,6 +232,29 @@ class Folder:
         """Whether there is a commit object below: the checkpoint of a role, which no ledger has."""
         below = await self._backend.list(f"{step_name(step)}/")
         return any(info.key.rpartition("/")[2] == METADATA_KEY for info in below)
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List the remains of interrupted writes of the ledger, for :meth:`discard`. It may look at every object.
+
+        A change of the ledger has to come between the two. Then every listed writer, if it lives, has been displaced.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        found = await self._backend.unfinished() if isinstance(self._backend, Sweeper) else ()
+        return [one for one in found if one.key.startswith(LEDGER_KEY)]
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Delete such remains.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        if unfinished and isinstance(self._backend, Sweeper):
+            await self._backend.discard(unfinished)
+        await self._backend.delete([_FIRST_KEY])
 
     # -- the ledger ---------------------------------------------------------------------------
 

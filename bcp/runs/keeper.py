@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from bcp._log import log
+from bcp.errors import StorageError
 from bcp.policies import Entry, KeepPolicy, doomed
+from bcp.protocols import Unfinished
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Trust
@@ -27,6 +29,7 @@ class Keeper:
     def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
         self._folder, self._keep = folder, keep
         self.began = time.monotonic()
+        self._tidied = False
 
     @property
     def failures(self) -> int:
@@ -63,11 +66,14 @@ class Keeper:
     async def committed(self, step: int, metrics: Mapping[str, float]) -> None:
         """Enter a checkpoint into the ledger, then delete those that the policy gives up.
 
+        The first one of a life also deletes the remains of killed writers of the ledger.
+
         Raises:
             RunTakenError: another job has taken the folder since.
 
         """
         now = time.time()
+        unfinished = None if self._tidied else await self._unfinished()
         ledger = await self._folder.change(
             lambda ledger: ledger.with_checkpoint(step, now, metrics).observed(self.hours())
         )
@@ -76,6 +82,17 @@ class Keeper:
         for old in await self._folder.leftovers({step}):
             log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
             await self._folder.remove(old)
+        if unfinished is not None:
+            await self._folder.discard(unfinished)
+            self._tidied = True
+
+    async def _unfinished(self) -> Sequence[Unfinished] | None:
+        """List interrupted writes of the ledger; None if storage fails: retention needs none of it."""
+        try:
+            return await self._folder.unfinished()
+        except StorageError as error:
+            log.warning("unfinished writes of the ledger were not listed", error=repr(error))
+            return None
 
     async def remove(self, step: int) -> None:
         """Delete the folder of a step that was never committed."""

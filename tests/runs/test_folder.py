@@ -23,9 +23,10 @@ import bcp.runs.folder
 from bcp.backends import LocalBackend, MemoryBackend, child
 from bcp.backends.objects import ObjectBackend, RetryPolicy
 from bcp.errors import FormatVersionError, InputError, RunTakenError, StorageError
-from bcp.policies import Entry
-from bcp.protocols import Backend, Buffer, Version
+from bcp.policies import Entry, Latest
+from bcp.protocols import Backend, Buffer, Unfinished, Version
 from bcp.runs.folder import Folder, step_name, step_of
+from bcp.runs.keeper import Keeper
 from bcp.runs.ledger import LARGEST_STEP, Ledger, Life
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 
@@ -494,6 +495,56 @@ async def test_empty_directories_and_unfinished_files_go_with_a_checkpoint(tmp_p
     (left / "model" / f".x.{'0' * 24}.bcp-tmp").write_bytes(b"half")
     await folder.remove(10)
     assert sorted(path.name for path in left.parent.iterdir()) == ["run.json", "step-00000020"]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_remains_of_killed_writers_of_the_ledger_go_with_the_first_commit_of_a_life(tmp_path: Path) -> None:
+    await taken(LocalBackend(tmp_path), 10)
+    version = await LocalBackend(tmp_path).version("run.json")
+    remains = [f".run.json.{'0' * 24}.bcp-tmp", f".run.json.new.{'1' * 24}.bcp-tmp", "run.json.new"]
+    for name in remains:
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / f".run.json.{version}-0.bcp-tmp").symlink_to(remains[0])
+    other = tmp_path / step_name(30) / f".metadata.arrow.{'2' * 24}.bcp-tmp"
+    other.parent.mkdir()
+    other.write_bytes(b"of a save that is in flight")
+    keeper = Keeper(Folder(LocalBackend(tmp_path), URL), Latest(3))
+    await keeper.candidates(None, "any")
+    await save(LocalBackend(tmp_path), 20)
+    await keeper.committed(20, {})
+    assert names_in(tmp_path) == ["run.json", *map(step_name, (10, 20, 30))]
+    assert other.exists()
+    (tmp_path / remains[0]).write_bytes(b"of a live writer")
+    await save(LocalBackend(tmp_path), 40)
+    await keeper.committed(40, {})
+    assert (tmp_path / remains[0]).exists(), "once in a life"
+
+
+class Unlisted(CountingBackend):
+    """Cannot list unfinished writes, once."""
+
+    failed = False
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        if not self.failed:
+            self.failed = True
+            raise StorageError("not now")
+        return await LocalBackend.unfinished(self.inner)  # type: ignore[arg-type]  # it is one
+
+
+async def test_remains_that_cannot_be_listed_cost_no_retention(tmp_path: Path) -> None:
+    backend = Unlisted(LocalBackend(tmp_path))
+    keeper = Keeper(Folder(backend, URL), Latest(1))
+    await keeper.candidates(None, "any")
+    for step in (10, 20, 30):  # the first list fails, and the next one is the last
+        (tmp_path / f".run.json.{step:024}.bcp-tmp").write_bytes(b"half")
+        await save(backend, step)
+        await keeper.committed(step, {})
+    assert backend.failed
+    assert names_in(tmp_path) == [f".run.json.{30:024}.bcp-tmp", "run.json", step_name(30)]
 
 
 async def test_a_folder_that_stays_is_not_tried_for_ever(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A run whose ranks are killed again and again, judged from outside."""
