@@ -6,7 +6,7 @@ at a time; a checkpoint is deleted only after newer ones are durable, in the bac
 
 from __future__ import annotations
 
-from bcp.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY
 from bcp.runs.folder import LEDGER_KEY, step_of
 from benchmarks.soak.watch import Change
 

@@ -26,7 +26,7 @@ from ranks import Ranks
 
 import bcp
 from bcp.backends import resolve
-from bcp.coordinators.memory import memory_coordinators
+from bcp.coordinators.local import memory_coordinators
 
 __all__ = ["CASES", "FRAMEWORKS", "MEGATRON", "STORE", "Case", "codecs_of", "copy_in"]
 
