@@ -17,7 +17,9 @@ LISTED = set(re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE))
 MODULES = {"__version__", "extend", "policies", "telemetry"}
 
 
-@pytest.mark.parametrize("module", [bcp, bcp.extend, bcp.policies, bcp.data, bcp.telemetry], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [bcp, bcp.extend, bcp.policies, bcp.data, bcp.telemetry], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     names = set(module.__all__) - MODULES - set(bcp.errors.__all__)  # bcp.errors is listed as a whole
     assert "bcp.errors" in LISTED
