@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test rgw gpu check format demo bench clients chaos clean
+.PHONY: help venv test rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -18,6 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -67,12 +68,19 @@ chaos: venv  ## Kill a training job at every file event of its saves; let reques
 	$(BIN)/python -m benchmarks.chaos --check $(ARGS)
 	$(BIN)/python -m benchmarks.chaos_storage --check $(filter --quick,$(ARGS))
 
+docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning or a dead link fails.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) $(TORCH) -e '.[docs]'
+	touch $@
+
 # The other libraries. With torch in the call, pip fails where they need another one, and does not swap it.
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) $(TORCH) -e '.[bench]'
 	touch $@
 
 clean:  ## Remove everything that is made here, .venv included.
-	rm -rf $(VENV) demo-out bench-out dist build *.egg-info
+	rm -rf $(VENV) demo-out bench-out site dist build *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bcp.testing.backend_suite import BackendSuite
     from bcp.testing.coordinator_suite import CoordinatorSuite
+    from bcp.testing.planner_suite import PlannerSuite
     from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 
-__all__ = ["BackendSuite", "CoordinatorSuite", "CountingBackend", "FaultyBackend"]
+__all__ = ["BackendSuite", "CoordinatorSuite", "CountingBackend", "FaultyBackend", "PlannerSuite"]
 
 _MODULES = {
     "BackendSuite": "backend_suite",
     "CoordinatorSuite": "coordinator_suite",
     "CountingBackend": "storage_fakes",
     "FaultyBackend": "storage_fakes",
+    "PlannerSuite": "planner_suite",
 }
 
 

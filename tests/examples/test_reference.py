@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import bcp
+import bcp.data
+import bcp.extend
+import bcp.policies
+import bcp.telemetry
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+LISTED = set(re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE))
+MODULES = {"__version__", "extend", "policies", "telemetry"}
+
+
+@pytest.mark.parametrize(
+    "module", [bcp, bcp.extend, bcp.policies, bcp.data, bcp.telemetry], ids=lambda module: module.__name__
+)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    names = set(module.__all__) - MODULES - set(bcp.errors.__all__)  # bcp.errors is listed as a whole
+    assert "bcp.errors" in LISTED
+    elsewhere = {name for name in names if f"bcp.extend.{name}" in LISTED and module is bcp}
+    assert {f"{module.__name__}.{name}" for name in names - elsewhere} <= LISTED
