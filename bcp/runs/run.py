@@ -29,7 +29,7 @@ from bcp.runs.plans import Clock, Plan, Plans, agreed, horizon_of, next_plan
 from bcp.runs.preemption import Preemption
 from bcp.runs.resuming import Resumed, Trust, resume
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
-from bcp.runs.states import with_random_states
+from bcp.runs.states import RunStates
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
 
@@ -113,7 +113,7 @@ class Run:
         if tolerate < 0:
             raise InputError(f"tolerate={tolerate}: pass 0 or a number of failed saves in a row")
         self._url, self._framework, self._given = str(url), framework, coordinator
-        self._states = with_random_states(states)
+        self._states = RunStates(states)
         self._policy, self._keep = as_save_policy(save), as_keep_policy(keep)
         self._run_id, self._while_saving, self._standby_every = run_id, while_saving, standby
         self._save_options = save_options or SaveOptions()
@@ -184,7 +184,10 @@ class Run:
     async def _load(self, step: int) -> LoadReport:
         options = replace(self._load_options, step=step)
         path = f"{self._url}/{step_name(step)}"
-        return await load_call(path, self._states, self._framework, None, options, self._given).run()
+        states = self._states.now()
+        report = await load_call(path, states, self._framework, None, options, self._given).run()
+        self._states.take(states)
+        return report
 
     # -- save --------------------------------------------------------------------------------------
 
@@ -286,7 +289,8 @@ class Run:
         replaces = any(step == other.step for other in self.resumed.passed_over)
         options = replace(options, step=step, overwrite=options.overwrite or replaces)
         path = f"{self._url}/{step_name(step)}"
-        return save_call(path, self._states, self._framework, None, options, self._given, background=True)
+        states = self._states.now()
+        return save_call(path, states, self._framework, None, options, self._given, background=True)
 
     def _moment(self, ahead: int) -> Moment:
         """Return the input of a policy, so many steps from now."""

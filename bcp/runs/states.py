@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from bcp.errors import InputError
@@ -10,31 +10,49 @@ from bcp.planners.megatron import MegatronRng
 from bcp.protocols import States
 from bcp.state.random_states import RngState
 
-__all__ = ["RANDOM_STATES", "with_random_states"]
+__all__ = ["RANDOM_STATES", "RunStates"]
 
 RANDOM_STATES = "bcp_random_states"
 """Key of the random states among the extra states, if the caller passed none."""
 
 
-def with_random_states(states: States) -> dict[str, Any]:
-    """Return the states with random states behind all other extra states.
+class RunStates:
+    """The caller's states with random states behind all other extra states.
 
-    A state that draws random numbers when it is loaded does not disturb them there.
+    A state that draws random numbers when it is loaded does not disturb them there. The caller's mappings are read anew
+    for each save, and get the loaded values of each load.
 
     Raises:
         InputError: the extra states are no mapping.
 
     Example:
-        >>> list(with_random_states({"model": {}, "extra_states": {"epoch": 3}})["extra_states"])
+        >>> states = RunStates({"model": {}, "extra_states": {"epoch": 3}})
+        >>> list(states.now()["extra_states"])
         ['epoch', 'bcp_random_states']
 
     """
-    extra = states.get("extra_states", {})
-    if not isinstance(extra, Mapping):
-        raise InputError(
-            f"states['extra_states'] is a {type(extra).__name__}; a run needs a dict, to add random states to it"
-        )
-    random = {key: value for key, value in extra.items() if isinstance(value, RngState | MegatronRng)}
-    others = {key: value for key, value in extra.items() if key not in random}
-    rest = {kind: state for kind, state in states.items() if kind != "extra_states"}
-    return {**rest, "extra_states": {**others, **(random or {RANDOM_STATES: RngState()})}}
+
+    def __init__(self, states: States) -> None:
+        """Check the states; they are read at each save and load."""
+        self._states = states
+        self._added = RngState()
+        self.now()
+
+    def now(self) -> dict[str, Any]:
+        """Return the states as they are now, for one save or load."""
+        extra = self._states.get("extra_states", {})
+        if not isinstance(extra, Mapping):
+            raise InputError(
+                f"states['extra_states'] is a {type(extra).__name__}; a run needs a dict, to add random states to it"
+            )
+        random = {key: value for key, value in extra.items() if isinstance(value, RngState | MegatronRng)}
+        others = {key: value for key, value in extra.items() if key not in random}
+        rest = {kind: state for kind, state in self._states.items() if kind != "extra_states"}
+        return {**rest, "extra_states": {**others, **(random or {RANDOM_STATES: self._added})}}
+
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        """Put the values of a load into the caller's extra states, where a load replaces values such as numbers."""
+        extra = self._states.get("extra_states", {})
+        for key, value in loaded["extra_states"].items():
+            if key in extra and extra[key] is not value and isinstance(extra, MutableMapping):
+                extra[key] = value

@@ -22,6 +22,12 @@ SWEEP_SECONDS = 10.0
 """Most seconds from a commit to the end of its deletions, on a busy machine."""
 
 _TEMPORARY = ".bcp-tmp"
+_RECEIPTS = "receipts/0"
+
+
+def _save_of(path: str) -> str:
+    """Return the id of the save that wrote a file; its name for any other file."""
+    return path.rpartition("-")[2].partition(".")[0]
 
 
 class Retention:
@@ -29,7 +35,8 @@ class Retention:
 
     - Commits come in order: each step of the policy once, none left out.
     - Only the oldest checkpoint may be deleted, and only while ``keep`` newer ones are committed.
-    - A committed checkpoint loses no file before its commit object.
+    - A committed checkpoint loses no file before its commit object. Files of a killed save of the same step are not its
+      own: names of files end in the id of their save, and the save that wrote the last receipt has committed.
     - Without a commit object there are only the next step, and steps older than all committed ones.
     - Seconds after a commit there are ``keep`` checkpoints, unless the life has ended; a later commit makes up for it.
 
@@ -48,6 +55,7 @@ class Retention:
         """Watch over an empty folder."""
         self._keep, self._every = keep, every
         self._folders: set[int] = set()
+        self._saves: dict[int, str] = {}
         self.others: set[str] = set()
         self._sweeps: list[tuple[float, set[int]]] = []
         self.committed: set[int] = set()
@@ -71,7 +79,9 @@ class Retention:
                 committed = step
             else:
                 self._uncommit(step)
-        elif step in self.committed and not change.made and not rest.endswith(_TEMPORARY):
+        elif change.made and rest.startswith(_RECEIPTS):
+            self._saves[step] = _save_of(rest)
+        elif not change.made and step in self.committed and _save_of(rest) == self._saves.get(step):
             self._note(f"{change.path} has gone, and step {step} is still committed")
         self.look(now)
         return committed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,6 +149,36 @@ def dtypes(path: Path, _: Pool) -> Written:
         Expected(
             {f"model/{name}": tensor.clone() for name, tensor in tensors.items()},
             {f"model/{name}": described(value) for name, value in values.items()},
+        )
+    ], {}
+
+
+def settings(path: Path, _: Pool) -> Written:
+    """Save an optimizer whose parameter group has a value of each form that a receipt knows."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(numbers("settings", (2, 3)))
+    (odd,) = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))
+    own = {
+        "own_none": None,
+        "own_list": [1, [True, "x"], -0.0],
+        "own_tuple": ((1, 0.9), ()),
+        "own_dict": {"a": 1, 2: "b"},
+        "own_int": 1 << 90,
+        "own_floats": [float("nan"), odd, float("inf"), float("-inf"), 5e-324],
+        "own_bytes": b"\0\xff",
+        "own_dtype": torch.float16,
+        "own_device": torch.device("cpu", 0),
+        "own_size": torch.Size([4, 0]),
+        "own_archive": {"array": np.arange(3, dtype=">u2"), "set": {1, 2}},
+    }
+    optimizer = torch.optim.SGD([{"params": [model.weight], **own}], lr=2**-4)
+    bcp.save(path, {"model": model, "optimizer": optimizer}, options=jobs.options())
+    group = jobs.settings(optimizer.param_groups)[0]
+    return [
+        Expected(
+            {"model/weight": model.weight.detach().clone()},
+            {f"optimizer/param_groups.weight.{key}": value for key, value in group.items()},
         )
     ], {}
 
@@ -370,6 +401,7 @@ _MEGATRON = "Megatron-core GPT in bf16 with the distributed optimizer on 4 ranks
 CASES: dict[str, Case] = {
     "plain": Case("A module, its AdamW, and a scheduler, a step and random states as extra states.", plain),
     "dtypes": Case("Nested dicts of tensors of every dtype, odd shapes, unusual bits, ties, and values.", dtypes),
+    "settings": Case("An optimizer whose parameter group has a value of each form of a receipt.", settings),
     "values": Case("Extra states and a dataloader with values of every type, and no tensors of a model.", values),
     "zstd": Case("A module and its AdamW through the codec zstd.", partial(encoded, names=("zstd",)), codecs=("zstd",)),
     "codec-pair": Case(

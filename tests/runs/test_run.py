@@ -362,3 +362,18 @@ def test_wrong_arguments_are_refused_before_a_byte_is_written(tmp_path: Path, wr
     with pytest.raises(bcp.InputError):
         bcp.Run(str(tmp_path / "run"), Training().states, **wrong)
     assert not (tmp_path / "run").exists()
+
+
+def test_extra_states_that_change_between_saves_are_saved_and_come_back(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {"epoch": 0, "seen": [1]}
+    with bcp.Run(str(tmp_path / "run"), {"model": nn.Linear(2, 2), "extra_states": extra}, save=1) as run:
+        run.resume()
+        for step in (1, 2):
+            extra["epoch"] = step
+            extra["seen"] = [*extra["seen"], step]
+            extra["late"] = step
+            run.maybe_save(step)
+    fresh: dict[str, Any] = {"epoch": 0, "seen": [], "late": None}
+    with bcp.Run(str(tmp_path / "run"), {"model": nn.Linear(2, 2), "extra_states": fresh}, save=1) as run:
+        assert run.resume() == 2
+    assert fresh == {"epoch": 2, "seen": [1, 1, 2], "late": 2}

@@ -47,7 +47,8 @@ def name(step: int, rest: str = "") -> str:
 
 
 def made(step: int) -> list[str]:
-    return ["+" + name(step), "+" + name(step, "model/"), "+" + name(step, "model/00000-a1.safetensors")]
+    names = ("", "model/", "model/00000-a1.safetensors", "receipts/", "receipts/00000-a1.arrow")
+    return ["+" + name(step, each) for each in names]
 
 
 def committed(step: int) -> list[str]:
@@ -80,7 +81,7 @@ def test_a_run_as_it_has_to_be_is_not_found_fault_with() -> None:
     retention.run_ended(40)
     assert retention.wrong == []
     assert (retention.most, retention.commits, retention.deletions, retention.newest) == (3, 4, 2, 40)
-    assert retention.slowest == pytest.approx(0.004)
+    assert retention.slowest == pytest.approx(0.006)
 
 
 def test_a_kill_before_the_deletions_leaves_them_to_the_next_commit() -> None:
@@ -91,6 +92,14 @@ def test_a_kill_before_the_deletions_leaves_them_to_the_next_commit() -> None:
     retention.look(2000.0)
     assert retention.wrong == []
     assert retention.most == 4
+
+
+def test_a_commit_deletes_the_files_of_a_killed_save_of_its_step_and_none_of_its_own() -> None:
+    killed = [name(10, "model/00000-b2.safetensors"), name(10, "receipts/00000-b2.arrow")]
+    parts = [["+" + name(10)], [f"+{each}" for each in killed], committed(10), [f"-{each}" for each in killed]]
+    assert judged(*parts).wrong == []
+    for lost in ("model/00000-a1.safetensors", "receipts/00000-a1.arrow"):
+        assert len(judged(*parts, ["-" + name(10, lost)]).wrong) == 1
 
 
 @pytest.mark.parametrize(
