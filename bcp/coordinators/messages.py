@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import anyio
 
 from bcp.errors import InputError, PeerError
-from bcp.protocols import REFUSED
 
-__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "agrees", "describe", "different", "error_of"]
+__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "describe", "different", "error_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,6 @@ class Abort:
 def error_of(abort: Abort) -> InputError | PeerError:
     """Return the error that an abort is for a rank that is told of it."""
     return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)
-
-
-def agrees(mine: str, theirs: str) -> bool:
-    """Say whether two ranks do the same, as far as they can say; one whose arguments were refused cannot."""
-    return mine == theirs or REFUSED in (mine, theirs)
 
 
 def different(rank: int, mine: str, other: int, theirs: str) -> Abort:
@@ -101,11 +95,6 @@ class Heartbeats:
     def left(self) -> set[int]:
         """The ranks that have left."""
         return {rank for rank, sign in self._signs.items() if sign.value == LEFT}
-
-    @property
-    def watched(self) -> list[int]:
-        """The ranks that have not left."""
-        return [rank for rank, sign in self._signs.items() if sign.value != LEFT]
 
     def note(self, rank: int, value: bytes | None, now: float) -> None:
         """Take note of a rank's sign, or of None where it has given none yet."""

@@ -55,8 +55,8 @@ class Channel(Protocol):
     async def farewell(self) -> None:
         """Say that this rank has left, in the same manner."""
 
-    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
-        """Give rank 0 what is mine, and return its answer: the ``common`` one, or this rank's own. Not on rank 0."""
+    async def ask(self, verb: str, mine: bytes) -> bytes:
+        """Give rank 0 what is mine, and return its answer. Not on rank 0."""
 
     async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
         """Return the number of the step and what every rank has given, by rank. On rank 0 only."""
@@ -164,7 +164,7 @@ class Operation:
         """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
         verb = f"gather_scatter {step!r}"
         if self._hello.rank != 0:
-            return await self._channel.ask(verb, mine, common=False)
+            return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answers = await in_thread(divide, gathered)
         if len(answers) != self._world_size:
@@ -178,7 +178,7 @@ class Operation:
         """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
         verb = f"gather_broadcast {step!r}"
         if self._hello.rank != 0:
-            return await self._channel.ask(verb, mine, common=True)
+            return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answer = await decide(gathered)
         await self._channel.reply(number, answer)

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
 
 from torch.distributed import TCPStore
 
@@ -25,7 +22,6 @@ from bcp.coordinators.hosts import Host, address_of, here, stated_address
 from bcp.coordinators.messages import Abort
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient, innermost
-from bcp.errors import PeerError
 
 __all__ = ["Ended", "RollCall"]
 
@@ -96,11 +92,6 @@ class RollKeys:
         """Return the values of all these keys if they are all there, else nothing."""
         store = self._client.store
         return [json.loads(bytes(value)) for value in store.multi_get(keys)] if store.check(keys) else []
-
-    def delete(self, *names: object) -> None:
-        """Delete a key, if the store can."""
-        with suppress(RuntimeError, NotImplementedError):
-            self._client.store.delete_key(self.name(*names))
 
 
 _ELSEWHERE = 3  # other hosts that a rank is told of
@@ -274,10 +265,6 @@ class Member:
         return None if told is None else Ended(told[0], Abort(**told[1]))
 
 
-_ATTENTION_PAUSE = 0.05  # seconds between two looks in the background
-_ATTENTION_SECONDS = 60.0  # how long a store may be silent before nobody looks in the background any more
-
-
 class RollCall:
     """One rank's part in the roll call: looks, one after another, until there is an answer.
 
@@ -319,7 +306,6 @@ class RollCall:
         self._host: Host | None = None
         self._keys = RollKeys(client, prefix)
         self._part = Caller(self._keys, world_size, texts) if rank == 0 else Member(self._keys, rank)
-        self._attendant: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<Roll of rank {self._rank} of {self._world_size}, {self._keys!r}>"
@@ -333,15 +319,6 @@ class RollCall:
         """Return a key that no other session has; there has to be an answer."""
         assert self.answer is not None  # noqa: S101 -- for mypy
         return self._keys.name(self.answer.session, *names)
-
-    def name(self, rank: int) -> str:
-        """Name a rank for messages, with its host if that is known."""
-        host = ""
-        if rank == 0:
-            host = "" if self.answer is None else self.answer.first
-        elif isinstance(self._part, Caller) and rank <= len(self._part.hosts):
-            host = self._part.hosts[rank - 1].name
-        return f"rank {rank} (host {host})" if host else f"rank {rank}"
 
     async def answered(self, heard: Callable[[int, Abort], None]) -> Answer:
         """Look until there is an answer; pass on which operations have ended meanwhile. Waits without a limit."""
@@ -363,12 +340,6 @@ class RollCall:
                 self._host = here(self._server(), self._stated)
             self.answer = self._part.look(self._host)
         return self.answer
-
-    def attend(self) -> None:
-        """Go on looking in the background until there is an answer: later ranks have to hear which operation ended."""
-        if self._attendant is None:
-            self._attendant = threading.Thread(target=_attend, args=[ref(self)], name="bcp-roll", daemon=True)
-            self._attendant.start()
 
     def address(self) -> str:
         """Return the address at which this rank listens; there has to be an answer.
@@ -394,24 +365,6 @@ class RollCall:
         """Let the ranks that wait for their answer know that an operation has ended."""
         self._part.tell(Ended(number, abort))
 
-    def forget(self) -> None:
-        """Delete the keys, if the store can; nobody may look any more."""
-        for name in ("root", "ended"):
-            self._keys.delete(name)
-        for rank in range(self._world_size):
-            for name in ("here", "answer"):
-                self._keys.delete(name, rank)
-
     def _server(self) -> tuple[str, int] | None:
         inner = innermost(self.client.shared)
         return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
-
-
-def _attend(roll_of: ref[RollCall]) -> None:
-    """Look now and then, as long as somebody has the roll and the store answers."""
-    with suppress(PeerError):
-        while (roll := roll_of()) is not None:
-            if roll.client.call_blocking(roll.look, seconds=_ATTENTION_SECONDS) is not None:
-                return
-            del roll
-            time.sleep(_ATTENTION_PAUSE)

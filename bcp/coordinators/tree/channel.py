@@ -121,9 +121,8 @@ class GrpcChannel:
 
     # -- steps --------------------------------------------------------------------------------
 
-    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
+    async def ask(self, verb: str, mine: bytes) -> bytes:
         """Give rank 0 what is mine, and return its answer."""
-        del common
         _, answer = await self._give(verb, mine)
         return answer if isinstance(answer, bytes) else answer.members()[0]
 
@@ -155,7 +154,7 @@ class GrpcChannel:
             cards = gathered
             await self.reply(number, Values.of(gathered).pack())
         else:
-            cards = Values.unpack(await self.ask(verb, mine, common=True), self._world_size).members()
+            cards = Values.unpack(await self.ask(verb, mine), self._world_size).members()
 
         async def card_of(rank: int) -> bytes:
             return cards[rank]
