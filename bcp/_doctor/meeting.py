@@ -276,7 +276,7 @@ async def met(place: RankPlace, times: Times) -> Meeting:
     began = time.monotonic()
     client = StoreClient(await opened_store(place, times))
     host_of: list[int] = []
-    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_seats, host_of))
+    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_texts_of, host_of))
     answer = None
     try:
         with anyio.move_on_after(left(times.met)):
@@ -332,7 +332,7 @@ async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollC
     raise FoundError(Finding("store", text, do), tell)
 
 
-def _seats(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
+def _texts_of(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
     """Return on rank 0 the text for each rank: the leaders of all hosts, or of its own if it leads none."""
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):

@@ -35,18 +35,20 @@ _PROBE_SECONDS = 0.05  # after these the last message says how fast the way is; 
 class Exchange:
     """This rank's side of all exchanges of one operation."""
 
-    def __init__(self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], blame: ReportPeerFailure) -> None:
+    def __init__(
+        self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], report_peer_failure: ReportPeerFailure
+    ) -> None:
         """Prepare.
 
         Args:
             mesh: makes the connections.
             card_of: returns the card of a rank, once it has one.
-            blame: returns the error that ends the operation.
+            report_peer_failure: returns the error that ends the operation.
 
         """
         self._mesh = mesh
         self._card_of = card_of
-        self._blame = blame
+        self._report_peer_failure = report_peer_failure
 
     def __repr__(self) -> str:
         return f"<Exchange over {self._mesh!r}>"
@@ -80,20 +82,20 @@ class Exchange:
 
     async def _send(self, peer: int, flow: int, data: memoryview, total: int) -> None:
         """Send one rank its bytes, or the part of them that goes over one connection."""
-        async with self._blaming(peer):
+        async with self._reporting_failures(peer):
             wire = await self._mesh.dialled(peer, flow, await self._card_of(peer))
             await in_pool(self._mesh.threads, _push, wire, data, total, interrupt=wire.hang_up)
 
     async def _receive(self, peer: int, flow: int, out: memoryview, total: int) -> None:
         """Receive one rank's bytes, or a part."""
-        async with self._blaming(peer):
+        async with self._reporting_failures(peer):
             wire = await self._mesh.accepted(peer, flow)
             nbytes = await in_pool(self._mesh.threads, _pull, wire, out, total, interrupt=wire.hang_up)
         if nbytes != total:
             raise InputError(f"rank {peer} sent {nbytes} bytes where rank {self._mesh.rank} expected {total}")
 
     @asynccontextmanager
-    async def _blaming(self, peer: int) -> AsyncIterator[None]:
+    async def _reporting_failures(self, peer: int) -> AsyncIterator[None]:
         """Turn a connection that cannot be had, or breaks, into the operation's error.
 
         The others learn of it before the sockets to them close, so that they do not take these for the cause. A
@@ -102,12 +104,12 @@ class Exchange:
         try:
             yield
         except PeerError as error:
-            raise await self._blame(error.rank, error.cause, sure=False) from error
+            raise await self._report_peer_failure(error.rank, error.cause, sure=False) from error
         except OSError as error:
             card = await self._card_of(peer)
             ends = f"rank {self._mesh.rank} (host {socket.gethostname()}) and rank {peer} (host {card['host']})"
             cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
-            raise await self._blame(peer, cause, sure=not isinstance(error, ConnectionError)) from error
+            raise await self._report_peer_failure(peer, cause, sure=not isinstance(error, ConnectionError)) from error
 
     # -- how fast the way is ------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Exchange:
 
     async def _rate(self, peer: int) -> float:
         """Return how many bytes a second reach a rank."""
-        async with self._blaming(peer):
+        async with self._reporting_failures(peer):
             wire = await self._mesh.dialled(peer, PROBE, await self._card_of(peer))
             try:
                 return await in_pool(self._mesh.threads, _measure, wire, interrupt=wire.hang_up)

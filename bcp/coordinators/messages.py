@@ -28,7 +28,7 @@ class PeerInfo:
 
     @classmethod
     def of(cls, rank: int, what: str) -> PeerInfo:
-        """Return this process's hello."""
+        """Return this process's info."""
         return cls(rank, what, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Heartbeats:
 
     def __repr__(self) -> str:
         joined = sum(sign.value is not None for sign in self._signs.values())
-        return f"<Liveness of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
+        return f"<Heartbeats of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
 
     @property
     def left(self) -> set[int]:

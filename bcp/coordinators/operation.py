@@ -30,7 +30,7 @@ class Channel(Protocol):
     """
 
     @property
-    def verdict(self) -> Exception | None:
+    def error(self) -> Exception | None:
         """The error that ends the operation here, once there is one."""
 
     @property
@@ -41,18 +41,18 @@ class Channel(Protocol):
         """Say hello."""
 
     async def run(self, end: Callable[[], None]) -> None:
-        """Give signs of life and look for those of others until :meth:`leave`, or a verdict; then call ``end``."""
+        """Give signs of life and look for those of others until :meth:`leave`, or a error; then call ``end``."""
 
-    def condemn(self, error: Exception) -> None:
-        """Let this error be the verdict, unless there is one or this rank is leaving."""
+    def fail(self, error: Exception) -> None:
+        """Let this error be the error, unless there is one or this rank is leaving."""
 
     def leave(self) -> None:
-        """Look no more; there will be no verdict after this."""
+        """Look no more; there will be no error after this."""
 
     async def tell(self, abort: Abort) -> None:
         """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""
 
-    async def farewell(self) -> None:
+    async def say_goodbye(self) -> None:
         """Say that this rank has left, in the same manner."""
 
     async def ask(self, verb: str, mine: bytes) -> bytes:
@@ -70,7 +70,7 @@ class Channel(Protocol):
     async def cards(self, verb: str, mine: bytes) -> CardOf:
         """Publish this rank's card, and return how those of others are had. All ranks call it, once."""
 
-    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
+    async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
         """Return the error that ends the operation, and tell all of it: ``cause``, unless a rank was quicker.
 
         If this rank is not ``sure``, another one may know a better cause, and has some time to say it.
@@ -80,13 +80,13 @@ class Channel(Protocol):
 class Operation:
     """The context manager and the :class:`~bcp.protocols.Agreement` of one operation.
 
-    The channel is watched beside the body. Its verdict cancels the body, and is raised where the context ends.
+    The channel is watched beside the body. Its error cancels the body, and is raised where the context ends.
     """
 
     def __init__(
         self,
         channel: Channel,
-        hello: PeerInfo,
+        info: PeerInfo,
         world_size: int,
         *,
         patience: float,
@@ -97,7 +97,7 @@ class Operation:
 
         Args:
             channel: how this rank talks to the others.
-            hello: who this rank is and what it is about to do.
+            info: who this rank is and what it is about to do.
             world_size: how many ranks take part.
             patience: seconds that a rank may be silent.
             address: returns this host's address in the job's network, once the ranks have met.
@@ -105,7 +105,7 @@ class Operation:
 
         """
         self._channel = channel
-        self._hello = hello
+        self._info = info
         self._world_size = world_size
         self._patience = patience
         self._address = address
@@ -114,7 +114,7 @@ class Operation:
         self._exchange: Exchange | None = None
 
     def __repr__(self) -> str:
-        return f"<Operation {self._hello.what!r} of {self._hello}: {self._channel!r}>"
+        return f"<Operation {self._info.what!r} of {self._info}: {self._channel!r}>"
 
     # -- the context --------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Operation:
             await self._channel.join()
         except BaseException as error:
             await self._channel.tell(self._abort(error))
-            await self._channel.farewell()
+            await self._channel.say_goodbye()
             raise
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
@@ -135,7 +135,7 @@ class Operation:
     ) -> bool:
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         self._channel.leave()
-        if error is not None and self._channel.verdict is None and not isinstance(error, PeerError):
+        if error is not None and self._channel.error is None and not isinstance(error, PeerError):
             await self._channel.tell(self._abort(error))
         if self._mesh is not None:
             self._mesh.close()
@@ -145,16 +145,16 @@ class Operation:
         finally:
             if self._mesh is not None:
                 self._mesh.disconnect()
-            await self._channel.farewell()
-        if self._channel.verdict is not None:
+            await self._channel.say_goodbye()
+        if self._channel.error is not None:
             if error is None or (cancelled and swallowed):
-                raise self._channel.verdict from None
-            if error is not self._channel.verdict:
-                error.add_note(f"meanwhile, the operation had ended: {self._channel.verdict}")
+                raise self._channel.error from None
+            if error is not self._channel.error:
+                error.add_note(f"meanwhile, the operation had ended: {self._channel.error}")
         return False
 
     def _abort(self, error: BaseException) -> Abort:
-        return Abort(self._hello.rank, f"{self._hello}: {describe(error)}")
+        return Abort(self._info.rank, f"{self._info}: {describe(error)}")
 
     # -- the verbs ----------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Operation:
     ) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
         verb = f"gather_scatter {step!r}"
-        if self._hello.rank != 0:
+        if self._info.rank != 0:
             return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answers = await in_thread(divide, gathered)
@@ -177,7 +177,7 @@ class Operation:
     ) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
         verb = f"gather_broadcast {step!r}"
-        if self._hello.rank != 0:
+        if self._info.rank != 0:
             return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answer = await decide(gathered)
@@ -186,7 +186,7 @@ class Operation:
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send bytes to every rank and receive bytes from every rank, over sockets of this operation."""
-        rank = self._hello.rank
+        rank = self._info.rank
         if len(send) != self._world_size or len(receive) != self._world_size:
             raise InputError(
                 f"{len(send)} buffers to send and {len(receive)} to fill for {self._world_size} ranks; give one each"
@@ -205,12 +205,12 @@ class Operation:
 
     async def report_failure(self, rank: int, cause: str) -> Exception:
         """Tell all ranks that the connection to one has failed, unless they soon hear of a better cause."""
-        return await self._channel.blame(rank, cause, sure=False)
+        return await self._channel.report_peer_failure(rank, cause, sure=False)
 
     async def _connected(self, verb: str) -> Exchange:
         """Return this rank's side of exchanges; the first call listens, and tells the others where."""
         if self._exchange is None:
-            rank, channel = self._hello.rank, self._channel
+            rank, channel = self._info.rank, self._channel
             address = await self._address()
             contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
@@ -228,7 +228,7 @@ class Operation:
                 card: Card = json.loads(await published(peer))
                 return card
 
-            self._exchange = Exchange(self._mesh, card_of, channel.blame)
+            self._exchange = Exchange(self._mesh, card_of, channel.report_peer_failure)
         return self._exchange
 
     async def _serve(self, mesh: Mesh) -> None:
@@ -236,5 +236,5 @@ class Operation:
         try:
             await mesh.serve()
         except Exception as error:  # noqa: BLE001 -- raised where the context ends
-            self._channel.condemn(error)
+            self._channel.fail(error)
             self._group.cancel_scope.cancel()

@@ -137,38 +137,38 @@ def test_one_coordinator_for_each_process_group(monkeypatch: pytest.MonkeyPatch)
 # -- who is alive ----------------------------------------------------------------------------
 
 
-def test_liveness_blames_the_one_that_is_silent_longest() -> None:
-    liveness = Heartbeats([1, 2, 3], now=100.0)
-    assert liveness.lost(5.0, now=105.0) is None
-    liveness.note(1, b"1", now=103.0)
-    liveness.note(2, b"1", now=101.0)
-    assert liveness.lost(5.0, now=106.0) == (3, 6.0, False)
-    liveness.note(3, b"1", now=106.0)
-    liveness.note(1, b"1", now=107.0)  # the same sign again is no sign
-    assert liveness.lost(5.0, now=107.0) == (2, 6.0, True)
-    liveness.note(2, LEFT, now=107.0)
-    assert liveness.lost(5.0, now=107.5) is None
-    assert liveness.lost(5.0, now=108.5) == (1, 5.5, True)
-    assert liveness.left == {2}
+def test_heartbeats_name_the_rank_that_is_silent_longest() -> None:
+    heartbeats = Heartbeats([1, 2, 3], now=100.0)
+    assert heartbeats.lost(5.0, now=105.0) is None
+    heartbeats.note(1, b"1", now=103.0)
+    heartbeats.note(2, b"1", now=101.0)
+    assert heartbeats.lost(5.0, now=106.0) == (3, 6.0, False)
+    heartbeats.note(3, b"1", now=106.0)
+    heartbeats.note(1, b"1", now=107.0)  # the same sign again is no sign
+    assert heartbeats.lost(5.0, now=107.0) == (2, 6.0, True)
+    heartbeats.note(2, LEFT, now=107.0)
+    assert heartbeats.lost(5.0, now=107.5) is None
+    assert heartbeats.lost(5.0, now=108.5) == (1, 5.5, True)
+    assert heartbeats.left == {2}
 
 
-def test_a_watcher_that_slept_blames_nobody() -> None:
-    liveness = Heartbeats([1], now=0.0)
-    liveness.note(1, b"1", now=1.0)
-    liveness.note(1, b"99", now=1000.0)  # the first look after a long sleep
-    assert liveness.lost(5.0, now=1000.0) is None
+def test_a_watcher_that_slept_names_nobody() -> None:
+    heartbeats = Heartbeats([1], now=0.0)
+    heartbeats.note(1, b"1", now=1.0)
+    heartbeats.note(1, b"99", now=1000.0)  # the first look after a long sleep
+    assert heartbeats.lost(5.0, now=1000.0) is None
 
 
-def test_a_vigil_does_not_count_the_seconds_of_its_own_sleep() -> None:
-    vigil = FailureDetector(timeout=5.0, pause=1.0, now=100.0)
-    vigil.watch([1, 2])
-    vigil.note(1)
-    assert vigil.look(now=101.0) is None
-    assert vigil.look(now=1000.0) is None  # asleep for 899 s, of which 2 count
-    assert vigil.awake == 3.0
-    vigil.note(2)
+def test_a_failure_detector_does_not_count_the_seconds_of_its_own_sleep() -> None:
+    detector = FailureDetector(timeout=5.0, pause=1.0, now=100.0)
+    detector.watch([1, 2])
+    detector.note(1)
+    assert detector.look(now=101.0) is None
+    assert detector.look(now=1000.0) is None  # asleep for 899 s, of which 2 count
+    assert detector.awake == 3.0
+    detector.note(2)
     for second in (1001.0, 1002.0):
-        assert vigil.look(now=second) is None
-    assert vigil.look(now=1003.0) == (1, 6.0, True)
-    vigil.leave(1)
-    assert vigil.look(now=1004.0) is None
+        assert detector.look(now=second) is None
+    assert detector.look(now=1003.0) == (1, 6.0, True)
+    detector.leave(1)
+    assert detector.look(now=1004.0) is None

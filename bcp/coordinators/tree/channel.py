@@ -21,8 +21,8 @@ from bcp.errors import InputError
 __all__ = ["GrpcChannel"]
 
 _BEAT_SECONDS = 5.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
-_FAREWELL_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
-_BLAME_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
+_GOODBYE_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
+_REPORT_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
 
 
 class GrpcChannel:
@@ -32,7 +32,7 @@ class GrpcChannel:
     """
 
     def __init__(
-        self, node: Node, loop: CoordinatorLoop, number: int, hello: PeerInfo, world_size: int, timeout: float
+        self, node: Node, loop: CoordinatorLoop, number: int, info: PeerInfo, world_size: int, timeout: float
     ) -> None:
         """Prepare; nothing is sent before :meth:`join`.
 
@@ -40,16 +40,16 @@ class GrpcChannel:
             node: this rank's place in the tree.
             loop: where the node lives.
             number: the operation's.
-            hello: who this rank is and what it is about to do.
+            info: who this rank is and what it is about to do.
             world_size: how many ranks take part.
             timeout: seconds that a rank may be late to join, or silent.
 
         """
-        self.verdict: Exception | None = None
+        self.error: Exception | None = None
         self._node = node
         self._loop = loop
         self._number = number
-        self._hello = hello
+        self._info = info
         self._world_size = world_size
         self._timeout = timeout
         self._beat = min(_BEAT_SECONDS, timeout / 10)
@@ -59,7 +59,7 @@ class GrpcChannel:
         self._news: asyncio.Event
 
     def __repr__(self) -> str:
-        return f"<GrpcChannel of operation {self._number}, step {self._steps}, verdict {self.verdict!r}>"
+        return f"<GrpcChannel of operation {self._number}, step {self._steps}, error {self.error!r}>"
 
     @property
     def secret(self) -> bytes:
@@ -78,29 +78,29 @@ class GrpcChannel:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
                 call_soon(function, *args)
 
-        part = LocalMember(
-            what=self._hello.what,
+        member = LocalMember(
+            what=self._info.what,
             timeout=self._timeout,
             beat=self._beat,
             hand_over=partial(call_here, self._take_answer),
             end=partial(call_here, self._take_end),
         )
-        self._loop.post(self._node.begin, self._number, part)
+        self._loop.post(self._node.begin, self._number, member)
 
     async def run(self, end: Callable[[], None]) -> None:
         """Give signs of life until this rank leaves, or there is a verdict; then call ``end``."""
-        while not self._leaving and self.verdict is None:
+        while not self._leaving and self.error is None:
             with anyio.move_on_after(self._beat) as pause:
                 await self._news.wait()
             if pause.cancelled_caught:
-                self._act(lambda its: its.beat(asyncio.get_running_loop().time()))
-        if self.verdict is not None:
+                self._act(lambda state: state.beat(asyncio.get_running_loop().time()))
+        if self.error is not None:
             end()
 
-    def condemn(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Let this error be the verdict, unless there is one or this rank is leaving."""
-        if self.verdict is None and not self._leaving:
-            self.verdict = error
+        if self.error is None and not self._leaving:
+            self.error = error
             self._news.set()
 
     def leave(self) -> None:
@@ -111,11 +111,11 @@ class GrpcChannel:
     async def tell(self, abort: Abort) -> None:
         """Tell the others that the operation has ended."""
         with suppress(InputError):
-            self._act(lambda its: its.end(abort))
+            self._act(lambda state: state.end(abort))
 
-    async def farewell(self) -> None:
+    async def say_goodbye(self) -> None:
         """Leave, and wait shortly until all that this rank has said is on its way, in case its process ends now."""
-        with suppress(InputError), anyio.move_on_after(_FAREWELL_SECONDS, shield=True):
+        with suppress(InputError), anyio.move_on_after(_GOODBYE_SECONDS, shield=True):
             self._act(OperationState.leave)
             await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.flushed())))
 
@@ -138,18 +138,18 @@ class GrpcChannel:
     async def reply(self, number: int, answer: bytes) -> None:
         """Send one answer to all."""
         frame = Frame(Kind.DOWN, self._number, number, answer)
-        self._act(lambda its: its.reply(number, frame, None))
+        self._act(lambda state: state.reply(number, frame, None))
 
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
         """Send an answer to each."""
         order = () if self._node.place is None else self._node.place.order
         values = Values.of(answers[rank] for rank in order)
         frame = Frame(Kind.EACH, self._number, number)
-        self._act(lambda its: its.reply(number, frame, values))
+        self._act(lambda state: state.reply(number, frame, values))
 
     async def cards(self, verb: str, mine: bytes) -> CardOf:
         """Gather the cards of all ranks and tell them all."""
-        if self._hello.rank == 0:
+        if self._info.rank == 0:
             number, gathered = await self.gather(verb, mine)
             cards = gathered
             await self.reply(number, Values.of(gathered).pack())
@@ -161,18 +161,18 @@ class GrpcChannel:
 
         return card_of
 
-    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
+    async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
         """Wait shortly for the tree's word, which sets out before the sockets close but is not as fast; else blame."""
-        with anyio.move_on_after(0 if sure else _BLAME_SECONDS):
+        with anyio.move_on_after(0 if sure else _REPORT_SECONDS):
             await self._end()
-        self._act(lambda its: its.blame(rank, cause))
+        self._act(lambda state: state.report_peer_failure(rank, cause))
         return await self._end()
 
     async def _end(self) -> Exception:
         """Return the verdict, once there is one."""
-        while self.verdict is None:
+        while self.error is None:
             await self._news.wait()
-        return self.verdict
+        return self.error
 
     async def _give(self, verb: str, mine: bytes) -> tuple[int, bytes | Values]:
         """Take part in the next step, and return its number and what comes of it."""
@@ -180,7 +180,7 @@ class GrpcChannel:
         number = self._steps
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._act(lambda its: its.give(number, verb, bytes(mine)))
+            self._act(lambda state: state.give(number, verb, bytes(mine)))
             return number, await answer
         finally:
             del self._answers[number]
@@ -196,4 +196,4 @@ class GrpcChannel:
             future.set_result(answer)
 
     def _take_end(self, abort: Abort) -> None:
-        self.condemn(error_of(abort))
+        self.fail(error_of(abort))

@@ -91,9 +91,11 @@ class GrpcCoordinator:
             InputError: torch.distributed is not initialised, or this rank is not a member.
 
         """
-        seat = ProcessGroupMember.of(group)
-        rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, address)
-        return cls(seat.rank, seat.world_size, rendezvous, tls)
+        member = ProcessGroupMember.of(group)
+        rendezvous = StoreRendezvous(
+            member.store, f"{member.prefix}/tree", member.rank, member.world_size, fanout, address
+        )
+        return cls(member.rank, member.world_size, rendezvous, tls)
 
     @classmethod
     def at(
@@ -150,9 +152,9 @@ class GrpcCoordinator:
         if self._closed:
             raise InputError(f"{self!r} cannot begin {what!r}: it was closed")
         node, loop = self._connect()
-        hello = PeerInfo.of(self.rank, what)
-        channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
-        return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
+        info = PeerInfo.of(self.rank, what)
+        channel = GrpcChannel(node, loop, next(self._numbers), info, self.world_size, timeout)
+        return Operation(channel, info, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
 
     def close(self) -> None:
         """Say goodbye to the neighbours and let go of connections; blocks, for some seconds at most. Idempotent.

@@ -28,7 +28,7 @@ _STRANGER_SECONDS = (
     1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
 )
 _BACK_SECONDS = 10.0  # how long a neighbour whose connection broke has to come back; it dials again at once
-_MOST_ROUNDS = 1024  # operations that are kept for a rank that has not begun them
+_MOST_OPERATIONS = 1024  # operations that are kept for a rank that has not begun them
 
 
 class Node:
@@ -38,16 +38,16 @@ class Node:
     begins, and made anew when one begins after they broke.
     """
 
-    def __init__(self, hello: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
-        self.rank = hello.rank
+    def __init__(self, info: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
+        self.rank = info.rank
         self.place: Place | None = None
         self.secret = b""  # the job's token, known with the place
-        self._hello = hello
+        self._info = info
         self._rendezvous = rendezvous
         self._tls = tls
         self._name = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
-        self._rounds: dict[int, OperationState] = {}
+        self._operations: dict[int, OperationState] = {}
         self._next = 0
         self._over: set[int] = set()
         self._all_over = 0  # every operation below this number is over
@@ -60,7 +60,7 @@ class Node:
 
     def __repr__(self) -> str:
         up = sum(link.connection is not None for link in self._links.values())
-        return f"<Node of {self._hello}: {up} of {len(self._links)} edges up, {len(self._rounds)} operations>"
+        return f"<Node of {self._info}: {up} of {len(self._links)} edges up, {len(self._operations)} operations>"
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
@@ -69,32 +69,32 @@ class Node:
 
     # -- this node's own rank -----------------------------------------------------------------
 
-    def begin(self, number: int, part: LocalMember) -> None:
+    def begin(self, number: int, member: LocalMember) -> None:
         """Let this node's rank begin an operation."""
         if self._closing is not None:
-            part.end(Abort(self.rank, f"the coordinator of {self._hello} was closed"))
+            member.end(Abort(self.rank, f"the coordinator of {self._info} was closed"))
             return
         self._next = max(self._next, number + 1)
         for link in self._links.values():
             if link.given_up:
-                self._await(link, min(_BACK_SECONDS, part.timeout), link.given_up)
+                self._await(link, min(_BACK_SECONDS, member.timeout), link.given_up)
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive(), name=f"bcp coordinator of rank {self.rank}")
         now = asyncio.get_running_loop().time()
-        self.act(number, lambda its: its.begin(part, now))
+        self.act(number, lambda state: state.begin(member, now))
 
     def act(self, number: int, action: Callable[[OperationState], None]) -> None:
         """Do something with an operation; an error there ends it."""
-        its = self._rounds.get(number)
-        if its is None:
+        state = self._operations.get(number)
+        if state is None:
             if self._is_over(number):
                 return
-            its = self._rounds[number] = OperationState(number, self)
+            state = self._operations[number] = OperationState(number, self)
         try:
-            action(its)
+            action(state)
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
-            its.end(Abort(self.rank, f"{self._hello}: {describe(error)}"))
-        self._tidy(its)
+            state.end(Abort(self.rank, f"{self._info}: {describe(error)}"))
+        self._tidy(state)
 
     async def placed(self) -> None:
         """Return once this node has its place in the tree."""
@@ -112,10 +112,10 @@ class Node:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        abort = Abort(self.rank, f"the coordinator of {self._hello} was closed")
-        for its in list(self._rounds.values()):
-            if its.part is not None and not its.left:
-                its.end(abort)
+        abort = Abort(self.rank, f"the coordinator of {self._info} was closed")
+        for state in list(self._operations.values()):
+            if state.member is not None and not state.left:
+                state.end(abort)
         with suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
                 await asyncio.gather(*map(self._part_from, self._links.values()))
@@ -130,7 +130,7 @@ class Node:
         """Return when a neighbour has read all; one that has still to connect may have to hear why there is no need."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_STRANGER_SECONDS):
-                while link.hello is None and not link.empty:
+                while link.peer is None and not link.empty:
                     await link.changed()
         if link.connection is not None:
             link.send(0, Frame(Kind.BYE).pack())
@@ -187,8 +187,8 @@ class Node:
         """Take a neighbour's frame; say whether there will be more. Raises :class:`FrameError`."""
         whole = self._links[rank].received(data)
         if whole is None:
-            for its in self._rounds.values():
-                its.sign(rank)
+            for state in self._operations.values():
+                state.sign(rank)
             return True
         frame = Frame.unpack(whole)
         if frame.kind is Kind.BYE:
@@ -198,15 +198,15 @@ class Node:
             if frame.kind in (Kind.JOIN, Kind.UP):
                 self.send(rank, Frame(Kind.OLD, number, body=pack_number(self._next)))
             return True
-        known = self._rounds.get(number)
+        known = self._operations.get(number)
         if known is None:
             if frame.kind is Kind.OLD:
                 return True
-            if len(self._rounds) >= _MOST_ROUNDS:
-                abort = Abort(self.rank, f"{self._hello} is {len(self._rounds)} operations behind rank {rank}")
+            if len(self._operations) >= _MOST_OPERATIONS:
+                abort = Abort(self.rank, f"{self._info} is {len(self._operations)} operations behind rank {rank}")
                 self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
                 return True
-            known = self._rounds[number] = OperationState(number, self)
+            known = self._operations[number] = OperationState(number, self)
         known.take(rank, frame)
         self._tidy(known)
         return True
@@ -237,9 +237,9 @@ class Node:
             self._lose(link.rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
-        for its in list(self._rounds.values()):
-            its.lose(rank, cause)
-            self._tidy(its)
+        for state in list(self._operations.values()):
+            state.lose(rank, cause)
+            self._tidy(state)
 
     @property
     def _parent(self) -> int | None:
@@ -250,23 +250,23 @@ class Node:
     def _is_over(self, number: int) -> bool:
         return number < self._all_over or number in self._over
 
-    def _tidy(self, its: OperationState) -> None:
+    def _tidy(self, state: OperationState) -> None:
         """Forget an operation that is over everywhere around."""
-        if its.over and self._rounds.pop(its.number, None) is not None:
-            self._over.add(its.number)
+        if state.over and self._operations.pop(state.number, None) is not None:
+            self._over.add(state.number)
             while self._all_over in self._over:
                 self._over.remove(self._all_over)
                 self._all_over += 1
 
     def _end_all(self, abort: Abort) -> None:
         """End all operations that this node's rank has begun."""
-        for its in list(self._rounds.values()):
-            if its.part is not None:
-                its.end(abort)
+        for state in list(self._operations.values()):
+            if state.member is not None:
+                state.end(abort)
 
     def _heard(self, number: int, abort: Abort) -> None:
         if not self._is_over(number):
-            self._rounds.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
+            self._operations.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
 
     # -- connections --------------------------------------------------------------------------
 
@@ -289,20 +289,20 @@ class Node:
             self._end_all(Abort(self.rank, str(error), disagreement=True))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
             self._driver = None
-            self._end_all(Abort(self.rank, f"{self._hello}: {describe(error)}"))
+            self._end_all(Abort(self.rank, f"{self._info}: {describe(error)}"))
 
     def _take_place(self, place: Place, hosts: Mapping[int, str]) -> None:
         """Become a part of the tree; what was said before is said now."""
         self._links = {rank: Link(rank, hosts.get(rank, "")) for rank in place.neighbours}
         self.place = place
         self._placed.set()
-        for its in list(self._rounds.values()):
-            its.resume()
-            self._tidy(its)
+        for state in list(self._operations.values()):
+            state.resume()
+            self._tidy(state)
 
     async def _serve(self, invitation: Invitation) -> None:
         """Start to listen, and tell the children where."""
-        server = Server(self._hello, invitation, self._links, receive=self.receive, lost=self.lost)
+        server = Server(self._info, invitation, self._links, receive=self.receive, lost=self.lost)
         port = await server.start(await in_thread(self._rendezvous.bind_address), self._tls)
         self._server = server
         await self._rendezvous.publish(port, "" if self._tls else server.door)
@@ -320,7 +320,7 @@ class Node:
                 connected = await dial(
                     address,
                     self._tls,
-                    self._hello,
+                    self._info,
                     credentials,
                     invitation.token,
                     link,

@@ -87,32 +87,32 @@ class Relay:
     def __init__(
         self,
         number: int,
-        seat: NodeContext,
+        node: NodeContext,
         gone: AbstractSet[int],
         *,
-        blame: Callable[[int, str], None],
+        report_peer_failure: Callable[[int, str], None],
         hand_over: Callable[[int, bytes | Values], None],
     ) -> None:
         """Prepare.
 
         Args:
             number: the operation's.
-            seat: the node's.
+            node: the node's.
             gone: the neighbours that have left; whoever changes it calls :meth:`advance`.
-            blame: called with a rank that has left early, and what to say of it.
+            report_peer_failure: called with a rank that has left early, and what to say of it.
             hand_over: takes the answer to a step, or, on rank 0, what was gathered, in walk order.
 
         """
         self._number = number
-        self._seat = seat
+        self._node = node
         self._gone = gone
-        self._blame = blame
+        self._report_peer_failure = report_peer_failure
         self._hand_over = hand_over
         self._steps: dict[int, _Step] = {}
         self._held = False
 
     def __repr__(self) -> str:
-        return f"<Relay of rank {self._seat.rank}, operation {self._number}: steps {sorted(self._steps)}>"
+        return f"<Relay of rank {self._node.rank}, operation {self._number}: steps {sorted(self._steps)}>"
 
     @property
     def verb(self) -> str | None:
@@ -153,9 +153,9 @@ class Relay:
 
     def take_up(self, rank: int, frame: Frame) -> None:
         """Keep what a child's subtree gives in a step. Raises :class:`FrameError`."""
-        place = self._seat.place
+        place = self._node.place
         if place is None or rank not in place.children or frame.step == 0:
-            raise FrameError(f"rank {rank} gives something to rank {self._seat.rank}, in step {frame.step}")
+            raise FrameError(f"rank {rank} gives something to rank {self._node.rank}, in step {frame.step}")
         size = place.sizes[place.children.index(rank)]
         digest, values = frame.body[:DIGEST_BYTES], Values.unpack(frame.body[DIGEST_BYTES:], size)
         step = self._steps.setdefault(frame.step, _Step())
@@ -166,16 +166,16 @@ class Relay:
 
     def _advance(self, number: int) -> None:
         """Send a step up if the subtree is complete; blame who will never give anything."""
-        step, place = self._steps.get(number), self._seat.place
+        step, place = self._steps.get(number), self._node.place
         if step is None or step.verb is None or place is None or self._held:
             return
         if place.parent is not None and place.parent in self._gone:
-            self._blame(place.parent, f"{self._seat.name(place.parent)} has left early")
+            self._report_peer_failure(place.parent, f"{self._node.name(place.parent)} has left early")
         elif not step.sent and self._fits(number, step, step.verb, place):
             missing = [child for child in place.children if child not in step.given]
             early = [child for child in missing if child in self._gone]
             if early:
-                self._blame(early[0], f"{self._seat.name(early[0])} has left early")
+                self._report_peer_failure(early[0], f"{self._node.name(early[0])} has left early")
             elif not missing:
                 self._send_up(number, step, place)
 
@@ -184,7 +184,7 @@ class Relay:
         digest = digest_of(verb)
         for child in place.children:
             if child in step.given and step.given[child][0] != digest:
-                self._seat.send(child, Frame(Kind.SAY, self._number, number, bytes_of(verb)))
+                self._node.send(child, Frame(Kind.SAY, self._number, number, bytes_of(verb)))
                 return False
         return True
 
@@ -199,15 +199,15 @@ class Relay:
             self._hand_over(number, values)
         else:
             body = digest_of(step.verb or "") + values.pack()
-            self._seat.send(place.parent, Frame(Kind.UP, self._number, number, body))
+            self._node.send(place.parent, Frame(Kind.UP, self._number, number, body))
 
     # -- down ---------------------------------------------------------------------------------
 
     def take_down(self, rank: int, frame: Frame) -> None:
         """Pass an answer on, and hand it over. Raises :class:`FrameError`."""
-        step, place = self._steps.get(frame.step), self._seat.place
+        step, place = self._steps.get(frame.step), self._node.place
         if place is None or rank != place.parent or step is None or not step.sent:
-            raise FrameError(f"rank {rank} answers step {frame.step}, which rank {self._seat.rank} has not asked for")
+            raise FrameError(f"rank {rank} answers step {frame.step}, which rank {self._node.rank} has not asked for")
         answers = Values.unpack(frame.body, place.size) if frame.kind is Kind.EACH else None
         del self._steps[frame.step]
         self._pass_down(frame, answers)
@@ -215,12 +215,12 @@ class Relay:
 
     def _pass_down(self, frame: Frame, answers: Values | None) -> None:
         """Send the children an answer: the same to all, or to each its subtree's."""
-        place = self._seat.place
+        place = self._node.place
         if place is None:
             return
         if answers is None:
             for child in place.children:
-                self._seat.send(child, frame)
+                self._node.send(child, frame)
         else:
             for child, piece in zip(place.children, answers.split((1, *place.sizes))[1:], strict=True):
-                self._seat.send(child, Frame(Kind.EACH, frame.operation, frame.step, piece.pack()))
+                self._node.send(child, Frame(Kind.EACH, frame.operation, frame.step, piece.pack()))

@@ -35,7 +35,7 @@ from bcp.coordinators.tree.transport import (
     Receive,
     converse,
     grpc,
-    hello_of,
+    info_of,
     metadata_of,
     proof_of,
     server_credentials,
@@ -313,7 +313,7 @@ class Server:
 
     def __init__(
         self,
-        hello: PeerInfo,
+        info: PeerInfo,
         invitation: Invitation,
         links: Mapping[int, Link],
         *,
@@ -323,14 +323,14 @@ class Server:
         """Prepare; nothing listens before :meth:`start`.
 
         Args:
-            hello: who this rank is.
+            info: who this rank is.
             invitation: what the others have to show.
             links: this rank's ends of its edges.
             receive: takes a child's frame.
             lost: called with a child, its connection, and why that broke, or None if it was closed in peace.
 
         """
-        self._hello = hello
+        self._info = info
         self._invitation = invitation
         self._links = links
         self._receive = receive
@@ -342,11 +342,11 @@ class Server:
     def __repr__(self) -> str:
         children = self._invitation.place.children
         here = sum(self._links[child].connection is not None for child in children)
-        return f"<Server of {self._hello}: {here} of {len(children)} children are here>"
+        return f"<Server of {self._info}: {here} of {len(children)} children are here>"
 
     async def start(self, address: str, tls: Tls | None) -> int:
         """Listen on this address, and return the port. Raises InputError where that is not possible."""
-        self._gate = Gate(self._hello.rank, self._missing)
+        self._gate = Gate(self._info.rank, self._missing)
         self._server = grpc.aio.server(options=options_for(len(self._invitation.place.children)))
         handler = grpc.stream_stream_rpc_method_handler(self._join)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -359,7 +359,7 @@ class Server:
             return await self._gate.listen(address)
         except (OSError, RuntimeError, ValueError) as error:
             await self.aclose()
-            raise InputError(f"{self._hello} cannot listen on {address}: {error}; give it another address") from error
+            raise InputError(f"{self._info} cannot listen on {address}: {error}; give it another address") from error
 
     @property
     def door(self) -> str:
@@ -397,17 +397,17 @@ class Server:
         challenge = secrets.token_hex(16)
         await context.send_initial_metadata([("bcp-challenge", challenge)])
         shown = await context.read()
-        token, rank = self._invitation.token, self._hello.rank
+        token, rank = self._invitation.token, self._info.rank
         expected = proof_of(token, "child", said, rank, challenge)
         if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
-        who = json.dumps(metadata_of(self._hello)).encode()
+        who = json.dumps(metadata_of(self._info)).encode()
         return proof_of(token, "parent", said, rank, challenge) + who
 
     async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, PeerInfo]:
         """Return the link of the child that wants to join, and who that is; refuse whoever may not."""
         try:
-            child = hello_of(said.items())
+            child = info_of(said.items())
         except CredentialsError as error:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
@@ -417,7 +417,7 @@ class Server:
             reason = f"{child} is of {whose}, this is session {expected[0]} of {expected[1]} ranks"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         if child.rank not in self._invitation.place.children:
-            reason = f"{child} is no child of rank {self._hello.rank}"
+            reason = f"{child} is no child of rank {self._info.rank}"
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
         return await self._renew(context, child, said.get("bcp-node", "")), child
 

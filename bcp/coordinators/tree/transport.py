@@ -37,7 +37,7 @@ __all__ = [
     "converse",
     "dial",
     "grpc",
-    "hello_of",
+    "info_of",
     "metadata_of",
     "proof_of",
     "server_credentials",
@@ -100,13 +100,13 @@ def channel_options(tls: Tls | None) -> Sequence[tuple[str, int | str]]:
     return [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), *name]
 
 
-def metadata_of(hello: PeerInfo) -> list[tuple[str, str]]:
+def metadata_of(info: PeerInfo) -> list[tuple[str, str]]:
     """Return how a rank introduces itself."""
-    host = hello.host.encode("ascii", "backslashreplace").decode()
-    return [("bcp-rank", str(hello.rank)), ("bcp-host", host), ("bcp-pid", str(hello.pid))]
+    host = info.host.encode("ascii", "backslashreplace").decode()
+    return [("bcp-rank", str(info.rank)), ("bcp-host", host), ("bcp-pid", str(info.pid))]
 
 
-def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
+def info_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
     """Return who introduced itself so. Raises :class:`CredentialsError`."""
     said = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
     try:
@@ -177,7 +177,7 @@ class Link:
 
     Attributes:
         rank: the neighbour.
-        hello: who the neighbour is, once it has been connected.
+        peer: who the neighbour is, once it has been connected.
         connection: the present one, an object of the transport's own; None while there is none.
         trouble: why there is none, for messages; empty where nothing is known.
         awaited: that it broke, as an object of its own, while the neighbour may come back; None otherwise.
@@ -187,7 +187,7 @@ class Link:
     def __init__(self, rank: int, host: str = "") -> None:
         self.rank = rank
         self._host = host
-        self.hello: PeerInfo | None = None
+        self.peer: PeerInfo | None = None
         self.connection: object | None = None
         self.trouble = ""
         self.awaited: object | None = None
@@ -203,8 +203,8 @@ class Link:
         return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
 
     def __str__(self) -> str:
-        if self.hello is not None:
-            return str(self.hello)
+        if self.peer is not None:
+            return str(self.peer)
         return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"
 
     @property
@@ -233,9 +233,9 @@ class Link:
         self._received[1] += 1
         return joined(message, self._begun)
 
-    def up(self, connection: object, hello: PeerInfo) -> None:
+    def up(self, connection: object, peer: PeerInfo) -> None:
         """Take note of a new connection."""
-        self.connection, self.hello, self.trouble = connection, hello, ""
+        self.connection, self.peer, self.trouble = connection, peer, ""
         self.awaited, self.given_up = None, ""
         self._wake()
 
@@ -305,7 +305,7 @@ class RefusedError(Exception):
 async def dial(
     address: str,
     tls: Tls | None,
-    hello: PeerInfo,
+    info: PeerInfo,
     credentials: list[tuple[str, str]],
     token: str,
     link: Link,
@@ -321,7 +321,7 @@ async def dial(
     code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
     in_peace = False
     async with _channel(address, tls) as channel:
-        said = dict([*metadata_of(hello), *credentials])
+        said = dict([*metadata_of(info), *credentials])
         call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(said.items()))
         try:
             link.up(connection, await _introduced(call, said, token, link.rank))
@@ -339,9 +339,9 @@ async def dial(
             reason += _TLS_HINT
         elif code is grpc.StatusCode.UNAVAILABLE:
             reason += f"; {HINT}"
-        link.trouble = f"; rank {hello.rank} (host {hello.host}) cannot connect to it at {address}: {reason}"
+        link.trouble = f"; rank {info.rank} (host {info.host}) cannot connect to it at {address}: {reason}"
         if code in _REFUSALS:
-            raise RefusedError(f"{link} at {address} refused {hello}: {reason}")
+            raise RefusedError(f"{link} at {address} refused {info}: {reason}")
     return connected
 
 
@@ -355,7 +355,7 @@ async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: in
     expected = proof_of(token, "parent", said, parent, challenge)
     if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
         raise CredentialsError("it does not know the job's token, so it is no rank of this job")
-    return hello_of(map(tuple, json.loads(answer[len(expected) :])))
+    return info_of(map(tuple, json.loads(answer[len(expected) :])))
 
 
 def _channel(address: str, tls: Tls | None) -> Any:
