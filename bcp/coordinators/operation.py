@@ -1,4 +1,4 @@
-"""One rank's part in one operation, over whatever channel the ranks have."""
+"""One rank's part in one operation, over any channel between the ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from bcp.runtime.threads import in_thread
 __all__ = ["CardOf", "Channel", "Operation"]
 
 CardOf = Callable[[int], Awaitable[bytes]]
-"""Returns what a rank has published for those who connect to it, once it has."""
+"""Returns the card that a rank publishes for the ranks that connect to it; waits until there is one."""
 
 
 class Channel(Protocol):
     """The way in which the ranks of one operation talk.
 
-    Steps are named by the verb, and numbered in the order of the calls of :meth:`ask` and :meth:`gather`.
+    The verb names a step. The order of the calls of :meth:`ask` and :meth:`gather` numbers it.
     """
 
     @property
@@ -35,52 +35,54 @@ class Channel(Protocol):
 
     @property
     def secret(self) -> bytes:
-        """A secret of the job that cards do not show; empty if there is none. Known once :meth:`cards` returns."""
+        """The secret of the job, which no card shows; empty if there is none. Known once :meth:`cards` returns."""
 
     async def join(self) -> None:
-        """Say hello."""
+        """Tell the others that this rank has begun the operation."""
 
     async def run(self, end: Callable[[], None]) -> None:
-        """Give signs of life and look for those of others until :meth:`leave`, or a error; then call ``end``."""
+        """Give signs of life, and watch the others, until :meth:`leave` or an error. Call ``end`` after an error."""
 
     def fail(self, error: Exception) -> None:
-        """Let this error be the error, unless there is one or this rank is leaving."""
+        """End the operation here with this error, unless it has ended or this rank is leaving."""
 
     def leave(self) -> None:
-        """Look no more; there will be no error after this."""
+        """Stop watching the others; no error follows."""
 
     async def tell(self, abort: Abort) -> None:
-        """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""
+        """Tell the others that the operation has ended. A cancelled task may call it, and it takes no long time."""
 
     async def say_goodbye(self) -> None:
-        """Say that this rank has left, in the same manner."""
+        """Tell the others that this rank has left, in the same manner."""
 
     async def ask(self, verb: str, mine: bytes) -> bytes:
-        """Give rank 0 what is mine, and return its answer. Not on rank 0."""
+        """Send ``mine`` to rank 0, and return its answer. Rank 0 does not call it."""
 
     async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
-        """Return the number of the step and what every rank has given, by rank. On rank 0 only."""
+        """Return the number of the step, and the bytes of every rank, by rank. Only rank 0 calls it."""
 
     async def reply(self, number: int, answer: bytes) -> None:
-        """Answer step ``number``, to all alike. On rank 0 only."""
+        """Send all ranks the one answer to step ``number``. Only rank 0 calls it."""
 
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
-        """Answer step ``number``, to every rank its own. On rank 0 only."""
+        """Send every rank its own answer to step ``number``. Only rank 0 calls it."""
 
     async def cards(self, verb: str, mine: bytes) -> CardOf:
-        """Publish this rank's card, and return how those of others are had. All ranks call it, once."""
+        """Publish this rank's card, and return a function that looks up the others' cards. All ranks call it, once."""
 
     async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
-        """Return the error that ends the operation, and tell all of it: ``cause``, unless a rank was quicker.
+        """End the operation for all ranks because of ``rank``, and return the error.
 
-        If this rank is not ``sure``, another one may know a better cause, and has some time to say it.
+        The error is ``cause``, unless another rank was quicker. If this rank is not ``sure``, the others have some
+        time to report a better cause.
         """
 
 
 class Operation:
     """The context manager and the :class:`~bcp.protocols.Agreement` of one operation.
 
-    The channel is watched beside the body. Its error cancels the body, and is raised where the context ends.
+    A task watches the channel while the body runs. An error of the channel cancels the body, and the end of the
+    context raises it.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class Operation:
         address: Callable[[], Awaitable[str]],
         tls: Tls | None = None,
     ) -> None:
-        """Prepare; nothing is sent before the context is entered.
+        """Prepare the operation; nothing is sent before the context is entered.
 
         Args:
-            channel: how this rank talks to the others.
-            info: who this rank is and what it is about to do.
-            world_size: how many ranks take part.
+            channel: the channel to the other ranks.
+            info: this rank, and its operation.
+            world_size: the number of ranks that take part.
             patience: seconds that a rank may be silent.
             address: returns this host's address in the job's network, once the ranks have met.
             tls: certificates for bulk data; None: plain TCP.
@@ -204,11 +206,11 @@ class Operation:
         return await exchange.bandwidth(self._world_size)
 
     async def report_failure(self, rank: int, cause: str) -> Exception:
-        """Tell all ranks that the connection to one has failed, unless they soon hear of a better cause."""
+        """Tell all ranks that the connection to ``rank`` has failed, unless they soon hear of a better cause."""
         return await self._channel.report_peer_failure(rank, cause, sure=False)
 
     async def _connected(self, verb: str) -> Exchange:
-        """Return this rank's side of exchanges; the first call listens, and tells the others where."""
+        """Return this rank's side of exchanges; the first call listens, and publishes the address."""
         if self._exchange is None:
             rank, channel = self._info.rank, self._channel
             address = await self._address()
@@ -232,7 +234,7 @@ class Operation:
         return self._exchange
 
     async def _serve(self, mesh: Mesh) -> None:
-        """Accept connections; if that fails, the operation does."""
+        """Accept connections; an error ends the operation."""
         try:
             await mesh.serve()
         except Exception as error:  # noqa: BLE001 -- raised where the context ends

@@ -1,7 +1,6 @@
-"""The one event loop on which all gRPC coordinators of a process talk, whatever loops their callers run on.
+"""The one event loop on which all gRPC coordinators of a process talk, separate from the loops of their callers.
 
-gRPC's asyncio side serves one loop well and several badly. It is a loop of its own, so that what callers do on theirs
-holds up nobody who waits for another rank's word.
+gRPC's asyncio side serves one loop well and several badly. A busy loop of a caller delays no word of another rank.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class Closable(Protocol):
     """Nodes that are closed when the process ends."""
 
     async def aclose(self) -> None:
-        """Let go of everything."""
+        """Close all connections and release everything."""
 
 
 class CoordinatorLoop:
     """An event loop on a daemon thread.
 
     Attributes:
-        residents: what lives on it, and is closed at exit.
+        residents: the nodes of the coordinators, which are closed at exit.
     """
 
     def __init__(self) -> None:
@@ -51,12 +50,12 @@ class CoordinatorLoop:
 
     @property
     def alive(self) -> bool:
-        """Say whether calls get through."""
+        """Return whether calls get through."""
         return self._thread.is_alive() and not self._loop.is_closed()
 
     @property
     def is_here(self) -> bool:
-        """Say whether the caller runs on this very loop."""
+        """Return whether the caller runs on this loop."""
         return asyncio._get_running_loop() is self._loop  # noqa: SLF001 -- the public one raises where there is none
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -78,7 +77,7 @@ class CoordinatorLoop:
             raise InputError("the process is ending: ranks can agree on nothing any more") from error
 
     def close(self) -> None:
-        """Close all that lives here, then end the thread."""
+        """Close all residents, then end the thread."""
         with suppress(TimeoutError, InputError):
             self.run(self._close_residents()).result(_EXIT_SECONDS)
         with suppress(RuntimeError):
@@ -109,7 +108,7 @@ def current_loop() -> CoordinatorLoop:
 
 
 def _forget_in_child() -> None:
-    """Give a forked child a fresh start; what it has of the parent's is kept, since deleting it would use the loop."""
+    """Give a forked child a fresh start; keep its copies of the parent's objects: deleting them would use the loop."""
     global _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.extend((_current, *_current.residents))

@@ -32,10 +32,10 @@ _MOST_OPERATIONS = 1024  # operations that are kept for a rank that has not begu
 
 
 class Node:
-    """Passes on what its subtree says, whether or not its own rank takes part just then.
+    """Passes on the frames of its subtree, whether or not its own rank takes part just then.
 
     Everything here runs on the coordinators' loop, so there are no locks. Connections are made when the first operation
-    begins, and made anew when one begins after they broke.
+    begins. A broken one is made again when the next operation begins.
     """
 
     def __init__(self, info: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
@@ -84,7 +84,7 @@ class Node:
         self.act(number, lambda state: state.begin(member, now))
 
     def act(self, number: int, action: Callable[[OperationState], None]) -> None:
-        """Do something with an operation; an error there ends it."""
+        """Apply ``action`` to an operation; an error of it ends the operation."""
         state = self._operations.get(number)
         if state is None:
             if self._is_over(number):
@@ -101,12 +101,12 @@ class Node:
         await self._placed.wait()
 
     async def flushed(self) -> None:
-        """Return once all that was sent has been handed to the transport, where there is a connection."""
+        """Wait until the transport has all sent frames of the neighbours with a connection."""
         for link in list(self._links.values()):
             await link.flushed()
 
     async def aclose(self) -> None:
-        """Say goodbye to the neighbours, wait shortly until they have read all, and let go of everything."""
+        """Say goodbye to the neighbours, wait shortly until they have read all, and close everything."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"bcp coordinator of rank {self.rank} closes")
         await asyncio.shield(self._closing)
@@ -127,7 +127,7 @@ class Node:
             await self._server.aclose()
 
     async def _part_from(self, link: Link) -> None:
-        """Return when a neighbour has read all; one that has still to connect may have to hear why there is no need."""
+        """Wait until a neighbour has read all; one that has still to connect may have to hear of an abort."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_STRANGER_SECONDS):
                 while link.peer is None and not link.empty:
@@ -137,7 +137,7 @@ class Node:
         while link.connection is not None:
             await link.changed()
 
-    # -- what a round needs -------------------------------------------------------------------
+    # -- for the operations -------------------------------------------------------------------
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a neighbour a frame."""
@@ -152,23 +152,23 @@ class Node:
         link.send(frame.operation, frame.pack())
 
     def name(self, rank: int) -> str:
-        """Name a rank, with host and process where they are known."""
+        """Return a rank's name, with host and process if they are known."""
         return str(self._links.get(rank, f"rank {rank}"))
 
     def connected(self, rank: int) -> bool:
-        """Say whether there is a connection to a neighbour."""
+        """Return whether there is a connection to a neighbour."""
         return self._links[rank].connection is not None
 
     def trouble(self, rank: int) -> str:
-        """Say why there is none, as the end of a message; or nothing."""
+        """Return the reason why a rank has no connection, as the end of a message; may be empty."""
         return self._links[rank].trouble if rank in self._links else ""
 
     def absent(self) -> int | None:
-        """Return a rank for which the tree waits."""
+        """Return a rank that has not come and for which the tree waits, if one is known."""
         return self._rendezvous.absent()
 
     def silence(self, seconds: float) -> str:
-        """Say that the way to ranks without a connection is silent, as a cause; or nothing."""
+        """Return the cause if the way to ranks without a connection was silent for ``seconds``, else an empty text."""
         return self._rendezvous.silence(seconds)
 
     def announce(self, number: int, abort: Abort) -> None:
@@ -184,7 +184,7 @@ class Node:
     # -- the neighbours -----------------------------------------------------------------------
 
     def receive(self, rank: int, data: bytes) -> bool:
-        """Take a neighbour's frame; say whether there will be more. Raises :class:`FrameError`."""
+        """Take a neighbour's frame; return False after its last one. Raises :class:`FrameError`."""
         whole = self._links[rank].received(data)
         if whole is None:
             for state in self._operations.values():
@@ -212,7 +212,7 @@ class Node:
         return True
 
     def lost(self, rank: int, connection: object, reason: str | None) -> None:
-        """Take note that a connection has ended; the end of the operations under way, too."""
+        """Record that a connection has ended, and end the operations under way."""
         link = self._links[rank]
         if link.connection is not connection:
             return
@@ -226,12 +226,12 @@ class Node:
         self._lose(rank, cause)
 
     def _await(self, link: Link, seconds: float, cause: str) -> None:
-        """Give a neighbour some time to come back, or to be reached again where the network was down for long."""
+        """Give a neighbour some time to come back, or to be reached again after a long outage."""
         link.awaited = broke = object()
         asyncio.get_running_loop().call_later(seconds, self._give_up, link, broke, cause)
 
     def _give_up(self, link: Link, broke: object, cause: str) -> None:
-        """Take a neighbour to be dead that has not come back: it died between two operations."""
+        """Declare a neighbour dead that has not come back: it died between two operations."""
         if link.awaited is broke and self._closing is None:
             link.awaited, link.given_up = None, cause
             self._lose(link.rank, cause)
@@ -251,7 +251,7 @@ class Node:
         return number < self._all_over or number in self._over
 
     def _tidy(self, state: OperationState) -> None:
-        """Forget an operation that is over everywhere around."""
+        """Forget an operation that is over on this rank and its neighbours."""
         if state.over and self._operations.pop(state.number, None) is not None:
             self._over.add(state.number)
             while self._all_over in self._over:
@@ -292,7 +292,7 @@ class Node:
             self._end_all(Abort(self.rank, f"{self._info}: {describe(error)}"))
 
     def _take_place(self, place: Place, hosts: Mapping[int, str]) -> None:
-        """Become a part of the tree; what was said before is said now."""
+        """Become a part of the tree, and send all that waited for this."""
         self._links = {rank: Link(rank, hosts.get(rank, "")) for rank in place.neighbours}
         self.place = place
         self._placed.set()
@@ -301,14 +301,14 @@ class Node:
             self._tidy(state)
 
     async def _serve(self, invitation: Invitation) -> None:
-        """Start to listen, and tell the children where."""
+        """Start to listen, and publish the address for the children."""
         server = Server(self._info, invitation, self._links, receive=self.receive, lost=self.lost)
         port = await server.start(await in_thread(self._rendezvous.bind_address), self._tls)
         self._server = server
         await self._rendezvous.publish(port, "" if self._tls else server.door)
 
     async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
-        """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
+        """Connect to the parent whenever there is a frame for it, and at once after the connection broke."""
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         while True:
             while link.empty and link.awaited is None and not link.given_up:

@@ -1,7 +1,4 @@
-"""One rank's node in one operation: what it passes on, and who it watches. No I/O: frames in, frames out.
-
-One rank's watch over its neighbours in one operation.
-"""
+"""One rank's node in one operation: its frames, and its watch over the neighbours. There is no I/O."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ __all__ = ["FailureDetector", "OperationState"]
 class FailureDetector:
     """Signs of life, counted on a clock that stands still while this rank itself sleeps.
 
-    A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up:
-    it must not judge by the time that it has missed.
+    A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up.
+    So the time that it missed does not count.
 
     Attributes:
         awake: seconds that this rank has been awake since it began.
@@ -49,16 +46,16 @@ class FailureDetector:
         return f"<FailureDetector for {self.awake:.1f} s, {self._heartbeats!r}>"
 
     def watch(self, neighbours: Iterable[int]) -> None:
-        """Watch these ranks from now on; they are late if they give no sign within the timeout."""
+        """Watch these ranks from now on; a rank without a sign within the timeout is late."""
         self._heartbeats = Heartbeats(neighbours, self.awake)
 
     def note(self, rank: int) -> None:
-        """Take note of a sign of life."""
+        """Record a sign of life."""
         self._signs += 1
         self._heartbeats.note(rank, str(self._signs).encode(), self.awake)
 
     def leave(self, rank: int) -> None:
-        """Watch a rank no more."""
+        """Stop watching a rank."""
         self._heartbeats.note(rank, LEFT, self.awake)
 
     def look(self, now: float) -> tuple[int, float, bool] | None:
@@ -71,13 +68,13 @@ class FailureDetector:
 class OperationState:
     """The operation of one number on one node.
 
-    It begins with the first frame of a neighbour or with this node's own rank, whichever comes first. Neighbours'
-    frames are kept until the rank has come as far.
+    The first frame of a neighbour begins it, or this node's own rank. Neighbours' frames are kept until the rank has
+    come as far.
 
     Attributes:
         number: the operation's number.
         member: this node's rank in the operation; None until it has begun.
-        ended: why the operation has ended, if it has.
+        ended: the cause of the operation's end, if it has ended.
         left: whether this node's rank has left.
         gone: neighbours that have left, or whose connection broke.
     """
@@ -101,7 +98,7 @@ class OperationState:
 
     @property
     def over(self) -> bool:
-        """Say whether nothing can come any more."""
+        """Whether no frame can come any more."""
         place = self._node.place
         return self.left and place is not None and self.gone.issuperset(place.neighbours)
 
@@ -118,7 +115,7 @@ class OperationState:
             self._introduce()
 
     def resume(self) -> None:
-        """Say all that would have been said, had this node had its place in the tree from the beginning."""
+        """Send all frames that this node would have sent, had it had its place in the tree from the beginning."""
         if self.ended is not None:
             self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
         elif self.member is not None:
@@ -128,17 +125,17 @@ class OperationState:
             self._tell_all(Frame(Kind.LEFT, self.number))
 
     def give(self, number: int, verb: str, mine: bytes) -> None:
-        """Take what this node's rank gives in a step."""
+        """Take the payload of this node's rank in a step."""
         if self.ended is None:
             self._relay.give(number, verb, mine)
 
     def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
-        """On rank 0: answer a step, with ``frame`` for all or ``answers`` in walk order."""
+        """Answer a step on rank 0, with ``frame`` for all or ``answers`` in walk order."""
         if self.ended is None:
             self._relay.reply(number, frame, answers)
 
     def beat(self, now: float) -> None:
-        """Give a sign of life, and look for those of the neighbours."""
+        """Give a sign of life, and check those of the neighbours."""
         if self._detector is None:
             return
         lost = self._detector.look(now)
@@ -157,7 +154,7 @@ class OperationState:
                 self.report_peer_failure(rank, f"{self._late(rank, seconds)}{self._node.trouble(rank)}")
 
     def leave(self) -> None:
-        """Let this node's rank leave; an error that it leaves with has been told before."""
+        """Let this node's rank leave; its error, if there is one, was told before."""
         self.left = True
         if self._node.place is not None:
             self._tell_all(Frame(Kind.LEFT, self.number))
@@ -165,7 +162,7 @@ class OperationState:
     # -- the end ------------------------------------------------------------------------------
 
     def end(self, abort: Abort, source: int | None = None) -> None:
-        """End the operation for this rank and the whole tree; ``source`` is the neighbour that said so."""
+        """End the operation for this rank and the whole tree; ``source`` is the neighbour that sent the abort."""
         if self.ended is not None:
             return
         self.ended = abort
@@ -179,14 +176,14 @@ class OperationState:
             self._node.announce(self.number, abort)
 
     def report_peer_failure(self, rank: int, cause: str) -> None:
-        """End the operation because of a rank; names what this rank was doing."""
+        """End the operation because of a rank; the message names this rank's own step."""
         doing = f"operation {self.number}" if self.member is None else repr(self.member.what)
         verb = self._relay.verb
         waits = "" if verb is None else f", while rank {self._node.rank} was in {verb}"
         self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}"))
 
     def lose(self, rank: int, cause: str) -> None:
-        """Take note that the connection to a neighbour broke; the end, unless it had left."""
+        """Record that the connection to a neighbour broke; end the operation, unless the neighbour had left."""
         if rank not in self.gone:
             self.gone.add(rank)
             if not (self.left and rank == self._parent):  # who has all answers needs nobody above
@@ -195,7 +192,7 @@ class OperationState:
     # -- the neighbours -----------------------------------------------------------------------
 
     def take(self, rank: int, frame: Frame) -> None:
-        """Take a neighbour's frame. Raises :class:`FrameError` where it makes no sense."""
+        """Take a neighbour's frame. Raises :class:`FrameError` if it is impossible."""
         match frame.kind:
             case Kind.JOIN:
                 self._take_join(rank, frame)
@@ -213,12 +210,12 @@ class OperationState:
                 self._take_step(rank, frame)
 
     def sign(self, rank: int) -> None:
-        """Take note that a neighbour is sending a long frame."""
+        """Record a sign of life of a neighbour that is sending a long frame."""
         if rank in self._digests:
             self._note(rank)
 
     def _take_step(self, rank: int, frame: Frame) -> None:
-        """Take what belongs to a step."""
+        """Take a frame that belongs to a step."""
         match frame.kind:
             case Kind.UP:
                 self._note(rank)  # a subtree is complete only when the child's own rank has given its part
@@ -229,7 +226,7 @@ class OperationState:
                 raise FrameError(f"a frame {frame.kind.name} in the middle of an operation")
 
     def _take_join(self, rank: int, frame: Frame) -> None:
-        """Watch a neighbour that has begun; it may have to hear that there is no need."""
+        """Watch a neighbour that has begun; tell it if the operation has ended already."""
         self._digests[rank] = frame.body
         self._note(rank)
         self._compare(rank)
@@ -237,33 +234,33 @@ class OperationState:
             self._node.send(rank, Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
 
     def _take_leave(self, rank: int) -> None:
-        """Expect nothing more of a neighbour; blame it if this rank waits for it."""
+        """Expect nothing more of a neighbour; report it if this rank waits for it."""
         self.gone.add(rank)
         if self._detector is not None:
             self._detector.leave(rank)
         self._relay.advance()
 
     def _take_old(self, rank: int, frame: Frame) -> None:
-        """End the operation: a neighbour has it behind itself."""
+        """End the operation, which is over already on a neighbour."""
         current, _ = unpack_number(frame.body, 0)
         where = f"{self._node.name(rank)}, which is at operation {current}"
         self.report_peer_failure(rank, f"operation {self.number} is over already on {where}: an old operation id")
 
     def _take_words(self, rank: int, frame: Frame) -> None:
-        """Compare a neighbour's own words with this rank's; they end the operation if they differ."""
+        """Compare a neighbour's own words with this rank's; a difference ends the operation."""
         what = None if self.member is None else self.member.what
         mine = what if frame.step == 0 else self._relay.verb_of(frame.step)
         if mine is not None and self.ended is None and bytes_of(mine) != frame.body:
             self.end(different(self._node.rank, mine, rank, text_of(frame.body)))
 
-    # -- what follows -------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------
 
     @property
     def _parent(self) -> int | None:
         return None if self._node.place is None else self._node.place.parent
 
     def _introduce(self) -> None:
-        """Say what this rank is doing, and watch the neighbours from now on."""
+        """Tell the neighbours this rank's operation, and watch them from now on."""
         place, member, detector = self._node.place, self.member, self._detector
         if place is None or member is None or detector is None:
             return
@@ -276,7 +273,7 @@ class OperationState:
             detector.leave(rank)
 
     def _compare(self, rank: int) -> None:
-        """If a neighbour is doing something else, tell it what this rank does; it does the same."""
+        """Tell a neighbour in another operation the words of this rank's; the neighbour does the same."""
         if self.member is None or self.ended is not None or self.member.what == REFUSED:
             return
         if self._digests[rank] not in (digest_of(self.member.what), digest_of(REFUSED)):
@@ -300,7 +297,7 @@ class OperationState:
         return f"{self._node.name(rank)} has not begun it {seconds:.1f} s after rank {self._node.rank}"
 
     def _look_for_absent(self, detector: FailureDetector) -> None:
-        """Blame who keeps this rank waiting for its place in the tree, once the time is over."""
+        """Report a rank that keeps this one waiting for its place in the tree, once the time is over."""
         if detector.awake <= detector.timeout or self._report_server_failure(detector):
             return
         absent = self._node.absent()
@@ -312,7 +309,7 @@ class OperationState:
             )
 
     def _report_server_failure(self, detector: FailureDetector) -> bool:
-        """Blame who serves the store if that, and no rank, has kept this one waiting; return whether it has."""
+        """Report the server of the store if the store has kept this rank waiting; return whether it has."""
         silence = self._node.silence(detector.timeout / 2)  # a store that was heard since then is not why
         if silence:
             self.report_peer_failure(0, silence)
