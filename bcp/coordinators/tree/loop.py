@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 from bcp.errors import InputError
+from bcp.runtime.event_loop import Loop
 from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["CoordinatorLoop", "current_loop"]
@@ -32,8 +32,8 @@ class Closable(Protocol):
         """Close all connections and release everything."""
 
 
-class CoordinatorLoop:
-    """An event loop on a daemon thread.
+class CoordinatorLoop(Loop):
+    """The loop of all coordinators.
 
     Attributes:
         residents: the nodes of the coordinators, which are closed at exit.
@@ -41,37 +41,35 @@ class CoordinatorLoop:
 
     def __init__(self) -> None:
         self.residents: WeakSet[Closable] = WeakSet()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="bcp-coordinators", daemon=True)
-        self._thread.start()
+        super().__init__("bcp-coordinators")
 
     def __repr__(self) -> str:
-        return f"<Loop of {len(self.residents)} coordinators, {'alive' if self._thread.is_alive() else 'ended'}>"
+        return f"<Loop of {len(self.residents)} coordinators, {'alive' if self.thread.is_alive() else 'ended'}>"
 
     @property
     def alive(self) -> bool:
         """Return whether calls get through."""
-        return self._thread.is_alive() and not self._loop.is_closed()
+        return self.thread.is_alive() and not self.asyncio_loop.is_closed()
 
     @property
     def is_here(self) -> bool:
         """Return whether the caller runs on this loop."""
-        return asyncio._get_running_loop() is self._loop  # noqa: SLF001 -- the public one raises where there is none
+        return asyncio._get_running_loop() is self.asyncio_loop  # noqa: SLF001 -- the public one raises where there is none
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call a function on the loop, after all that was posted earlier; from any thread."""
         try:
             if self.is_here:  # costs a tenth of waking another thread
-                self._loop.call_soon(function, *args)
+                self.asyncio_loop.call_soon(function, *args)
             else:
-                self._loop.call_soon_threadsafe(function, *args)
+                self.asyncio_loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
             raise InputError("the process is ending: ranks can agree on nothing any more") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; from any other thread."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self.asyncio_loop)
         except RuntimeError as error:
             work.close()
             raise InputError("the process is ending: ranks can agree on nothing any more") from error
@@ -81,16 +79,12 @@ class CoordinatorLoop:
         with suppress(TimeoutError, InputError):
             self.run(self._close_residents()).result(_EXIT_SECONDS)
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_EXIT_SECONDS)
+            self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
+        self.thread.join(_EXIT_SECONDS)
 
     async def _close_residents(self) -> None:
         closing: list[Awaitable[None]] = [resident.aclose() for resident in list(self.residents)]
         await asyncio.gather(*closing, return_exceptions=True)
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop):  # leaving it cancels what is left and closes the loop
-            self._loop.run_forever()
 
 
 _lock = process_lock()
