@@ -1,7 +1,7 @@
-"""``python -m bcp doctor``: checks from every rank what a job needs, and says on rank 0 how it is.
+"""``python -m bcp doctor``: checks from every rank the needs of a job, and prints the result on rank 0.
 
 All ranks meet in the job's store, make their checks at once, and report to rank 0 there. Every step has a deadline, and
-the process ends within the timeout, whatever hangs.
+the process ends within the timeout, even if a call hangs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["doctor", "leave"]
 
 
 def doctor(path: str | None, timeout: float) -> int:
-    """Examine the job of which this process is a rank; return the exit status.
+    """Examine the job of this process; return the exit status.
 
     Args:
-        path: of storage for checkpoints, to be tried out; nothing of it is changed in the end.
-        timeout: seconds after which this process ends, if it has not ended before.
+        path: of storage for checkpoints, to be tried out; it is unchanged in the end.
+        timeout: seconds after which this process ends at the latest.
 
     """
     try:
@@ -48,7 +48,7 @@ def doctor(path: str | None, timeout: float) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once: threads that hang, in a file system or in a store, are not waited for."""
+    """End the process at once, without a wait for threads that hang in a file system or in a store."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -56,7 +56,7 @@ def leave(status: int) -> NoReturn:
 
 
 async def _until_signal(place: RankPlace, path: str | None, times: Times) -> bool:
-    """Examine the job; where a signal asks for the end, tidy up and say that all is not well."""
+    """Examine the job; after a signal, tidy up and return False."""
     healthy = False
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_at_signal, group.cancel_scope)
@@ -73,6 +73,6 @@ async def _cancel_at_signal(scope: anyio.CancelScope) -> None:
 
 
 def _give_up(rank: int, timeout: float) -> NoReturn:
-    """End a process in which something hangs that cannot be cancelled, as the look-up of a name does."""
+    """End a process that hangs in a call that cannot be cancelled, such as the look-up of a name."""
     print(f"bcp doctor: rank {rank} hangs, and ends after {timeout} s", file=sys.stderr, flush=True)  # noqa: T201 -- same
     leave(1)

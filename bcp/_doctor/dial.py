@@ -1,4 +1,4 @@
-"""Connections between hosts: a door at which the doctor of a host answers, and a knock at another one's."""
+"""Connections between hosts: the door of a host, at which its doctor answers, and the knock at another host's door."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BACKLOG = 1024
 
 
 class UnreachedError(Exception):
-    """The other host cannot be reached, or is another one."""
+    """The host cannot be reached, or another host answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """The place at which a host's leader answers.
+    """The address at which a host's leader answers.
 
     Attributes:
         rank: the leader.
@@ -47,7 +47,7 @@ class Door:
 
 @asynccontextmanager
 async def answering(session: str, rank: int, address: str) -> AsyncIterator[int]:
-    """Answer on a port of the system's choice, which this returns: every connection gets one line, and is closed.
+    """Answer on a port of the system's choice, and yield the port. Every connection gets one line, and is closed.
 
     Raises:
         OSError: the address is none of this host's, or no port is free.
@@ -68,10 +68,10 @@ async def answering(session: str, rank: int, address: str) -> AsyncIterator[int]
 
 
 async def knock(session: str, door: Door, seconds: float) -> Way:
-    """Connect to a door, and hear who answers.
+    """Connect to a door, and check the answer.
 
     Raises:
-        UnreachedError: nobody answers within so many seconds, or somebody else does.
+        UnreachedError: no answer comes within ``seconds``, or that of another host.
 
     """
     began, wall = time.monotonic(), time.time()
@@ -95,7 +95,7 @@ async def knock(session: str, door: Door, seconds: float) -> Way:
 
 
 def _time_in(line: bytes, session: str, door: Door) -> float:
-    """Return the time that the right host has told."""
+    """Return the time in the answer of the right host."""
     words = line.decode("ascii", "backslashreplace").split()
     if len(words) != 4 or words[:2] != [_WORD, session]:  # noqa: PLR2004 -- as `answering` writes them
         raise UnreachedError(f"cannot reach {door}: something else answers there, and says {line[:40]!r}")
@@ -119,7 +119,7 @@ async def connected(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio
 
 
 def reason_of(error: OSError) -> str:
-    """Return the system's words for an error, without those of Python."""
+    """Return the system's text of an error, without Python's."""
     if isinstance(error, socket.gaierror) or not error.errno:
         return error.strerror or str(error)
     return os.strerror(error.errno)

@@ -1,6 +1,6 @@
-"""The course of an examination on one rank, from its place in the job to its verdict.
+"""The examination on one rank, from its place in the job to its verdict.
 
-Every host's leader dials every other one, and the ranks of a host dial their leader.
+Every host's leader dials every other leader, and the ranks of a host dial their leader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DO = f"let connections between the hosts pass, to all ports of net.ipv4.ip_loca
 
 
 def stated(report: Report) -> None:
-    """Check the address that the environment states; one that is wrong is put aside, so that the rest can be seen."""
+    """Check the address that the environment states; unset a wrong one, so that the other checks can run."""
     try:
         stated_address(None)
     except InputError as error:
@@ -41,7 +41,7 @@ def stated(report: Report) -> None:
 
 @asynccontextmanager
 async def opened(meeting: Meeting, times: Times, report: Report) -> AsyncIterator[None]:
-    """Answer at this host's address during the block, if this rank leads the host; let the others know where."""
+    """Answer at this host's address during the block, if this rank leads the host; publish the address."""
     async with AsyncExitStack() as stack:
         where = await _door(meeting, report, stack)
         if meeting.leads:
@@ -50,7 +50,7 @@ async def opened(meeting: Meeting, times: Times, report: Report) -> AsyncIterato
 
 
 async def _door(meeting: Meeting, report: Report, stack: AsyncExitStack) -> tuple[str, int] | None:
-    """Return the address and the port at which this rank answers; None if it cannot, or does not lead its host."""
+    """Return the address and port at which this rank answers; None if it cannot, or does not lead its host."""
     try:
         address = meeting.roll.address()
         if not meeting.leads:
@@ -93,7 +93,7 @@ async def reach(meeting: Meeting, times: Times, report: Report) -> None:
 
 
 async def _knock_at(doors: Iterator[Door], meeting: Meeting, times: Times, report: Report) -> None:
-    """Knock at one door after the other while there is time; other tasks take of them, too."""
+    """Knock at one door after the other while there is time; other tasks take from the same doors."""
     while left(times.looked) and (door := next(doors, None)) is not None:
         try:
             way = await knock(meeting.session, door, min(_LONGEST_SECONDS, left(times.looked)))
@@ -111,9 +111,9 @@ def _broken(meeting: Meeting, text: str) -> Finding:
 
 
 async def examined(place: RankPlace, path: str | None, times: Times) -> bool:
-    """Examine the job, and return whether all is well.
+    """Examine the job, and return whether it is healthy.
 
-    Rank 0 prints the screen. Another rank prints what it has found only where rank 0 cannot be told.
+    Rank 0 prints the screen. Another rank prints its own findings only if it cannot report them to rank 0.
     """
     report = Report(place.rank)
     shelf = None if path is None else await _shelf(path, times, report)
@@ -142,7 +142,7 @@ async def examined(place: RankPlace, path: str | None, times: Times) -> bool:
 
 
 async def _shelf(path: str, times: Times, report: Report) -> TrialFolder | None:
-    """Look at the storage path before any rank changes what is there."""
+    """Look at the storage path before any rank changes it."""
     try:
         return await shelf_at(path, left(times.met) / 2)
     except (TimeoutError, OSError) as error:
@@ -154,7 +154,7 @@ async def _shelf(path: str, times: Times, report: Report) -> TrialFolder | None:
 
 
 async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> None:
-    """Make the checks, all at once."""
+    """Run all checks at once."""
 
     async def bounded(check: Awaitable[None]) -> None:
         try:
@@ -169,7 +169,7 @@ async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFol
 
 
 async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> bool:
-    """Gather all reports, print the screen, and tell the others."""
+    """Gather all reports, print the screen, and send the verdict to the others."""
     ranks = range(1, job.place.world_size)
     posted = await meeting.board.posted(times.reported, "report", ranks)
     unheard = [rank for rank in ranks if rank not in posted]
@@ -203,14 +203,14 @@ async def _judged(meeting: Meeting, times: Times, report: Report) -> bool:
 
 
 def _lost(report: Report, error: PeerError) -> None:
-    """Note once that the store is gone."""
+    """Add the finding that the store is lost, once."""
     if not any(finding.check == "store" for finding in report.findings):
         do = "see whether rank 0 or torchrun's agent still runs there, and whether this host reaches it"
         report.add(Finding("store", f"has lost the store: {error}", do))
 
 
 def _alone(job: Job, report: Report) -> bool:
-    """Say what this rank knows, as it cannot know of others; return that all is not well."""
+    """Print this rank's own findings, without those of others; return False."""
     if job.place.rank:
         _print_findings(report)
     else:

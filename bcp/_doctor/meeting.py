@@ -1,10 +1,7 @@
-"""The ranks meet in the job's store: they call the roll, and learn who leads which host.
+"""The meeting of the ranks in the job's store: they call the roll, and learn the leader of each host.
 
-This process's place in the job, as a launcher gives it in the environment.
-
-The way to the job's store: a store that nobody serves, that is stopped or out of reach holds nobody up.
-
-The keys of one session in the job's store: each rank puts a few up, and others look at them.
+A launcher gives this process's place in the job in the environment. A store without a server, or one that is stopped or
+out of reach, delays no rank. Each rank then publishes a few keys of the session, and others read them.
 """
 
 from __future__ import annotations
@@ -36,11 +33,11 @@ _PORTS = range(1, 1 << 16)
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One rank, and where the job's store is.
+    """One rank, and the address of the job's store.
 
     Attributes:
         rank: this rank.
-        world_size: how many ranks there are.
+        world_size: the number of ranks.
         server: host and port of the store; None for a process alone, which needs none.
         serves: whether this process serves the store, as rank 0 does without an agent of torchrun.
     """
@@ -73,7 +70,7 @@ class RankPlace:
 
     @property
     def store(self) -> str:
-        """Return the store's name for people."""
+        """The store's name, for people."""
         return "the store" if self.server is None else "{}:{}".format(*self.server)
 
 
@@ -118,7 +115,7 @@ async def opened_store(place: RankPlace, times: Times) -> Store:
 
 
 async def _reached(place: RankPlace, times: Times) -> None:
-    """Wait until something listens where the store is to be. A store comes later than the ranks, as a rule."""
+    """Wait until a server listens at the store's address. A store usually comes later than the ranks."""
     assert place.server is not None  # noqa: S101 -- for mypy
     last = "no answer"
     with anyio.move_on_after(left(times.met)):
@@ -135,7 +132,7 @@ async def _reached(place: RankPlace, times: Times) -> None:
 
 
 def store_help(place: RankPlace) -> str:
-    """Return what to do where a rank has no store."""
+    """Return the advice for a rank without a store."""
     if place.serves:
         return "let MASTER_ADDR be the host of rank 0, and MASTER_PORT a port that is free there"
     return (
@@ -158,7 +155,7 @@ _PAUSE = 0.05  # seconds between two looks, for up to 1,000 ranks; more look les
 class KeyBoard:
     """The store's keys below one prefix that no other session has. Every call is bounded by a deadline.
 
-    All methods raise :class:`~bcp.errors.PeerError` where the store fails or is silent.
+    All methods raise :class:`~bcp.errors.PeerError` if the store fails or is silent.
     """
 
     def __init__(self, client: StoreClient, prefix: str, world_size: int) -> None:
@@ -170,11 +167,11 @@ class KeyBoard:
         return f"<Board {self._prefix!r} in {self._client.name}>"
 
     async def post(self, until: float, name: str, number: int, value: object) -> None:
-        """Put a value up under a name and a rank's number."""
+        """Publish a value under a name and a rank's number."""
         await self.call(until, lambda: self._client.store.set(self._key(name, number), json.dumps(value)))
 
     async def posted(self, until: float, name: str, numbers: Iterable[int]) -> dict[int, Any]:
-        """Wait until these ranks' values are there; return those that are when the time is up."""
+        """Wait for the values of these ranks; return those that are there at the end of the time."""
         wanted, found = list(numbers), dict[int, Any]()
         while True:
             late = not left(until)
@@ -185,11 +182,11 @@ class KeyBoard:
             await anyio.sleep(min(self._pause, left(until)))
 
     async def count(self, until: float, name: str) -> None:
-        """Count this rank in."""
+        """Add this rank to a counter."""
         await self.call(until, lambda: self._client.store.add(self._key(name), 1))
 
     async def counted(self, until: float, name: str, number: int) -> bool:
-        """Wait until so many have been counted in; return whether they have."""
+        """Wait until a counter is at ``number``; return False if the time is over first."""
         while await self.call(until, lambda: self._client.store.add(self._key(name), 0)) < number:
             if not left(until):
                 return False
@@ -204,7 +201,7 @@ class KeyBoard:
         raise PeerError(0, f"{self._client.name} has not answered for {time.monotonic() - began:.1f} s")
 
     def _seen(self, name: str, numbers: Sequence[int], late: bool) -> dict[int, Any]:  # noqa: FBT001 -- private
-        """Return values that are there; of a group that is not complete, only at the end. Blocks."""
+        """Return the values that are there; those of an incomplete group only at the end of the time. Blocks."""
         found = dict[int, Any]()
         for start in range(0, len(numbers), _AT_ONCE):
             some = numbers[start : start + _AT_ONCE]
@@ -225,7 +222,7 @@ _CHECKS = 3  # calls of the store, of which the quickest counts
 
 
 class ToldError(Exception):
-    """Rank 0 has said that it ends, and why; it has told the user, too."""
+    """Rank 0 has ended the meeting, and has told the reason to the ranks and to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +230,15 @@ class Meeting:
     """The job, once all ranks are there.
 
     Attributes:
-        place: this rank's.
-        board: keys that only this session has.
+        place: this rank's place.
+        board: the keys that only this session has.
         roll: knows this host's address.
         session: a number that only this session has.
         leaders: the lowest rank of each host, in order; on a rank that leads none, that of its own host alone.
         names: of the leaders' hosts, all different.
         host_of: the index of every rank's host; known on rank 0 alone.
-        seconds: how long the ranks took to meet.
-        store_seconds: how long the store takes to answer.
+        seconds: the duration of the meeting.
+        store_seconds: the duration of a call of the store.
     """
 
     place: RankPlace
@@ -261,7 +258,7 @@ class Meeting:
 
     @property
     def mine(self) -> int:
-        """Return the index of this rank's host."""
+        """The index of this rank's host."""
         return self.leaders.index(self.place.rank) if self.leads else 0
 
 
@@ -270,13 +267,13 @@ async def met(place: RankPlace, times: Times) -> Meeting:
 
     Raises:
         FoundError: the store cannot be reached, or ranks are missing.
-        ToldError: rank 0 has told that this is so.
+        ToldError: rank 0 has told that ranks are missing.
 
     """
     began = time.monotonic()
     client = StoreClient(await opened_store(place, times))
     host_of: list[int] = []
-    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_seats, host_of))
+    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_texts_of, host_of))
     answer = None
     try:
         with anyio.move_on_after(left(times.met)):
@@ -298,7 +295,7 @@ def _told(_number: int, abort: Abort) -> NoReturn:
 
 
 def _answers_within(client: StoreClient) -> float:
-    """Return how long the store takes to answer, at its quickest. Blocks."""
+    """Return the shortest duration of a few calls of the store. Blocks."""
     store, seconds = client.store, list[float]()
     for _ in range(_CHECKS):
         began = time.monotonic()
@@ -308,7 +305,7 @@ def _answers_within(client: StoreClient) -> float:
 
 
 async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollCall) -> NoReturn:
-    """Say who has not come; on rank 0, to all who have."""
+    """Raise the finding that ranks are missing; rank 0 also tells the ranks that have come."""
     waited = f"within {times.meeting_seconds:.0f} s"
     do = (
         "give more --timeout if the ranks start further apart; else see what the missing ones print, and where they run"
@@ -332,8 +329,8 @@ async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollC
     raise FoundError(Finding("store", text, do), tell)
 
 
-def _seats(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
-    """Return on rank 0 the text for each rank: the leaders of all hosts, or of its own if it leads none."""
+def _texts_of(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
+    """Return on rank 0 the text for each rank: the leaders of all hosts, or of its own host if it leads none."""
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):
         first.setdefault(host.identity, rank)

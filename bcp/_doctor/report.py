@@ -1,8 +1,7 @@
-"""One rank's report to rank 0, as JSON in the store.
+"""One rank's report to rank 0, as JSON in the store, and the deadlines of the steps.
 
-Lists of ranks and hosts as people read them, however many there are.
-
-Until when each step may last, so that all steps together keep the timeout.
+The deadlines keep all steps together within the timeout. Lists of ranks and hosts are written for people, and are short
+for many ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MOST = 6  # names in one list
 
 
 def while_short(names: Sequence[str], most: int = _MOST) -> str:
-    """Join names with commas; of many, the first and how many more."""
+    """Join names with commas; of many, give the first ones and the number of the others."""
     more = len(names) - most
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"
 
@@ -71,13 +70,13 @@ class Times:
     """The deadlines of one rank, as ``time.monotonic()`` counts.
 
     Attributes:
-        meeting_seconds: how long the meeting in the store may take.
-        met: when it has to be over.
-        shown: the same of what others look at: addresses and files.
-        looked: of looking at what others have shown.
-        examined: of all checks, and of what they clean up.
-        reported: of all ranks' reports.
-        judged: of rank 0's verdict.
+        meeting_seconds: the longest duration of the meeting in the store.
+        met: the end of the meeting.
+        shown: the end of publishing addresses and files for other ranks.
+        looked: the end of reading those of other ranks.
+        examined: the end of all checks and their clean-up.
+        reported: the end of gathering all ranks' reports.
+        judged: the end of telling rank 0's verdict.
     """
 
     def __init__(self, timeout: float, rank: int) -> None:
@@ -92,7 +91,7 @@ class Times:
         return f"<Times: {left(self._end):.1f} s are left>"
 
     def meet(self) -> None:
-        """Count from now, as all ranks do who have just met."""
+        """Set the deadlines after the meeting from now on, as all ranks do."""
         met = time.monotonic()
         seconds = min(self._longest, left(self._end))
         self.shown = met + _SHOWN * seconds
@@ -116,9 +115,9 @@ class Finding:
 
     Attributes:
         check: the check that found it.
-        text: how it goes on after the rank or the host, as in ``"cannot reach host h4"``.
-        do: how to mend it.
-        of_host: whether it is true of the rank's host, and not only of the rank.
+        text: the message, which follows the name of the rank or the host, as in ``"cannot reach host h4"``.
+        do: the remedy.
+        of_host: whether it concerns the rank's host, and not only the rank.
     """
 
     check: str
@@ -128,11 +127,11 @@ class Finding:
 
 
 class FoundError(Exception):
-    """A finding with which a rank cannot go on.
+    """A finding that ends the examination of a rank.
 
     Attributes:
         finding: the finding.
-        tell: tells the other ranks, once the user has been told: a launcher may end this process when they end.
+        tell: tells the other ranks, after the user: a launcher may end this process when they end.
     """
 
     def __init__(self, finding: Finding, tell: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -146,8 +145,8 @@ class Way:
     """A connection to another host that has worked.
 
     Attributes:
-        seconds: how long it took to connect and to hear the answer.
-        ahead: how far the other host's clock is ahead of this one's, by half of ``seconds`` more or less.
+        seconds: the duration of the connection and the answer.
+        ahead: the seconds by which the other host's clock is ahead of this one's, give or take half of ``seconds``.
     """
 
     seconds: float
@@ -160,13 +159,13 @@ class Report:
 
     Attributes:
         rank: the rank.
-        findings: what is wrong.
-        more: how many further findings each check has left out.
+        findings: the defects found.
+        more: the number of further findings that each check has left out.
         versions: of bcp, torch and Python.
-        store_seconds: how long the store takes to answer.
-        address: where the host listens; empty if this rank does not lead it.
+        store_seconds: the duration of a call of the store.
+        address: the host's listening address; empty if this rank does not lead the host.
         interface: the address' interface, and the variable that chose it, if one did.
-        ways: how many hosts a leader has reached; 1 for another rank that has reached its leader.
+        ways: the number of hosts that a leader has reached; 1 for another rank that has reached its leader.
         slowest: seconds of the slowest way that works.
         clock: the way to rank 0, if a leader has one.
     """
@@ -192,7 +191,7 @@ class Report:
             self.more[finding.check] = self.more.get(finding.check, 0) + 1
 
     def data(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the report for JSON."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""All reports on one screen: a line for each check that is well, and what is wrong with the others."""
+"""All reports on one screen: a line for each healthy check, and the findings of the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Job:
         place: rank 0's.
         names: of the hosts; none if the ranks have not met.
         host_of: the index of each rank's host.
-        seconds: how long the ranks took to meet.
+        seconds: the duration of the meeting.
         path: the storage path, if there is one.
     """
 
@@ -48,7 +48,7 @@ class Screen:
 
     Attributes:
         lines: in ASCII.
-        healthy: whether nothing is wrong but what is worth a warning.
+        healthy: whether there is nothing worse than a warning.
     """
 
     lines: Sequence[str]
@@ -56,7 +56,7 @@ class Screen:
 
 
 def screen(job: Job, reports: Sequence[Report]) -> Screen:
-    """Return the screen for these ranks' reports; rank 0's comes first."""
+    """Return the screen for these reports; rank 0's comes first."""
     lines, bad, warned = [_head(job, reports[0])], list[str](), False
     for check in _CHECKS:
         if said := _said(check, job, reports):
@@ -75,7 +75,7 @@ def screen(job: Job, reports: Sequence[Report]) -> Screen:
 
 
 def subject(ranks: Iterable[int], hosts: Sequence[str], *, of_host: bool = False) -> str:
-    """Name whom a finding is about, as in ``"ranks 0-7 (host h1)"``."""
+    """Name the ranks or hosts of a finding, as in ``"ranks 0-7 (host h1)"``."""
     where = in_words("host", hosts) if hosts else ""
     if of_host and where:
         return where
@@ -83,7 +83,7 @@ def subject(ranks: Iterable[int], hosts: Sequence[str], *, of_host: bool = False
 
 
 def ascii_only(text: str) -> str:
-    """Return a text of one line as every terminal shows it."""
+    """Return a text as one line of ASCII, which every terminal shows."""
     return " ".join(text.split("\n")).encode("ascii", "backslashreplace").decode()
 
 
@@ -98,7 +98,7 @@ def _line(state: str, check: str, text: str) -> str:
 
 
 def _block(state: str, check: str, said: Mapping[str, str], more: int = 0) -> Iterator[str]:
-    """Yield the lines of a check that is not well; ``said`` is what is wrong, and what to do about each."""
+    """Yield the lines of an unhealthy check; ``said`` has its findings, each with a remedy."""
     texts = list(said)
     yield _line(state, check, texts[0])
     yield from (_line("", "", text) for text in texts[1:_MOST])
@@ -107,11 +107,11 @@ def _block(state: str, check: str, said: Mapping[str, str], more: int = 0) -> It
     yield from (_line("", "", f"-> {do}") for do in dict.fromkeys(said.values()) if do)
 
 
-# -- what is wrong ----------------------------------------------------------------------------
+# -- findings ---------------------------------------------------------------------------------
 
 
 def _said(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]:
-    """Return what a check has found, equal findings of several ranks as one; and what to do about it."""
+    """Return the findings of a check, each with a remedy; equal findings of several ranks are one."""
     ranks_of: dict[Finding, list[int]] = {}
     for report in reports:
         for finding in report.findings:
@@ -129,7 +129,7 @@ def _said(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]:
 
 
 def _warnings(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]:
-    """Return what a job can live with."""
+    """Return the warnings of a check, each with a remedy."""
     if check == "clocks":
         ahead = {report.rank: (-way.ahead, way.seconds / 2) for report in reports if (way := report.clock) is not None}
         return {
@@ -147,7 +147,7 @@ def _warnings(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]
     return {}
 
 
-# -- what is well, empty where nothing can be said ---------------------------------------------
+# -- healthy checks, empty if nothing is known ------------------------------------------------
 
 
 def _store(job: Job, reports: Sequence[Report]) -> str:

@@ -1,8 +1,7 @@
-"""Every rank writes a file, and every host looks for the files of the others: the folder has to be one for all.
+"""The check of storage: every rank writes a file, and every host looks for the files of the others.
 
-The files are in a folder of their own, whose name no checkpoint has, and are gone at the end.
-
-Work that may hang in the kernel, as that of a file system whose server is gone, and must not hold up the doctor.
+The files are in a folder of their own, whose name no checkpoint has, and are gone at the end. Calls of a file system
+whose server is gone may hang in the kernel. They run on a thread that the doctor can leave behind.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ _loops: list[Loop] = []
 
 
 async def aside(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Let a coroutine run in an event loop on another thread; return its result.
+    """Run a coroutine in an event loop on another thread; return its result.
 
-    Work that has to end and does not is left alone: its thread ends with the process, by
-    :func:`bcp._doctor.leave`.
+    Work that does not end is left alone: its thread ends with the process, by :func:`bcp._doctor.leave`.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: the work takes longer.
 
     """
     if not _loops:
@@ -57,10 +55,10 @@ _WRITABLE = "give a path that all ranks may write to, or mend this one"
 
 @dataclass(frozen=True, slots=True)
 class TrialFolder:
-    """The place for the files.
+    """The folder for the files.
 
     Attributes:
-        path: as the user has given it.
+        path: the path that the user has given.
         backend: of the path, or of the folder above it that was there before.
     """
 
@@ -72,12 +70,12 @@ class TrialFolder:
         return f".bcp-doctor-{session}/{rank}"
 
     def content(self, session: str, rank: int) -> bytes:
-        """Return what is in it."""
+        """Return the content of a rank's file."""
         return f"bcp doctor {session} rank {rank}; may be deleted\n".encode()
 
 
 async def shelf_at(path: str, seconds: float) -> TrialFolder:
-    """Return the place for the files; where the path is a folder that is not there, it will not be there in the end.
+    """Return the folder for the files. A path that does not exist will not exist in the end either.
 
     Raises:
         InputError: there is no storage backend for the path.
@@ -91,7 +89,7 @@ async def shelf_at(path: str, seconds: float) -> TrialFolder:
 
 
 def _from_above(backend: LocalBackend) -> Backend:
-    """Return a backend whose root is there, so that it removes all folders that it makes. Blocks."""
+    """Return a backend whose root exists, so that it removes all folders that it makes. Blocks."""
     for folder in (backend.root, *backend.root.parents):
         if folder.exists():
             below = backend.root.relative_to(folder).as_posix()
@@ -114,13 +112,13 @@ async def try_out(shelf: TrialFolder, meeting: Meeting, times: Times, report: Re
 
 
 async def tidied(shelf: TrialFolder, meeting: Meeting, ranks: Sequence[int], seconds: float) -> None:
-    """Remove the files of ranks that cannot any more."""
+    """Remove the files of ranks that can no longer do so themselves."""
     with suppress(TimeoutError, BcpError):
         await aside(shelf.backend.delete([shelf.key(meeting.session, rank) for rank in ranks]), seconds)
 
 
 async def _done(work: Coroutine[Any, Any, None], seconds: float, verb: str, shelf: TrialFolder, report: Report) -> bool:
-    """Wait for one piece of work; say whether it went well."""
+    """Wait for one piece of work; add a finding and return False if it fails."""
     try:
         await aside(work, seconds)
     except TimeoutError:
@@ -141,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 async def _look(shelf: TrialFolder, meeting: Meeting, times: Times, report: Report, *, wrote: bool) -> None:
-    """Look for other hosts' files; return when no other host looks for this one's any more."""
+    """Look for other hosts' files; return once no other host looks for this one's."""
     await meeting.board.post(times.shown, "wrote", meeting.place.rank, wrote)
     written = await meeting.board.posted(times.shown, "wrote", _others(meeting))
     leaders = [leader for leader, there in written.items() if there]
@@ -165,14 +163,14 @@ async def _look(shelf: TrialFolder, meeting: Meeting, times: Times, report: Repo
 
 
 def _others(meeting: Meeting) -> list[int]:
-    """Return the hosts whose files this one looks for: the first one's, and those of the next ones in turn."""
+    """Return the leaders of the hosts whose files this one looks for: the first host, and the next ones in turn."""
     after = meeting.mine + 1
     turn = [*meeting.leaders[after:], *meeting.leaders[: meeting.mine]][:_MOST_HOSTS]
     return list(dict.fromkeys([*turn, *meeting.leaders[: min(1, meeting.mine)]]))
 
 
 async def _missed(shelf: TrialFolder, session: str, leaders: Sequence[int]) -> tuple[list[int], dict[int, str]]:
-    """Read files; return whose are not there, and what was wrong with others."""
+    """Read the files of leaders; return the leaders without a file, and the errors of the others."""
     unseen, broken = list[int](), dict[int, str]()
 
     async def read(waiting: Iterator[int]) -> None:

@@ -1,4 +1,4 @@
-"""How ranks agree: alone, in one process, over a tree of gRPC streams, over the torch Store."""
+"""Coordinators: of one rank alone, of ranks in one process, and over a tree of gRPC streams."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from bcp._log import log
 from bcp.coordinators.local import SoloCoordinator, grpc_coordinators, memory_coordinators
 from bcp.coordinators.sockets import Tls
-from bcp.coordinators.store import StoreCoordinator
 from bcp.errors import InputError
 from bcp.protocols import Coordinator
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GrpcCoordinator",
     "SoloCoordinator",
-    "StoreCoordinator",
     "Tls",
     "coordinator",
     "grpc_coordinators",
@@ -33,15 +30,14 @@ _of_group: WeakKeyDictionary[dist.ProcessGroup, Coordinator] = WeakKeyDictionary
 
 
 def coordinator(given: Coordinator | None = None) -> Coordinator:
-    """Return the coordinator that was given, or the one of this job.
+    """Return the given coordinator, or the one of this job.
 
-    That is one for the default process group, the same one as long as the group lives, where there is a group of more
-    than one rank: a tree of gRPC streams, or, where grpcio cannot be imported, one over the group's store. All ranks
-    need to have grpcio, or none. Without such a group it is a :class:`SoloCoordinator`.
+    A job with a default process group of more than one rank gets a :class:`GrpcCoordinator`, the same one as long as
+    the group lives. Without such a group it is a :class:`SoloCoordinator`.
 
     Raises:
-        InputError: a launcher has started several ranks and there is no process group, not yet or no longer; or the
-            object that was given is no coordinator.
+        InputError: a launcher has started several ranks, and there is no process group. Or the given object is no
+            coordinator.
 
     """
     if given is not None:
@@ -53,7 +49,9 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
             return SoloCoordinator()
         group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name for the group's object
         if group not in _of_group:
-            _of_group[group] = _over(group)
+            from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- see __getattr__
+
+            _of_group[group] = GrpcCoordinator.over(group)
         return _of_group[group]
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks not in ("", "1"):
@@ -64,22 +62,10 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
     return SoloCoordinator()
 
 
-def _over(group: dist.ProcessGroup) -> Coordinator:
-    """Return a new coordinator for a group, the best that can be imported."""
-    try:
-        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- see __getattr__
-    except ImportError as error:
-        log.warning(
-            "the ranks agree over the torch store, which is slower: grpcio cannot be imported", error=str(error)
-        )
-        return StoreCoordinator.over(group)
-    return GrpcCoordinator.over(group)
-
-
 def __getattr__(name: str) -> Any:
-    """Import gRPC, and set it up for this process, only where it is wanted."""
+    """Import gRPC, and set it up for this process, at the first use only."""
     if name == "GrpcCoordinator":
-        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- needs grpcio
+        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
 
         return GrpcCoordinator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Bulk data between ranks: which bytes go over which connection, in which order, and how fast they go."""
+"""Bulk data between ranks: the connection and the order of each transfer, and its rate."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Exchange", "ReportPeerFailure"]
 
 
 class ReportPeerFailure(Protocol):
-    """Tells all ranks that one is to blame, and returns the error that ends the operation."""
+    """Tells all ranks that one has failed, and returns the error that ends the operation."""
 
     async def __call__(self, rank: int, cause: str, *, sure: bool) -> Exception:
-        """Do so; if this rank is not ``sure``, another one may know a better cause."""
+        """Report ``rank``; if this rank is not ``sure``, another one may know a better cause."""
 
 
 _FLOW_BYTES = 16 << 20  # a transfer uses one more connection for each of these, as far as there are lanes for them
@@ -35,18 +35,20 @@ _PROBE_SECONDS = 0.05  # after these the last message says how fast the way is; 
 class Exchange:
     """This rank's side of all exchanges of one operation."""
 
-    def __init__(self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], blame: ReportPeerFailure) -> None:
-        """Prepare.
+    def __init__(
+        self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], report_peer_failure: ReportPeerFailure
+    ) -> None:
+        """Prepare exchanges over a mesh.
 
         Args:
             mesh: makes the connections.
             card_of: returns the card of a rank, once it has one.
-            blame: returns the error that ends the operation.
+            report_peer_failure: returns the error that ends the operation.
 
         """
         self._mesh = mesh
         self._card_of = card_of
-        self._blame = blame
+        self._report_peer_failure = report_peer_failure
 
     def __repr__(self) -> str:
         return f"<Exchange over {self._mesh!r}>"
@@ -54,7 +56,7 @@ class Exchange:
     # -- all to all ---------------------------------------------------------------------------
 
     async def all_to_all(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
-        """Send to and receive from all other ranks at once; pairs with nothing to send are not connected.
+        """Send to and receive from all other ranks at once; pairs without bytes are not connected.
 
         Args:
             send: bytes for each rank.
@@ -79,50 +81,50 @@ class Exchange:
             raise first from first.__cause__
 
     async def _send(self, peer: int, flow: int, data: memoryview, total: int) -> None:
-        """Send one rank its bytes, or the part of them that goes over one connection."""
-        async with self._blaming(peer):
+        """Send a rank its bytes, or the part of them that goes over one connection."""
+        async with self._reporting_failures(peer):
             wire = await self._mesh.dialled(peer, flow, await self._card_of(peer))
             await in_pool(self._mesh.threads, _push, wire, data, total, interrupt=wire.hang_up)
 
     async def _receive(self, peer: int, flow: int, out: memoryview, total: int) -> None:
-        """Receive one rank's bytes, or a part."""
-        async with self._blaming(peer):
+        """Receive the bytes of a rank, or the part of them that comes over one connection."""
+        async with self._reporting_failures(peer):
             wire = await self._mesh.accepted(peer, flow)
             nbytes = await in_pool(self._mesh.threads, _pull, wire, out, total, interrupt=wire.hang_up)
         if nbytes != total:
             raise InputError(f"rank {peer} sent {nbytes} bytes where rank {self._mesh.rank} expected {total}")
 
     @asynccontextmanager
-    async def _blaming(self, peer: int) -> AsyncIterator[None]:
-        """Turn a connection that cannot be had, or breaks, into the operation's error.
+    async def _reporting_failures(self, peer: int) -> AsyncIterator[None]:
+        """Turn a connection that cannot be made, or breaks, into the operation's error.
 
-        The others learn of it before the sockets to them close, so that they do not take these for the cause. A
-        neighbour that hangs up may have heard of another cause; a network that is silent is one.
+        The others learn of it before their sockets close, so that they do not report this rank. A peer that hangs up
+        may have heard of another cause. A silent network is a cause itself.
         """
         try:
             yield
         except PeerError as error:
-            raise await self._blame(error.rank, error.cause, sure=False) from error
+            raise await self._report_peer_failure(error.rank, error.cause, sure=False) from error
         except OSError as error:
             card = await self._card_of(peer)
             ends = f"rank {self._mesh.rank} (host {socket.gethostname()}) and rank {peer} (host {card['host']})"
             cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
-            raise await self._blame(peer, cause, sure=not isinstance(error, ConnectionError)) from error
+            raise await self._report_peer_failure(peer, cause, sure=not isinstance(error, ConnectionError)) from error
 
     # -- how fast the way is ------------------------------------------------------------------
 
     async def bandwidth(self, size: int) -> float:
-        """Return how many bytes a second this rank sends to one of another host; inf if all ``size`` are on this one.
+        """Return the bytes a second that this rank sends to another host; inf if all ``size`` ranks are on this one.
 
-        All ranks measure at once, so that ranks of one host share what it has.
+        All ranks measure at once, so that the ranks of one host share its bandwidth.
         """
         rates = [await self._rate(peer) for peer in await self._elsewhere(size)]
         return max(rates, default=math.inf)
 
     async def _elsewhere(self, size: int) -> list[int]:
-        """Return up to two ranks of other hosts, one on each side: either may be on a host that is slow itself.
+        """Return up to two ranks of other hosts, one on each side: the host of one may be slow itself.
 
-        The ranks of a host choose different ones if their numbers follow each other, as they do as a rule.
+        Ranks of one host choose different peers if their numbers follow each other, as they usually do.
         """
         rank = self._mesh.rank
         up = await self._first_elsewhere([(rank + step) % size for step in range(1, size)])
@@ -135,15 +137,15 @@ class Exchange:
         return list(dict.fromkeys([await self._first_elsewhere([wish]) or other for wish, other in chosen.items()]))
 
     async def _first_elsewhere(self, peers: Sequence[int]) -> int | None:
-        """Return the first of these ranks that is on another host."""
+        """Return the first of these peers that is on another host."""
         for peer in peers:
             if (await self._card_of(peer))["network"] != self._mesh.network:
                 return peer
         return None
 
     async def _rate(self, peer: int) -> float:
-        """Return how many bytes a second reach a rank."""
-        async with self._blaming(peer):
+        """Return the bytes a second that reach a peer."""
+        async with self._reporting_failures(peer):
             wire = await self._mesh.dialled(peer, PROBE, await self._card_of(peer))
             try:
                 return await in_pool(self._mesh.threads, _measure, wire, interrupt=wire.hang_up)
@@ -152,7 +154,7 @@ class Exchange:
 
 
 async def _one_by_one(transfers: Iterator[Callable[[], Awaitable[None]]]) -> None:
-    """Do what is left of the transfers, one after another; others do so too."""
+    """Run the remaining transfers one after another; other tasks take from the same iterator."""
     for transfer in transfers:
         await transfer()
 
@@ -160,7 +162,7 @@ async def _one_by_one(transfers: Iterator[Callable[[], Awaitable[None]]]) -> Non
 def _flows(data: memoryview, size: int) -> Iterator[tuple[int, memoryview, int]]:
     """Cut a transfer into about equal parts, one for each connection: yield (flow, part, bytes of all parts).
 
-    Both sides get the same parts. With many ranks, each pair has one connection, as all lanes are busy anyway.
+    Both sides get the same parts. With many ranks each pair has one connection, as all lanes are busy anyway.
     """
     total = len(data)
     count = min(-(-total // _FLOW_BYTES), max(1, LANES // (size - 1)))
@@ -169,14 +171,14 @@ def _flows(data: memoryview, size: int) -> Iterator[tuple[int, memoryview, int]]
 
 
 def _push(wire: Wire, data: memoryview, total: int) -> None:
-    """Send a part, and how many bytes the whole has; blocks."""
+    """Send the size of the whole transfer, then a part of it; blocks."""
     wire.block()
     wire.push(memoryview(total.to_bytes(_HEAD_BYTES, "big")))
     wire.push(data)
 
 
 def _pull(wire: Wire, out: memoryview, total: int) -> int:
-    """Fill a buffer if the sender's whole has ``total`` bytes; return how many it has. Blocks."""
+    """Fill a buffer if the sender's transfer has ``total`` bytes; return the sender's total. Blocks."""
     wire.block()
     head = bytearray(_HEAD_BYTES)
     wire.pull(memoryview(head))
@@ -187,9 +189,10 @@ def _pull(wire: Wire, out: memoryview, total: int) -> int:
 
 
 def _measure(wire: Wire) -> float:
-    """Return how many bytes a second a peer receives; blocks for some hundredths of a second.
+    """Return the bytes a second that a peer receives; blocks for some hundredths of a second.
 
-    Messages double, as the listener expects: the first ones fit into whatever the network lends.
+    Each message is twice as long as the one before, as the listener expects. Buffers of the network may take the
+    first ones at once.
     """
     wire.block()
     ack, block = memoryview(bytearray(1)), memoryview(bytes(PROBE_MOST))

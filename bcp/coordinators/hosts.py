@@ -1,8 +1,6 @@
-"""Which host this is, and at which of its addresses the job's other hosts reach it.
+"""This host, the address at which the job's other hosts reach it, and the rank's place in its process group.
 
-Nothing here asks the network: names are not resolved but for the store's, and no packet is sent.
-
-The seat of a rank in a process group: its number, a store, and a prefix of our keys.
+Nothing here asks the network: only the name of the store's host is resolved, and no packet is sent.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupMember:
-    """This rank's seat in a process group, for one coordinator.
+    """This rank's membership in a process group, for one coordinator.
 
     Attributes:
         store: a private connection to the group's own store, which is made at the first call.
         rank: this rank in the group.
-        world_size: how many ranks the group has.
-        prefix: of keys that no other coordinator of these processes has: group, and how many seats came before.
-            Keys of processes that have ended may be there: torchrun may keep its store over restarts of the workers.
+        world_size: the number of ranks of the group.
+        prefix: of keys that no other coordinator of these processes has: the group, and the number of earlier members.
+            It may hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
     """
 
     store: StoreClient
@@ -64,7 +62,7 @@ class ProcessGroupMember:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> ProcessGroupMember:
-        """Take a seat in a group, None for the default one. Every member has to do so equally often.
+        """Join a group as a new member; None is the default group. Every rank has to do so equally often.
 
         Nothing is sent, so this never waits for the store.
 
@@ -88,7 +86,7 @@ class ProcessGroupMember:
 
 
 def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
-    """Return the store of the default process group, and what connects to it anew: arguments of a ``StoreClient``.
+    """Return the store of the default process group, and a function that connects to it: arguments of ``StoreClient``.
 
     Raises:
         InputError: there is no default group, or it has no store.
@@ -104,7 +102,7 @@ def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
 
 
 def private_connection(store: Store) -> Store:
-    """Return a connection of our own to a store, so that nobody's long wait holds up our signs of life.
+    """Return a private connection to a store, so that no other long wait delays our calls.
 
     A TCPStore client does one call at a time, and ``init_process_group`` and ``new_group`` wait for minutes in one.
     Stores without connections are returned as they are. Blocks, for ever if the server is stopped: see
@@ -149,8 +147,8 @@ class Host:
 
     Attributes:
         name: its hostname, for people.
-        identity: the same for two processes where a loopback address of one is one of the other.
-        address: where others reach it, if that is known; else empty.
+        identity: the same for two processes that share a loopback address.
+        address: the address at which others reach it, if that is known; else empty.
         networks: its addresses with their networks, as in ``"10.0.0.1/24"``, the best guess first.
     """
 
@@ -166,7 +164,7 @@ class Host:
 
 
 def stated_address(argument: str | None) -> str:
-    """Return the address that the caller or :data:`VARIABLE` states; empty if neither does.
+    """Return the address that the caller or :data:`VARIABLE` states; empty if there is none.
 
     Raises:
         InputError: the variable means no address of this host.
@@ -179,7 +177,7 @@ def here(server: tuple[str, int] | None, stated: str = "") -> Host:
     """Return this process's host.
 
     Args:
-        server: host and port of the job's store, if it has such; the way to it is the way to the others.
+        server: host and port of the job's store, if it has such. The route to it is taken for the route to the others.
         stated: the address that :func:`stated_address` returns.
 
     """
@@ -194,8 +192,8 @@ def here(server: tuple[str, int] | None, stated: str = "") -> Host:
 def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
     """Return the address at which a rank of this host listens.
 
-    Where no other host takes part, that is the loopback, unless another address was stated. An address that is not
-    known is the one in a network of the others' addresses, or the one on the way to them.
+    It is the loopback if no other host takes part and no address was stated. An unknown address is taken from a
+    network that the other hosts share, else from the route to them.
 
     Raises:
         InputError: there are other hosts, and no address that they could reach.
@@ -233,11 +231,11 @@ def _whereabouts(host: Host) -> str:
     return host.address or " ".join(host.networks) or "no address but the loopback"
 
 
-# -- what the environment says -----------------------------------------------------------------------------
+# -- what the environment says ----------------------------------------------------------------
 
 
 def _from_variable(text: str) -> str:
-    """Return this host's address that :data:`VARIABLE` means; empty if it is not set."""
+    """Return this host's address that :data:`VARIABLE` names; empty if it is not set."""
     if not text:
         return ""
     found = list(interfaces())
@@ -284,11 +282,11 @@ def _preferred(chosen: Sequence[Interface]) -> Interface:
     return min(chosen, key=lambda each: (each.is_link_local, each.version))
 
 
-# -- what the routes say ------------------------------------------------------------------------------------
+# -- what the routes say ----------------------------------------------------------------------
 
 
 def _towards_server(server: tuple[str, int] | None) -> str:
-    """Return this host's address on the way to the store's server; empty where that leads to this host itself."""
+    """Return this host's address on the route to the store's server; empty if the server is on this host."""
     if server is None or server[0] in _NO_HOST:
         return ""
     source = _source(*server)
@@ -298,7 +296,7 @@ def _towards_server(server: tuple[str, int] | None) -> str:
 def _shared(host: Host, elsewhere: Sequence[Host]) -> str:
     """Return this host's address in the network in which most of the others have one; empty if there is none.
 
-    Addresses that another host has as well, as those of a container engine's bridge, say nothing.
+    Addresses that another host has too, such as those of a container engine's bridge, do not count.
     """
     others = [ip_interface(text).ip for other in elsewhere for text in _stated_by(other)]
     own = [each for each in map(ip_interface, host.networks) if each.ip not in others]
@@ -308,7 +306,7 @@ def _shared(host: Host, elsewhere: Sequence[Host]) -> str:
 
 
 def _on_the_way(elsewhere: Sequence[Host]) -> str:
-    """Return this host's address on the way to the others; empty if there is none."""
+    """Return this host's address on the route to the others; empty if there is none."""
     targets = (ip_interface(text).ip for other in elsewhere for text in _stated_by(other))
     sources = (_source(str(target), 9) for target in targets)
     return next((source for source in sources if source and not ip_address(source).is_loopback), "")
@@ -319,7 +317,7 @@ def _stated_by(host: Host) -> Iterable[str]:
 
 
 def _source(host: str, port: int) -> str:
-    """Return the address from which packets to a host would leave this one; empty if there is no way."""
+    """Return the address from which packets to a host would leave this one; empty if there is no route."""
     with suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

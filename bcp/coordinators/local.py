@@ -1,7 +1,4 @@
-"""Ranks that live in one process: for tests and measurements.
-
-One rank that agrees with itself.
-"""
+"""Coordinators of ranks that live in one process, for tests and measurements, and of a rank that is alone."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from torch.distributed import HashStore
-
-from bcp.coordinators.store import StoreCoordinator
 from bcp.coordinators.tree.rendezvous import Tree
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Buffer, Coordinator, flat_view
@@ -32,7 +26,7 @@ class SoloCoordinator:
 
     @asynccontextmanager
     async def begin(self, what: str, timeout: float) -> AsyncIterator[Agreement]:  # noqa: ASYNC109 -- the protocol's
-        """Begin an operation; nobody else takes part in it."""
+        """Begin an operation of this rank alone."""
         del what, timeout
         yield _Alone()
 
@@ -72,20 +66,19 @@ if TYPE_CHECKING:
 
 
 def memory_coordinators(world_size: int) -> list[Coordinator]:
-    """Return a coordinator for each of so many ranks, which may be tasks, threads or loops of this process.
+    """Return a coordinator for each of ``world_size`` ranks, which may be tasks, threads or loops of this process.
 
-    They are the real ones, over a store in memory, and behave the same in everything.
+    They connect over the loopback, and behave as in a job.
     """
-    store = HashStore()
-    return [StoreCoordinator(store, rank, world_size) for rank in range(world_size)]
+    return list(grpc_coordinators(world_size))
 
 
 def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | None = None) -> list[GrpcCoordinator]:
-    """Return a coordinator over gRPC for each of so many ranks of this process; needs grpcio.
+    """Return a coordinator over gRPC for each of ``world_size`` ranks of this process.
 
-    They connect over the loopback, and behave as in a job in everything. ``hosts`` names each rank's host, to shape
-    the tree; None: all ranks are on one.
+    They connect over the loopback, and behave as in a job. ``hosts`` names each rank's host, to shape the tree; None
+    puts all ranks on one host.
     """
-    from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- may not be installed
+    from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
 
     return GrpcCoordinator.in_memory(Tree.of(["host"] * world_size if hosts is None else hosts, fanout))

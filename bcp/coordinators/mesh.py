@@ -1,4 +1,4 @@
-"""The connections for bulk data of one operation, opened if two ranks have something to send."""
+"""The connections for bulk data of one operation, opened for ranks that have something to send."""
 
 from __future__ import annotations
 
@@ -53,9 +53,8 @@ class _UnprovedError(Exception):
 class Mesh:
     """This rank's sockets in one operation: one or more for each direction between two ranks, opened by the sender.
 
-    Both sides of a connection prove that they know a secret: the token that the listener published in the job's own
-    store or tree, keyed with the job's secret if there is one. Neither is shown. Bytes are only bytes: nothing that is
-    received is interpreted.
+    Both sides of a connection prove that they know a secret: the token that the listener published in the tree, keyed
+    with the job's secret if there is one. Neither is shown. Received bytes are never interpreted.
 
     Attributes:
         rank: this rank.
@@ -73,12 +72,12 @@ class Mesh:
         secret: Callable[[], bytes] = lambda: b"",
         tls: TlsContexts | None = None,
     ) -> None:
-        """Listen on a port of the system's choice, on this one address of this host.
+        """Listen on one address of this host, at a port of the system's choice.
 
         Args:
             rank: this rank.
             address: this host's, in the job's network.
-            world_size: how many ranks there are.
+            world_size: the number of ranks.
             patience: seconds that the network between two ranks may be silent.
             secret: returns the job's secret, once a card of any rank is known.
             tls: settings of TLS, for every connection; None: plain TCP.
@@ -131,24 +130,24 @@ class Mesh:
                 wire.close()
 
     def close(self) -> None:
-        """Stop to accept; :meth:`disconnect` follows once :meth:`serve` has returned."""
+        """Stop accepting connections; call :meth:`disconnect` once :meth:`serve` has returned."""
         self._scope.cancel()
 
     def disconnect(self) -> None:
-        """Close all sockets, and let go of the threads, none of which is busy."""
+        """Close all sockets, and release the threads, none of which is busy."""
         self.threads.shutdown(wait=False)
         self._listener.close()
         for wire in (*self._dialled.values(), *self._accepted.values(), *self._replaced):
             wire.close()
 
     async def accepted(self, rank: int, flow: int) -> Wire:
-        """Return a connection that a rank has opened to this one, once it has."""
+        """Wait for a connection that a rank opens to this one, and return it."""
         while (rank, flow) not in self._accepted:
             await self._news.wait()
         return self._accepted[rank, flow]
 
     async def dialled(self, rank: int, flow: int, card: Card) -> Wire:
-        """Return this rank's connection to another one; opens it at the first call."""
+        """Return this rank's connection to another one; the first call opens it."""
         if (rank, flow) not in self._dialled:
             self._dialled[rank, flow] = await self._dial(rank, flow, card)
         return self._dialled[rank, flow]
@@ -160,7 +159,7 @@ class Mesh:
     # -- dialling -----------------------------------------------------------------------------
 
     async def _dial(self, rank: int, flow: int, card: Card) -> Wire:
-        """Connect to a rank; again and again, if it hangs up on a connection that it takes for a stranger's."""
+        """Connect to a rank; try again while the rank hangs up on this connection as a stranger's."""
         if card["tls"] != (self._tls is not None):
             with_tls, without = (rank, self.rank) if card["tls"] else (self.rank, rank)
             raise PeerError(
@@ -208,7 +207,7 @@ class Mesh:
         return wire
 
     def _untrusted(self, rank: int, where: str, error: ssl.SSLError) -> PeerError | InputError:
-        """Return the error for a TLS handshake with a rank that failed."""
+        """Return the error for a failed TLS handshake with a rank."""
         reason = getattr(error, "verify_message", "") or error.reason or str(error)
         if isinstance(error, ssl.SSLCertVerificationError):
             cause = f"rank {self.rank} does not accept the certificate of rank {rank} at {where}: {reason}"
@@ -250,7 +249,7 @@ class Mesh:
         wire.close()
 
     async def _proved(self, wire: Wire, stranger: Stranger) -> tuple[int, int]:
-        """Return the rank that has connected, and the connection's number; both sides have proved the secret then."""
+        """Exchange proofs of the secret; return the rank that has connected, and the connection's number."""
         await wire.handshake()
         head = bytes(await wire.fill(bytearray(_NONCE_BYTES + 8)))
         stranger.spoke = True
@@ -266,7 +265,7 @@ class Mesh:
     # -- both ---------------------------------------------------------------------------------
 
     def _wire(self, connection: socket.socket, name: str | None) -> Wire:
-        """Return a connection as it is here, with TLS or without; ``name`` is the listener's, None on its own side."""
+        """Wrap a socket, with TLS if this mesh has it; ``name`` is the listener's, None on the listener's own side."""
         if self._tls is None:
             return Wire(connection)
         return TlsWire(connection, self._tls.listener if name is None else self._tls.dialer, name)
@@ -279,7 +278,7 @@ class Mesh:
 
 
 def _acknowledge(wire: Wire) -> None:
-    """Take the messages of a probe, each twice as long as the one before, and answer each; blocks."""
+    """Receive the messages of a probe, each twice as long as the one before, and acknowledge each; blocks."""
     wire.block()
     block, nbytes = memoryview(bytearray(PROBE_MOST)), PROBE_LEAST
     while nbytes <= PROBE_MOST:
@@ -310,7 +309,7 @@ def _listen(address: str, patience: float) -> socket.socket:
     """Return a non-blocking listener on that address alone.
 
     Accepted connections ask a silent peer for a sign of life, and break if the peer's kernel gives none. The dialling
-    side has no need to: each side that waits for bytes has accepted.
+    side need not ask: the side that waits for bytes is always the one that accepted.
     """
     listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
     seconds = int(min(patience, _MOST_KEEPALIVE))

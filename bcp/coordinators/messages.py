@@ -1,7 +1,4 @@
-"""Signs of life of ranks: judges silence by the times of the last signs, with the clock as an argument.
-
-Messages of ranks about themselves, and about the end of an operation.
-"""
+"""Messages of ranks about themselves and about the end of an operation, and a record of their signs of life."""
 
 from __future__ import annotations
 
@@ -13,9 +10,8 @@ from dataclasses import dataclass
 import anyio
 
 from bcp.errors import InputError, PeerError
-from bcp.protocols import REFUSED
 
-__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "agrees", "describe", "different", "error_of"]
+__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "describe", "different", "error_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +25,7 @@ class PeerInfo:
 
     @classmethod
     def of(cls, rank: int, what: str) -> PeerInfo:
-        """Return this process's hello."""
+        """Return the info of this process."""
         return cls(rank, what, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
@@ -38,7 +34,13 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Why the operation ended: ``rank`` is to blame; ``disagreement`` where the ranks' inputs do not fit together."""
+    """The cause of an operation's end.
+
+    Attributes:
+        rank: the rank that failed.
+        message: the cause, for the other ranks.
+        disagreement: whether the ranks' inputs do not fit together.
+    """
 
     rank: int
     message: str
@@ -46,13 +48,8 @@ class Abort:
 
 
 def error_of(abort: Abort) -> InputError | PeerError:
-    """Return the error that an abort is for a rank that is told of it."""
+    """Return the error that a rank raises when it hears of an abort."""
     return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)
-
-
-def agrees(mine: str, theirs: str) -> bool:
-    """Say whether two ranks do the same, as far as they can say; one whose arguments were refused cannot."""
-    return mine == theirs or REFUSED in (mine, theirs)
 
 
 def different(rank: int, mine: str, other: int, theirs: str) -> Abort:
@@ -65,7 +62,7 @@ def different(rank: int, mine: str, other: int, theirs: str) -> Abort:
 
 
 def describe(error: BaseException) -> str:
-    """Return how an error is told to the other ranks."""
+    """Return the text of an error for the other ranks."""
     if isinstance(error, anyio.get_cancelled_exc_class()):
         return "the operation was cancelled there"
     return f"{type(error).__name__}: {error}"
@@ -77,7 +74,7 @@ LEFT = b"left"
 
 @dataclass(slots=True)
 class _Heartbeat:
-    """The last sign of life of a rank: what it was, and when it was first seen, in seconds."""
+    """The last sign of life of a rank, and the time in seconds at which it was first seen."""
 
     value: bytes | None
     since: float
@@ -86,8 +83,8 @@ class _Heartbeat:
 class Heartbeats:
     """The signs of life of the ranks that this rank watches.
 
-    A rank's sign changes while it lives. Ages are counted from when this rank *saw* a change, so clocks of
-    other hosts do not matter, and a watcher that was itself asleep blames nobody for it.
+    A rank's sign changes while it lives. The age of a sign counts from the moment at which this rank *saw* it change,
+    so clocks of other hosts do not matter. A watcher that was itself asleep finds no rank silent.
     """
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
@@ -95,20 +92,15 @@ class Heartbeats:
 
     def __repr__(self) -> str:
         joined = sum(sign.value is not None for sign in self._signs.values())
-        return f"<Liveness of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
+        return f"<Heartbeats of {len(self._signs)} ranks: {joined} joined, {len(self.left)} left>"
 
     @property
     def left(self) -> set[int]:
         """The ranks that have left."""
         return {rank for rank, sign in self._signs.items() if sign.value == LEFT}
 
-    @property
-    def watched(self) -> list[int]:
-        """The ranks that have not left."""
-        return [rank for rank, sign in self._signs.items() if sign.value != LEFT]
-
     def note(self, rank: int, value: bytes | None, now: float) -> None:
-        """Take note of a rank's sign, or of None where it has given none yet."""
+        """Record a rank's sign; None if the rank has given none yet."""
         if value != self._signs[rank].value:
             self._signs[rank] = _Heartbeat(value, now)
 

@@ -1,4 +1,4 @@
-"""One rank's part in one operation, over whatever channel the ranks have."""
+"""One rank's part in one operation, over any channel between the ranks."""
 
 from __future__ import annotations
 
@@ -20,92 +20,94 @@ from bcp.runtime.threads import in_thread
 __all__ = ["CardOf", "Channel", "Operation"]
 
 CardOf = Callable[[int], Awaitable[bytes]]
-"""Returns what a rank has published for those who connect to it, once it has."""
+"""Returns the card that a rank publishes for the ranks that connect to it; waits until there is one."""
 
 
 class Channel(Protocol):
     """The way in which the ranks of one operation talk.
 
-    Steps are named by the verb, and numbered in the order of the calls of :meth:`ask` and :meth:`gather`.
+    The verb names a step. The order of the calls of :meth:`ask` and :meth:`gather` numbers it.
     """
 
     @property
-    def verdict(self) -> Exception | None:
+    def error(self) -> Exception | None:
         """The error that ends the operation here, once there is one."""
 
     @property
     def secret(self) -> bytes:
-        """A secret of the job that cards do not show; empty if there is none. Known once :meth:`cards` returns."""
+        """The secret of the job, which no card shows; empty if there is none. Known once :meth:`cards` returns."""
 
     async def join(self) -> None:
-        """Say hello."""
+        """Tell the others that this rank has begun the operation."""
 
     async def run(self, end: Callable[[], None]) -> None:
-        """Give signs of life and look for those of others until :meth:`leave`, or a verdict; then call ``end``."""
+        """Give signs of life, and watch the others, until :meth:`leave` or an error. Call ``end`` after an error."""
 
-    def condemn(self, error: Exception) -> None:
-        """Let this error be the verdict, unless there is one or this rank is leaving."""
+    def fail(self, error: Exception) -> None:
+        """End the operation here with this error, unless it has ended or this rank is leaving."""
 
     def leave(self) -> None:
-        """Look no more; there will be no verdict after this."""
+        """Stop watching the others; no error follows."""
 
     async def tell(self, abort: Abort) -> None:
-        """Tell the others that the operation has ended; not for long, and whether or not this task is cancelled."""
+        """Tell the others that the operation has ended. A cancelled task may call it, and it takes no long time."""
 
-    async def farewell(self) -> None:
-        """Say that this rank has left, in the same manner."""
+    async def say_goodbye(self) -> None:
+        """Tell the others that this rank has left, in the same manner."""
 
-    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
-        """Give rank 0 what is mine, and return its answer: the ``common`` one, or this rank's own. Not on rank 0."""
+    async def ask(self, verb: str, mine: bytes) -> bytes:
+        """Send ``mine`` to rank 0, and return its answer. Rank 0 does not call it."""
 
     async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
-        """Return the number of the step and what every rank has given, by rank. On rank 0 only."""
+        """Return the number of the step, and the bytes of every rank, by rank. Only rank 0 calls it."""
 
     async def reply(self, number: int, answer: bytes) -> None:
-        """Answer step ``number``, to all alike. On rank 0 only."""
+        """Send all ranks the one answer to step ``number``. Only rank 0 calls it."""
 
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
-        """Answer step ``number``, to every rank its own. On rank 0 only."""
+        """Send every rank its own answer to step ``number``. Only rank 0 calls it."""
 
     async def cards(self, verb: str, mine: bytes) -> CardOf:
-        """Publish this rank's card, and return how those of others are had. All ranks call it, once."""
+        """Publish this rank's card, and return a function that looks up the others' cards. All ranks call it, once."""
 
-    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
-        """Return the error that ends the operation, and tell all of it: ``cause``, unless a rank was quicker.
+    async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
+        """End the operation for all ranks because of ``rank``, and return the error.
 
-        If this rank is not ``sure``, another one may know a better cause, and has some time to say it.
+        The error is ``cause``, unless another rank was quicker. If this rank is not ``sure``, the others have some
+        time to report a better cause.
         """
 
 
 class Operation:
     """The context manager and the :class:`~bcp.protocols.Agreement` of one operation.
 
-    The channel is watched beside the body. Its verdict cancels the body, and is raised where the context ends.
+    A task watches the channel while the body runs. An error of the channel cancels the body, and the end of the
+    context raises it.
     """
 
     def __init__(
         self,
         channel: Channel,
-        hello: PeerInfo,
+        info: PeerInfo,
         world_size: int,
         *,
         patience: float,
         address: Callable[[], Awaitable[str]],
         tls: Tls | None = None,
     ) -> None:
-        """Prepare; nothing is sent before the context is entered.
+        """Prepare the operation; nothing is sent before the context is entered.
 
         Args:
-            channel: how this rank talks to the others.
-            hello: who this rank is and what it is about to do.
-            world_size: how many ranks take part.
+            channel: the channel to the other ranks.
+            info: this rank, and its operation.
+            world_size: the number of ranks that take part.
             patience: seconds that a rank may be silent.
             address: returns this host's address in the job's network, once the ranks have met.
             tls: certificates for bulk data; None: plain TCP.
 
         """
         self._channel = channel
-        self._hello = hello
+        self._info = info
         self._world_size = world_size
         self._patience = patience
         self._address = address
@@ -114,7 +116,7 @@ class Operation:
         self._exchange: Exchange | None = None
 
     def __repr__(self) -> str:
-        return f"<Operation {self._hello.what!r} of {self._hello}: {self._channel!r}>"
+        return f"<Operation {self._info.what!r} of {self._info}: {self._channel!r}>"
 
     # -- the context --------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Operation:
             await self._channel.join()
         except BaseException as error:
             await self._channel.tell(self._abort(error))
-            await self._channel.farewell()
+            await self._channel.say_goodbye()
             raise
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
@@ -135,7 +137,7 @@ class Operation:
     ) -> bool:
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
         self._channel.leave()
-        if error is not None and self._channel.verdict is None and not isinstance(error, PeerError):
+        if error is not None and self._channel.error is None and not isinstance(error, PeerError):
             await self._channel.tell(self._abort(error))
         if self._mesh is not None:
             self._mesh.close()
@@ -145,16 +147,16 @@ class Operation:
         finally:
             if self._mesh is not None:
                 self._mesh.disconnect()
-            await self._channel.farewell()
-        if self._channel.verdict is not None:
+            await self._channel.say_goodbye()
+        if self._channel.error is not None:
             if error is None or (cancelled and swallowed):
-                raise self._channel.verdict from None
-            if error is not self._channel.verdict:
-                error.add_note(f"meanwhile, the operation had ended: {self._channel.verdict}")
+                raise self._channel.error from None
+            if error is not self._channel.error:
+                error.add_note(f"meanwhile, the operation had ended: {self._channel.error}")
         return False
 
     def _abort(self, error: BaseException) -> Abort:
-        return Abort(self._hello.rank, f"{self._hello}: {describe(error)}")
+        return Abort(self._info.rank, f"{self._info}: {describe(error)}")
 
     # -- the verbs ----------------------------------------------------------------------------
 
@@ -163,8 +165,8 @@ class Operation:
     ) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
         verb = f"gather_scatter {step!r}"
-        if self._hello.rank != 0:
-            return await self._channel.ask(verb, mine, common=False)
+        if self._info.rank != 0:
+            return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answers = await in_thread(divide, gathered)
         if len(answers) != self._world_size:
@@ -177,8 +179,8 @@ class Operation:
     ) -> bytes:
         """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
         verb = f"gather_broadcast {step!r}"
-        if self._hello.rank != 0:
-            return await self._channel.ask(verb, mine, common=True)
+        if self._info.rank != 0:
+            return await self._channel.ask(verb, mine)
         number, gathered = await self._channel.gather(verb, mine)
         answer = await decide(gathered)
         await self._channel.reply(number, answer)
@@ -186,7 +188,7 @@ class Operation:
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send bytes to every rank and receive bytes from every rank, over sockets of this operation."""
-        rank = self._hello.rank
+        rank = self._info.rank
         if len(send) != self._world_size or len(receive) != self._world_size:
             raise InputError(
                 f"{len(send)} buffers to send and {len(receive)} to fill for {self._world_size} ranks; give one each"
@@ -204,13 +206,13 @@ class Operation:
         return await exchange.bandwidth(self._world_size)
 
     async def report_failure(self, rank: int, cause: str) -> Exception:
-        """Tell all ranks that the connection to one has failed, unless they soon hear of a better cause."""
-        return await self._channel.blame(rank, cause, sure=False)
+        """Tell all ranks that the connection to ``rank`` has failed, unless they soon hear of a better cause."""
+        return await self._channel.report_peer_failure(rank, cause, sure=False)
 
     async def _connected(self, verb: str) -> Exchange:
-        """Return this rank's side of exchanges; the first call listens, and tells the others where."""
+        """Return this rank's side of exchanges; the first call listens, and publishes the address."""
         if self._exchange is None:
-            rank, channel = self._hello.rank, self._channel
+            rank, channel = self._info.rank, self._channel
             address = await self._address()
             contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
@@ -228,13 +230,13 @@ class Operation:
                 card: Card = json.loads(await published(peer))
                 return card
 
-            self._exchange = Exchange(self._mesh, card_of, channel.blame)
+            self._exchange = Exchange(self._mesh, card_of, channel.report_peer_failure)
         return self._exchange
 
     async def _serve(self, mesh: Mesh) -> None:
-        """Accept connections; if that fails, the operation does."""
+        """Accept connections; an error ends the operation."""
         try:
             await mesh.serve()
         except Exception as error:  # noqa: BLE001 -- raised where the context ends
-            self._channel.condemn(error)
+            self._channel.fail(error)
             self._group.cancel_scope.cancel()

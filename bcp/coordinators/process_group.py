@@ -1,7 +1,7 @@
-"""The exchange of one load over a process group of torch's, which nothing else uses and which ends with the load.
+"""The exchange of one load over a process group of torch's own, which ends with the load.
 
 The backend's object is made directly, below a prefix that the ranks of the load have drawn. ``dist.new_group`` would
-count the group in every process, and needs all ranks of the job in the same order as the calls of the training thread.
+count the group in every process. It also needs all ranks of the job, in the order of the training thread's calls.
 
 gloo is tested here. The code for NCCL follows torch 2.13's sources and has never been run.
 """
@@ -48,7 +48,7 @@ def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | N
         The device on which chunks are exchanged: the caller's current one for NCCL. None for host memory.
 
     Raises:
-        InputError: a process group cannot be made here, or would send unencrypted what the coordinator encrypts.
+        InputError: a process group cannot be made here, or would send bytes unencrypted that the coordinator encrypts.
 
     """
     if exchange == "sockets" or coordinator.world_size == 1:
@@ -82,7 +82,7 @@ def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | N
 
 
 async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.device | None, patience: float) -> Any:
-    """Make a new process group with all ranks of a load: of NCCL on that device, of gloo if there is none.
+    """Make a new process group of all ranks of a load: of NCCL on that device, of gloo without one.
 
     The thread that makes it is left behind if the store or a peer does not answer. It holds no buffer.
 
@@ -116,7 +116,7 @@ def _is_accelerator(device: torch.device | None) -> bool:
 
 
 def _attempt(make: Callable[..., Any], *args: Any) -> Any:
-    """Return the error too: raised in the store's thread it would be taken for one of the store."""
+    """Call ``make``, and return its error too: the store's thread would take a raised one for the store's."""
     try:
         return make(*args)
     except RuntimeError as error:
@@ -165,12 +165,12 @@ class GroupExchange:
         on_stream: Callable[[], AbstractContextManager[None]],
         report: ReportFailure,
     ) -> None:
-        """Take over a group.
+        """Take ownership of a group.
 
         Args:
             group: a backend of torch's, as from :func:`join_group`.
             rank: this rank in it.
-            device: where the tensors of a round are; None for host memory.
+            device: the device of a round's tensors; None for host memory.
             on_stream: makes the streams current on which the tensors were written; entered in a worker thread.
             report: tells the others of a connection that has failed.
 
@@ -209,7 +209,7 @@ class GroupExchange:
             raise failure from error
 
     async def aclose(self, *, failed: bool) -> None:
-        """Let go of the group, and of the threads; nothing of either is left then."""
+        """Release the group and the threads."""
         with anyio.CancelScope(shield=True):
             if failed:
                 await self._end()
@@ -219,7 +219,7 @@ class GroupExchange:
     # -- in a thread --------------------------------------------------------------------------
 
     def _messages(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
-        """Exchange messages one by one, as gloo does; blocks."""
+        """Exchange messages one by one over gloo; blocks."""
         works: deque[tuple[int, Any]] = deque()
         work, peer = None, self._rank
         try:
@@ -241,7 +241,7 @@ class GroupExchange:
             del work
 
     def _collective(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> None:
-        """Exchange in one collective on the device, behind what its side stream has queued; blocks until it is done."""
+        """Exchange in one collective on the device, after the queued work of its side stream; blocks until done."""
         with self._on_stream():
             device = receive[self._rank].device
             try:
@@ -256,7 +256,7 @@ class GroupExchange:
             raise _TransferError(self._rank, f"the exchange over NCCL was ended on rank {self._rank}")
 
     def _stop(self) -> None:
-        """End the group: everything that waits in it raises. Connections to all other ranks close."""
+        """End the group: every wait in it raises. Connections to all other ranks close."""
         with self._ending:
             if self._ended:
                 return
@@ -292,7 +292,7 @@ class GroupExchange:
 
 
 class _TransferError(Exception):
-    """A round failed: with the connection to a rank, or on this rank itself."""
+    """A round failed, with the connection to a rank or on this rank itself."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(cause)

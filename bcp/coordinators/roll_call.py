@@ -1,23 +1,16 @@
-"""One rank's roll call, whichever its part.
+"""The roll call: all ranks show themselves in a store, and rank 0 answers each once all are there.
 
-The keys of a roll call, and the answer that it ends with.
-
-Rank 0's part in the roll call.
-
-The part of every other rank in the roll call.
+Rank 0 is the caller, every other rank is a member.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
 
 from torch.distributed import TCPStore
 
@@ -25,7 +18,6 @@ from bcp.coordinators.hosts import Host, address_of, here, stated_address
 from bcp.coordinators.messages import Abort
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient, innermost
-from bcp.errors import PeerError
 
 __all__ = ["Ended", "RollCall"]
 
@@ -45,8 +37,8 @@ class Answer:
     """Facts that rank 0 tells a rank once all are there.
 
     Attributes:
-        session: of these processes; no others have had it.
-        token: their secret.
+        session: the name of this meeting of these processes, which no other has.
+        token: the secret of these processes.
         first: hostname of rank 0.
         elsewhere: some of the job's other hosts.
         text: rank 0's words for this rank alone.
@@ -93,14 +85,9 @@ class RollKeys:
         return found[0] if found else None
 
     def get_all(self, keys: list[str]) -> list[Any]:
-        """Return the values of all these keys if they are all there, else nothing."""
+        """Return the values of these keys if all are there, else an empty list."""
         store = self._client.store
         return [json.loads(bytes(value)) for value in store.multi_get(keys)] if store.check(keys) else []
-
-    def delete(self, *names: object) -> None:
-        """Delete a key, if the store can."""
-        with suppress(RuntimeError, NotImplementedError):
-            self._client.store.delete_key(self.name(*names))
 
 
 _ELSEWHERE = 3  # other hosts that a rank is told of
@@ -131,7 +118,7 @@ class Caller:
         return f"<Caller: {1 + len(self.hosts)} of {self._world_size} ranks are there>"
 
     def look(self, host: Host) -> Answer | None:
-        """Show a sign of life, count the ranks, and answer all once they are there; return the answer to itself."""
+        """Show a sign of life, count the ranks, and answer all once they are there; return rank 0's own answer."""
         if time.monotonic() - self._ticked > _TICK_SECONDS:
             self._tick()
         self._count()
@@ -141,7 +128,7 @@ class Caller:
         return self._answer([host, *self.hosts])
 
     def tell(self, ended: Ended) -> None:
-        """Let the ranks that wait for their answer know that an operation has ended."""
+        """Tell the ranks that wait for their answer that an operation has ended."""
         self._told = ended
         self._tick()
 
@@ -150,7 +137,7 @@ class Caller:
         return len(self.hosts) + 1
 
     def present(self) -> dict[int, Host]:
-        """Return the hosts of all ranks that have come, also those behind an absent one; asks for each of them."""
+        """Return the hosts of all ranks that have come, even after an absent one; one request a rank."""
         found = {}
         for rank in range(1, self._world_size):
             _, root, host = self._keys.get("here", rank) or (None, None, {})
@@ -176,7 +163,7 @@ class Caller:
         self._keys.set([self._nonce, self._ticks, told], "root")
 
     def _count(self) -> None:
-        """Move on over the ranks that have come; each is looked for until it repeats this rank's nonce."""
+        """Count the ranks, in order, that repeat this rank's nonce."""
         while (rank := len(self.hosts) + 1) < self._world_size:
             upcoming = [self._keys.name("here", each) for each in range(rank, min(rank + AT_ONCE, self._world_size))]
             found = self._keys.get_all(upcoming) or self._keys.get_all(upcoming[:1])
@@ -189,7 +176,7 @@ class Caller:
                 self.hosts.append(Host.of(host))
 
     def _listen(self) -> None:
-        """Hear of an operation that a rank has ended, and pass it on."""
+        """Read of an operation that a rank has ended, and pass it on."""
         root, number, abort = self._keys.get("ended") or (None, 0, {})
         if root == self._nonce and self.heard != (ended := Ended(number, Abort(**abort))):
             self.heard = ended
@@ -197,7 +184,7 @@ class Caller:
 
 
 def _sample(hosts: Sequence[Host]) -> list[Host]:
-    """Return a few different hosts, one more than a rank is told of: its own may be among them."""
+    """Return a few different hosts: one more than a rank is told of, since its own may be among them."""
     different: dict[str, Host] = {}
     for host in hosts:
         if len(different) > _ELSEWHERE:
@@ -214,7 +201,7 @@ _SILENT_SECONDS = 5.0  # how long rank 0 may show nothing before it counts as ab
 
 
 class Member:
-    """Shows itself beside rank 0's nonce, and looks for rank 0's answer.
+    """Repeats rank 0's nonce, and looks for rank 0's answer.
 
     Attributes:
         heard: the last operation that another rank has ended meanwhile.
@@ -235,7 +222,7 @@ class Member:
         return f"<Member {self._rank}, {'rank 0 was never seen' if self._root is None else 'rank 0 was seen'}>"
 
     def look(self, host: Host) -> Answer | None:
-        """Show this rank beside the present rank 0's nonce; return the answer if it is there."""
+        """Repeat the nonce of the present rank 0; return the answer if it is there."""
         shown = self._look_at_root(host)
         nonce, data = self._keys.get("answer", self._rank) or (None, {})
         answer = Answer.of(data) if nonce == self._nonce else None
@@ -244,17 +231,17 @@ class Member:
         return answer
 
     def tell(self, ended: Ended) -> None:
-        """Let rank 0 know that an operation has ended, and so all others."""
+        """Tell rank 0, and so all others, that an operation has ended."""
         self._told = ended
         self._keys.set([self._root, ended.number, asdict(ended.abort)], "ended")
 
     def absent(self) -> int | None:
-        """Return 0 if rank 0 shows no sign of life; a member knows of no other rank."""
+        """Return 0 if rank 0 shows no sign of life, else None; a member knows of no other rank."""
         silent = self._alive is None or time.monotonic() - self._alive > _SILENT_SECONDS
         return 0 if silent else None
 
     def _look_at_root(self, host: Host) -> Ended | None:
-        """Look for rank 0's sign of life, and show this rank to a new one; return what rank 0 tells."""
+        """Look for rank 0's sign of life, and show this rank to a new rank 0; return the operation that it reports."""
         first, self._looked = not self._looked, True
         shown = self._keys.get("root")
         if shown is None:
@@ -274,12 +261,8 @@ class Member:
         return None if told is None else Ended(told[0], Abort(**told[1]))
 
 
-_ATTENTION_PAUSE = 0.05  # seconds between two looks in the background
-_ATTENTION_SECONDS = 60.0  # how long a store may be silent before nobody looks in the background any more
-
-
 class RollCall:
-    """One rank's part in the roll call: looks, one after another, until there is an answer.
+    """One rank's part in the roll call: looks at the store until there is an answer.
 
     :meth:`look`, :meth:`present` and :meth:`tell` block until the store has answered, and are called in the client's
     thread.
@@ -299,15 +282,15 @@ class RollCall:
         address: str | None = None,
         texts: Callable[[Sequence[Host]], Sequence[str]] = lambda hosts: [""] * len(hosts),
     ) -> None:
-        """Prepare; nothing is sent.
+        """Prepare the roll call; nothing is sent.
 
         Args:
             client: calls the store.
             prefix: of our keys.
             rank: this rank.
-            world_size: how many there are.
+            world_size: the number of ranks.
             address: this host's in the job's network, if the caller states it.
-            texts: returns on rank 0 the words for each rank, given the hosts of all.
+            texts: returns on rank 0 the text for each rank, given the hosts of all.
 
         """
         self.client = client
@@ -319,7 +302,6 @@ class RollCall:
         self._host: Host | None = None
         self._keys = RollKeys(client, prefix)
         self._part = Caller(self._keys, world_size, texts) if rank == 0 else Member(self._keys, rank)
-        self._attendant: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"<Roll of rank {self._rank} of {self._world_size}, {self._keys!r}>"
@@ -330,21 +312,12 @@ class RollCall:
         return self._part.heard
 
     def key(self, *names: object) -> str:
-        """Return a key that no other session has; there has to be an answer."""
+        """Return a key that no other session has. The answer has to be there."""
         assert self.answer is not None  # noqa: S101 -- for mypy
         return self._keys.name(self.answer.session, *names)
 
-    def name(self, rank: int) -> str:
-        """Name a rank for messages, with its host if that is known."""
-        host = ""
-        if rank == 0:
-            host = "" if self.answer is None else self.answer.first
-        elif isinstance(self._part, Caller) and rank <= len(self._part.hosts):
-            host = self._part.hosts[rank - 1].name
-        return f"rank {rank} (host {host})" if host else f"rank {rank}"
-
     async def answered(self, heard: Callable[[int, Abort], None]) -> Answer:
-        """Look until there is an answer; pass on which operations have ended meanwhile. Waits without a limit."""
+        """Look until there is an answer; pass operations that have ended to ``heard``. Waits without a limit."""
         backoff, known = Backoff.of_store(self._world_size), self.heard
         while True:
             answer = await self.client.call(self.look)
@@ -364,14 +337,8 @@ class RollCall:
             self.answer = self._part.look(self._host)
         return self.answer
 
-    def attend(self) -> None:
-        """Go on looking in the background until there is an answer: later ranks have to hear which operation ended."""
-        if self._attendant is None:
-            self._attendant = threading.Thread(target=_attend, args=[ref(self)], name="bcp-roll", daemon=True)
-            self._attendant.start()
-
     def address(self) -> str:
-        """Return the address at which this rank listens; there has to be an answer.
+        """Return the address at which this rank listens. The answer has to be there.
 
         Raises:
             InputError: this host has none that the others reach.
@@ -391,27 +358,9 @@ class RollCall:
         return own | (self._part.present() if isinstance(self._part, Caller) else {})
 
     def tell(self, number: int, abort: Abort) -> None:
-        """Let the ranks that wait for their answer know that an operation has ended."""
+        """Tell the ranks that wait for their answer that an operation has ended."""
         self._part.tell(Ended(number, abort))
-
-    def forget(self) -> None:
-        """Delete the keys, if the store can; nobody may look any more."""
-        for name in ("root", "ended"):
-            self._keys.delete(name)
-        for rank in range(self._world_size):
-            for name in ("here", "answer"):
-                self._keys.delete(name, rank)
 
     def _server(self) -> tuple[str, int] | None:
         inner = innermost(self.client.shared)
         return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
-
-
-def _attend(roll_of: ref[RollCall]) -> None:
-    """Look now and then, as long as somebody has the roll and the store answers."""
-    with suppress(PeerError):
-        while (roll := roll_of()) is not None:
-            if roll.client.call_blocking(roll.look, seconds=_ATTENTION_SECONDS) is not None:
-                return
-            del roll
-            time.sleep(_ATTENTION_PAUSE)

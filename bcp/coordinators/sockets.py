@@ -3,9 +3,8 @@
 A connection begins on the event loop, with few and small messages. Bulk data goes through blocking calls in threads,
 few and large: they run without Python's lock, and cost little more than the kernel's copies.
 
-Proof that somebody knows a secret, which does not show it.
-
-Certificates of a job: one setting for the tree's streams and for the sockets of bulk data.
+The file also has the proof of a secret that does not show it, and the certificates of a job: one setting for the tree's
+streams and for the sockets of bulk data.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Tls:
         ca: the certificate of the authority that signed the ranks' certificates, PEM.
         certificate: this rank's, PEM, with intermediate ones behind it.
         key: this rank's private key, PEM, not encrypted.
-        target_name: the name that the others' certificates are for, where it is not the address that is dialled.
+        target_name: the name in the others' certificates; None: the address that is dialled.
 
     Raises:
         InputError: one of them is not PEM, or certificate and key do not belong together.
@@ -109,7 +108,7 @@ class Tls:
         return TlsContexts(dialer, listener, self.target_name)
 
     def check(self) -> None:
-        """Let this rank shake hands with itself, in memory: gRPC closes a bad certificate's connection without a word.
+        """Check this rank's certificate by a handshake in memory: gRPC closes the connection of a bad one silently.
 
         Raises:
             InputError: no rank would accept this rank's certificate: it has expired, or ``ca`` has not signed it.
@@ -133,7 +132,7 @@ class Tls:
 
 
 def _load_own(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Load a certificate and its key by way of anonymous memory: OpenSSL reads files, and no key goes to a disk."""
+    """Load a certificate and its key from an anonymous file in memory: OpenSSL reads files only."""
     memory = os.memfd_create("bcp-tls", os.MFD_CLOEXEC)
     try:
         with open(memory, "wb", closefd=False) as file:
@@ -160,7 +159,7 @@ class Wire:
         self._socket = connection
 
     async def handshake(self) -> None:
-        """Agree on keys, where there are any."""
+        """Agree on keys; a plain connection has none."""
 
     async def send(self, data: Buffer) -> None:
         """Send all bytes of a buffer."""
@@ -175,7 +174,7 @@ class Wire:
         return out
 
     def block(self) -> None:
-        """Let calls block from now on: :meth:`push` and :meth:`pull` come next, in threads, and nothing else."""
+        """Make the socket blocking: only :meth:`push` and :meth:`pull` may follow, in threads."""
         self._socket.settimeout(None)
 
     def push(self, data: memoryview) -> None:
@@ -188,18 +187,18 @@ class Wire:
             view = view[_some(self._socket.recv_into(view, 0, self._flags)) :]
 
     def hang_up(self) -> None:
-        """End the connection for both sides, also where a forked child holds the socket; tasks that wait go on."""
+        """End the connection for both sides, even if a forked child holds the socket. Waiting tasks continue."""
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own takes TLS from a waiting task
 
     def close(self) -> None:
-        """End the connection, and give its descriptor back. Idempotent; no task may wait for it."""
+        """End the connection, and close its descriptor. Idempotent; no task may wait for it."""
         self.hang_up()
         self._socket.close()
 
 
 class TlsWire(Wire):
-    """A connection with TLS. OpenSSL holds one record of 16 KiB in each direction, and nothing else is buffered."""
+    """A connection with TLS. OpenSSL holds one record of 16 KiB in each direction; there is no other buffer."""
 
     _flags = 0  # OpenSSL knows none
 
@@ -251,7 +250,7 @@ class TlsWire(Wire):
                 await asyncio.sleep(0)
 
     async def _done(self, call: Callable[[], None]) -> None:
-        """Call again whenever the socket is ready, until OpenSSL has what it needs."""
+        """Repeat a call whenever the socket is ready, until OpenSSL is satisfied."""
         while True:
             try:
                 return call()
@@ -268,7 +267,7 @@ def _some(count: int) -> int:
 
 
 async def readable(connection: socket.socket) -> None:
-    """Wait until a socket has something to read, or to accept."""
+    """Wait until a socket has bytes to read, or a connection to accept."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection, ready.set)
     try:

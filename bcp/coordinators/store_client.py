@@ -1,11 +1,9 @@
-"""A connection to a torch Store whose calls cannot block the caller for longer than it is willing to wait.
+"""A connection to a torch Store whose calls end within the caller's time limit.
 
 A call of a TCPStore client cannot be cancelled, and torch's own timeouts do not end it. Connecting to a dead server
 takes twice the process group's timeout. A server that is stopped lets clients connect and never answers, so every call
 but ``set`` blocks for ever (torch 2.13). So each client calls its store in one daemon thread. It is abandoned when it
 does not come back in time. The thread reads no tensor memory, and does not keep the process alive.
-
-Pauses between two attempts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ __all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "innermost"]
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses that double until they are as long as the longest.
+    """Pauses between attempts, which double until they are as long as the longest.
 
     Attributes:
         pause: seconds of the next one.
@@ -47,7 +45,7 @@ class Backoff:
 
     @classmethod
     def of_store(cls, world_size: int) -> Backoff:
-        """Return the pauses between two looks at a store by each of ``world_size`` ranks."""
+        """Return the pauses of each of ``world_size`` ranks between two looks at a store."""
         # 20 looks a second by each of 1,000 ranks are as many as one store answers; more ranks look less often
         return cls(0.001, 0.05 * max(1.0, world_size / 1000))
 
@@ -71,12 +69,12 @@ _clients: WeakSet[StoreClient] = WeakSet()
 
 
 class _Call(Generic[T]):
-    """One call of a store: what to call, and what came of it.
+    """One call of a store, and its outcome.
 
     Attributes:
         ended: done when the call has returned; cancelled if it was given up before it began.
         began: ``time.monotonic()`` when the thread came to it.
-        outcome: the result or the error, in a list, so that whoever takes it out holds the only reference.
+        outcome: the result or the error, in a list: who takes it out holds the only reference.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -102,16 +100,16 @@ def _as_it_is(store: Store) -> Store:
 class StoreClient:
     """A store, and the one thread that calls it; connects at the first call.
 
-    Calls run one after another, as they do in a TCPStore's client. A call that hangs holds up the later ones, which
-    wait for as long as each of them may, so there is never a second thread.
+    Calls run one after another, as in a TCPStore's client. A call that hangs holds up the later ones, and each of
+    these waits for its own time limit. There is never a second thread.
 
     Attributes:
-        shared: the store as it was given; it is asked for nothing but its host and port.
-        name: names the store in messages, with host and port, and whoever serves it.
+        shared: the given store, of which only host and port are read.
+        name: the store's name in messages, with host, port and server.
     """
 
     def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
-        """Prepare; ``connect(shared)`` is called in the thread, before the first call and the next one after an error.
+        """Prepare the client. ``connect(shared)`` runs in the thread, before the first call and after an error.
 
         A TCPStore's client whose connection broke never works again, and torch does not make a new one.
         """
@@ -128,7 +126,7 @@ class StoreClient:
 
     @classmethod
     def of(cls, store: Store | StoreClient) -> StoreClient:
-        """Return a client of this very store, which nobody else should wait on; a client as it is."""
+        """Return a client of this store, on which nobody else should wait; return a client unchanged."""
         return store if isinstance(store, StoreClient) else cls(store)
 
     def __repr__(self) -> str:
@@ -144,17 +142,17 @@ class StoreClient:
 
     @property
     def stuck(self) -> bool:
-        """Whether a call that somebody has given up is still under way: the next one would have to wait for it."""
+        """Whether a call that a caller has given up is still under way: the next one would have to wait for it."""
         return self._given_up is not None and self._given_up is self._current
 
     async def call(self, function: Callable[[*Ts], T], *args: *Ts, seconds: float | None = None) -> T:
         """Call a blocking function of the store in the thread and return its result.
 
-        Whoever is cancelled or waits for longer than ``seconds`` leaves the call behind: one that has not begun is
-        never made, one that has begun ends by itself, and its result is dropped. None waits for ever.
+        A caller that is cancelled, or has waited for ``seconds``, abandons the call. A call that has not begun is
+        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever.
 
         Raises:
-            PeerError: the store failed, or did not answer in time. Rank 0 is to blame: it serves the store as a rule.
+            PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
 
         """
         started = time.monotonic()
@@ -171,7 +169,7 @@ class StoreClient:
         return self._result(call, started)
 
     def call_blocking(self, function: Callable[[*Ts], T], *args: *Ts, seconds: float) -> T:
-        """Do the same from ordinary code."""
+        """Call a blocking function as :meth:`call` does, from code that is not async."""
         started = time.monotonic()
         call = self._submit(partial(function, *args))
         with suppress(TimeoutError):
@@ -181,7 +179,7 @@ class StoreClient:
         raise PeerError(0, self._silence(seconds))
 
     def silence(self, seconds: float) -> str:
-        """Say that the call under way has lasted for so many seconds or more, as the cause of an error; or nothing."""
+        """Return the cause of an error if the call under way has lasted for ``seconds``, else an empty text."""
         current = self._current
         lasted = 0.0 if current is None else time.monotonic() - current.began
         return self._silence(lasted) if lasted >= seconds else ""
@@ -193,7 +191,7 @@ class StoreClient:
         )
 
     def _made(self, function: Callable[[], T]) -> T:
-        """Call a function in the thread; an error of the store is the end of the connection."""
+        """Call a function in the thread; an error of the store ends the connection."""
         try:
             return function()
         except STORE_ERRORS:
@@ -201,7 +199,7 @@ class StoreClient:
             raise
 
     def _result(self, call: _Call[T], started: float) -> T:
-        """Return what a call returned, or raise its error as one of bcp's."""
+        """Return the result of a call, or raise its error as one of bcp's."""
         result, error = call.outcome.pop()
         if error is None:
             return result  # type: ignore[return-value]  # the first of the two forms of an outcome
@@ -219,7 +217,7 @@ class StoreClient:
     # -- the thread ---------------------------------------------------------------------------
 
     def _submit(self, function: Callable[[], T]) -> _Call[T]:
-        """Let the thread make a call after all earlier ones; start it where there is none."""
+        """Queue a call for the thread; start the thread if there is none."""
         call = _Call(partial(self._made, function))
         with self._lock:
             self._waiting.append(call)
@@ -234,13 +232,13 @@ class StoreClient:
         return call
 
     def _leave(self, call: _Call[Any]) -> None:
-        """Wait for a call no longer; one that has not begun is forgotten."""
+        """Abandon a call; one that has not begun is never made."""
         if call.ended.cancel():
             with self._lock, suppress(ValueError):
                 self._waiting.remove(call)
 
     def _work(self) -> None:
-        """Make the calls that wait; end when there is none."""
+        """Make the queued calls; end when there is none."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -251,7 +249,7 @@ class StoreClient:
             call.run()
 
     def settle(self, seconds: float) -> None:
-        """Wait until no call is under way, for so long at most."""
+        """Wait until no call is under way, for ``seconds`` at most."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
@@ -265,7 +263,7 @@ def innermost(store: Store) -> Store:
 
 
 async def _wait(waiter: asyncio.Future[None], seconds: float | None) -> None:
-    """Wait until it is done, for so many seconds of this process's own time at most."""
+    """Wait for a call, for ``seconds`` of this process's own time at most."""
     if seconds is None:
         await asyncio.wait([waiter])
         return
@@ -276,7 +274,7 @@ async def _wait(waiter: asyncio.Future[None], seconds: float | None) -> None:
 
 
 def _name_of(store: Store) -> str:
-    """Name a store and whoever serves it."""
+    """Return the name of a store, with its server."""
     inner = innermost(store)
     if isinstance(inner, TCPStore):
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -289,7 +287,7 @@ def _name_of(store: Store) -> str:
 
 
 def _settle_at_exit() -> None:
-    """Let calls return that are under way: a thread that comes back to a Python that is gone may abort in C++."""
+    """Wait for calls under way: a thread that returns after the end of the interpreter may abort in C++."""
     deadline = time.monotonic() + _EXIT_SECONDS
     for client in list(_clients):
         client.settle(max(deadline - time.monotonic(), 0.0))

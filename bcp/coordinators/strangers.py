@@ -1,4 +1,4 @@
-"""Connections that have not proved yet that they belong to the job: how many there may be, and for how long."""
+"""Bounds on the number and the time of connections that have not yet proved that they belong to the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stranger:
         peer: its address, for messages.
         hang_up: ends the connection at once.
         spoke: whether any bytes have come; a rank of the job sends some at once.
-        timer: ends its time.
+        timer: refuses it at the end of its time.
     """
 
     peer: str
@@ -44,17 +44,17 @@ class Stranger:
 class Strangers:
     """The strangers of one listener. All calls come from one event loop.
 
-    Each has :data:`PROOF_SECONDS`. If there are too many, the oldest silent one is closed, or the oldest one if all
-    have sent something. A rank of the job that is hit tries again.
+    Each stranger has :data:`PROOF_SECONDS`. If there are too many, the oldest silent one is closed, or the oldest one
+    if all have sent something. A rank of the job that is closed so tries again.
     """
 
     def __init__(self, listener: str, rank: int, most: Callable[[], int]) -> None:
-        """Begin with none.
+        """Begin without strangers.
 
         Args:
             listener: its name in log lines.
-            rank: whose listener it is.
-            most: returns how many strangers there may be at once.
+            rank: the listening rank.
+            most: returns the largest number of strangers at once.
 
         """
         self._event = f"refused connections to the {listener}"
@@ -72,7 +72,7 @@ class Strangers:
         return len(self._here)
 
     async def accept(self, listener: socket.socket) -> tuple[socket.socket, str]:
-        """Return the next connection and its address; if descriptors are short, hang up on a stranger for it.
+        """Return the next connection and its address; if descriptors are short, hang up on a stranger first.
 
         Nothing is awaited once there is a connection, so a cancellation loses none.
         """
@@ -92,7 +92,7 @@ class Strangers:
                 return connection, named(peer)
 
     def enter(self, peer: str, hang_up: Callable[[], None]) -> Stranger:
-        """Let a connection try to prove that it belongs here."""
+        """Add a connection that has still to prove that it belongs here."""
         most = self._most()
         while len(self._here) >= most:
             self._make_room(f"more than {most} connections at once have proved nothing")
@@ -105,7 +105,7 @@ class Strangers:
         return stranger
 
     def admit(self, stranger: Stranger) -> bool:
-        """Let a connection in that has proved it; say whether there was still time."""
+        """Remove a connection that has proved that it belongs here; return False if its time was over."""
         if stranger.timer is not None:
             stranger.timer.cancel()
         return self._here.pop(stranger, self) is None
@@ -128,7 +128,7 @@ class Strangers:
             self._say()
 
     def close(self) -> None:
-        """Hang up on all, and log what was not logged yet."""
+        """Hang up on all strangers, and log the refusals that are not logged yet."""
         for stranger in list(self._here):
             self.admit(stranger)
             stranger.hang_up()
@@ -143,7 +143,7 @@ class Strangers:
             self.refuse(first, reason)
 
     def _say(self, *, again: bool = True) -> None:
-        """Log what was counted since the last line; then be quiet for a while."""
+        """Log the refusals since the last line; then be quiet for a while."""
         self._quiet = None
         if not self._refused:
             return

@@ -1,4 +1,4 @@
-"""How ranks of one process take part in operations, and what every coordinator has to do when one of them fails."""
+"""Operations of ranks of one process, and tests that every coordinator has to pass when a rank fails."""
 # ruff: noqa: S101, PLR2004 -- a suite is made of assertions about small worlds
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ async def run_ranks(
     what: str | Sequence[str] = "test",
     timeout: float = QUIET_SECONDS,  # noqa: ASYNC109 -- of silence, not of this call
 ) -> list[object]:
-    """Run ``body(rank, agreement)`` for all ranks at once, in one operation; return what each returned or raised.
+    """Run ``body(rank, agreement)`` for all ranks at once, in one operation; return the result or error of each.
 
     Args:
         coordinators: one of each rank that takes part.
-        body: what each of them does in the operation.
-        what: what is being done; one for all, or one for each.
+        body: the work of a rank in the operation.
+        what: the operation's name; one for all, or one for each.
         timeout: as for ``begin``, in seconds.
 
     """
@@ -46,18 +46,18 @@ async def run_ranks(
 
     whats = [what] * len(coordinators) if isinstance(what, str) else what
     async with anyio.create_task_group() as group:
-        for coordinator, its in zip(coordinators, whats, strict=True):
-            group.start_soon(one, coordinator, its)
+        for coordinator, name in zip(coordinators, whats, strict=True):
+            group.start_soon(one, coordinator, name)
     return [outcomes[coordinator.rank] for coordinator in coordinators]
 
 
 async def concatenated(gathered: Sequence[bytes]) -> bytes:
-    """Decide on what was gathered."""
+    """Return all payloads as one."""
     return b"|".join(gathered)
 
 
 class CoordinatorFailures:
-    """What fails; a part of :class:`~bcp.testing.coordinator_suite.CoordinatorSuite`, which says more."""
+    """The tests of failures, a part of :class:`~bcp.testing.coordinator_suite.CoordinatorSuite`."""
 
     def coordinators(self, world_size: int) -> Sequence[Coordinator]:
         """Return new coordinators, one for each rank of a world; they are used as tasks and threads of one process."""
@@ -114,7 +114,7 @@ class CoordinatorFailures:
 
     @pytest.mark.parametrize("verb", ["gather_scatter", "gather_broadcast"])
     async def test_rank_0_cannot_answer(self, verb: str) -> None:
-        """What the callback of rank 0 raises is rank 0's error."""
+        """An error of rank 0's callback is rank 0's error."""
 
         def divide(_gathered: Sequence[bytes]) -> list[bytes]:
             raise ZeroDivisionError("the plan")
@@ -160,7 +160,7 @@ class CoordinatorFailures:
         await self._still_usable(coordinators)
 
     async def test_different_operations(self) -> None:
-        """Ranks that do different things all learn what the others do."""
+        """Ranks that do different things all learn the operations of the others."""
 
         async def body(_rank: int, agreement: Agreement) -> bytes:
             return await agreement.gather_broadcast("x", b"", concatenated)
@@ -174,7 +174,7 @@ class CoordinatorFailures:
 
     @pytest.mark.parametrize("refused", [0, 1, 2])
     async def test_a_refused_call_agrees_with_any(self, refused: int) -> None:
-        """A rank that cannot say what it would have done takes part, in a chain of ranks too, and tells its error."""
+        """A rank whose arguments were refused takes part, in a chain of ranks too, and tells its error."""
 
         async def body(rank: int, agreement: Agreement) -> bytes:
             return await agreement.gather_broadcast("begin", b"refused" if rank == refused else b"", concatenated)
@@ -274,6 +274,6 @@ class CoordinatorFailures:
 
 
 def _check_peer_error(outcome: object, rank: int, cause: str) -> None:
-    """Check that a rank was told who is to blame, and why."""
+    """Check that a rank was told the failed rank, and the cause."""
     assert type(outcome) is PeerError, outcome
     assert (outcome.rank, cause in outcome.cause) == (rank, True), outcome

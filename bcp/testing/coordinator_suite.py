@@ -1,4 +1,4 @@
-"""What every coordinator has to pass.
+"""The tests that every coordinator has to pass.
 
 ::
 
@@ -35,7 +35,7 @@ class CoordinatorSuite(CoordinatorFailures):
         """Run on asyncio."""
         return "asyncio"
 
-    # -- what works ---------------------------------------------------------------------------
+    # -- success ------------------------------------------------------------------------------
 
     async def test_ranks(self) -> None:
         """Every coordinator knows its place."""

@@ -14,7 +14,9 @@ from torch.distributed import HashStore
 
 import bcp
 from bcp.backends import MemoryBackend
-from bcp.coordinators import SoloCoordinator, StoreCoordinator, memory_coordinators
+from bcp.coordinators import GrpcCoordinator, SoloCoordinator, memory_coordinators
+from bcp.coordinators.tree.coordinator import FANOUT
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import Coordinator
 
@@ -74,7 +76,10 @@ async def test_ranks_that_save_with_different_options_are_told_so(tmp_path: Path
 @pytest.mark.anyio
 async def test_ranks_that_disagree_on_how_many_they_are(tmp_path: Path) -> None:
     store = HashStore()
-    ranks: list[Coordinator] = [StoreCoordinator(store, 0, 2), StoreCoordinator(store, 1, 3)]
+    ranks: list[Coordinator] = [
+        GrpcCoordinator(rank, size, StoreRendezvous(store, "tree", rank, size, FANOUT))
+        for rank, size in ((0, 2), (1, 3))
+    ]
     for error in await outcomes(ranks, saver(tmp_path, timeout=QUICKLY)):
         assert isinstance(error, (bcp.InputError, bcp.PeerError)), error
         assert "2" in str(error)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake"
-from logs import captured_logs
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import bcp.coordinators
-from bcp.coordinators import GrpcCoordinator, SoloCoordinator, StoreCoordinator, coordinator, memory_coordinators
+from bcp.coordinators import GrpcCoordinator, SoloCoordinator, coordinator, memory_coordinators
 from bcp.coordinators.hosts import private_connection, reconnected
 from bcp.coordinators.messages import LEFT, Heartbeats
+from bcp.coordinators.tree.coordinator import FANOUT
 from bcp.coordinators.tree.operation_state import FailureDetector
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
@@ -34,21 +34,12 @@ def server() -> TCPStore:
     return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
-class TestTCPStore(CoordinatorSuite):
-    """One private connection a rank, as in a job."""
-
-    @pytest.fixture(autouse=True)
-    def _job(self, server: TCPStore, request: pytest.FixtureRequest) -> None:
-        self.store = PrefixStore(request.node.name, server)
-
-    def coordinators(self, world_size: int) -> Sequence[Coordinator]:
-        return [StoreCoordinator(private_connection(self.store), rank, world_size) for rank in range(world_size)]
-
-
 @pytest.mark.anyio
 async def test_file_store(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    coordinators = [StoreCoordinator(FileStore(path, 2), rank, 2) for rank in range(2)]
+    coordinators = [
+        GrpcCoordinator(rank, 2, StoreRendezvous(FileStore(path, 2), "tree", rank, 2, FANOUT)) for rank in range(2)
+    ]
     assert await run_ranks(coordinators, answer) == [b"01", b"01"]
     assert await run_ranks(coordinators, answer) == [b"01", b"01"]
 
@@ -62,29 +53,6 @@ async def answer(rank: int, agreement: Agreement) -> bytes:
     return await agreement.gather_broadcast("commit", b"%d" % rank, join)
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("failing", [None, 0, 1])
-async def test_no_key_stays_in_the_store(failing: int | None) -> None:
-    store = HashStore()
-    coordinators = [StoreCoordinator(store, rank, 2) for rank in range(2)]
-
-    async def body(rank: int, agreement: Agreement) -> None:
-        if rank == failing:
-            raise ZeroDivisionError
-        await agreement.gather_scatter("plan", bytes(5 << 20), list)
-        if failing is None:
-            await agreement.all_to_all([b"xy", b"xy"], [bytearray(2), bytearray(2)])
-
-    await run_ranks(coordinators, body)
-    await run_ranks(coordinators, body)  # deletes what nobody has read in the first
-    await run_ranks(coordinators, _nothing)
-    assert store.num_keys() == 0
-
-
-async def _nothing(_rank: int, _agreement: Agreement) -> None:
-    return
-
-
 @pytest.mark.parametrize("connect", [private_connection, reconnected])
 def test_a_private_connection_does_not_wait_for_others(connect: object, server: TCPStore) -> None:
     assert callable(connect)
@@ -96,11 +64,6 @@ def test_a_private_connection_does_not_wait_for_others(connect: object, server: 
     assert waiting.is_alive()
     reconnected(server).set(connect.__name__, "")
     waiting.join()
-
-
-def test_rank_has_to_be_in_the_world() -> None:
-    with pytest.raises(InputError, match="rank 2 is not one of"):
-        StoreCoordinator(HashStore(), 2, 2)
 
 
 def test_a_fork_cannot_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,29 +86,6 @@ async def test_solo() -> None:
     with pytest.raises(ZeroDivisionError):
         async with SoloCoordinator().begin("save", 1.0):
             raise ZeroDivisionError
-
-
-def hide_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process be one without grpcio."""
-    for name in [name for name in sys.modules if name.startswith("bcp.coordinators.")]:
-        if getattr(sys.modules[name], "grpc", None) is not None or name.endswith("tree.coordinator"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "grpc", None)
-
-
-def test_without_grpc_the_ranks_agree_over_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_grpc(monkeypatch)
-    dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
-    try:
-        with captured_logs() as logs:
-            assert isinstance(coordinator(), StoreCoordinator)
-    finally:
-        dist.destroy_process_group()
-    assert [entry["log_level"] for entry in logs] == ["warning"]
-    assert "grpcio cannot be imported" in logs[0]["event"]
-    assert "grpc" in logs[0]["error"]
-    with pytest.raises(ImportError):
-        bcp.coordinators.GrpcCoordinator  # noqa: B018 -- importing it is the test
 
 
 def test_the_package_has_no_other_names() -> None:
@@ -173,25 +113,20 @@ def test_a_launcher_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError, match=r"WORLD_SIZE=8.*init_process_group.*SoloCoordinator"):
         coordinator()
     with pytest.raises(InputError, match="init_process_group"):
-        StoreCoordinator.over()
+        GrpcCoordinator.over()
 
 
-@pytest.mark.parametrize("kind", [GrpcCoordinator, StoreCoordinator])
-def test_one_coordinator_for_each_process_group(
-    kind: type[GrpcCoordinator | StoreCoordinator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind is StoreCoordinator:
-        hide_grpc(monkeypatch)
+def test_one_coordinator_for_each_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for _ in range(2):
         dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
         try:
             first = coordinator()
             assert coordinator() is first
-            assert isinstance(first, kind)
+            assert isinstance(first, GrpcCoordinator)
             assert (first.rank, first.world_size) == (1, 2)
             seen.append(first)
-            assert repr(kind.over()) != repr(first)  # no key in common
+            assert repr(GrpcCoordinator.over()) != repr(first)  # no key in common
         finally:
             dist.destroy_process_group()
     assert seen[0] is not seen[1]
@@ -202,38 +137,38 @@ def test_one_coordinator_for_each_process_group(
 # -- who is alive ----------------------------------------------------------------------------
 
 
-def test_liveness_blames_the_one_that_is_silent_longest() -> None:
-    liveness = Heartbeats([1, 2, 3], now=100.0)
-    assert liveness.lost(5.0, now=105.0) is None
-    liveness.note(1, b"1", now=103.0)
-    liveness.note(2, b"1", now=101.0)
-    assert liveness.lost(5.0, now=106.0) == (3, 6.0, False)
-    liveness.note(3, b"1", now=106.0)
-    liveness.note(1, b"1", now=107.0)  # the same sign again is no sign
-    assert liveness.lost(5.0, now=107.0) == (2, 6.0, True)
-    liveness.note(2, LEFT, now=107.0)
-    assert liveness.lost(5.0, now=107.5) is None
-    assert liveness.lost(5.0, now=108.5) == (1, 5.5, True)
-    assert (liveness.left, liveness.watched) == ({2}, [1, 3])
+def test_heartbeats_name_the_rank_that_is_silent_longest() -> None:
+    heartbeats = Heartbeats([1, 2, 3], now=100.0)
+    assert heartbeats.lost(5.0, now=105.0) is None
+    heartbeats.note(1, b"1", now=103.0)
+    heartbeats.note(2, b"1", now=101.0)
+    assert heartbeats.lost(5.0, now=106.0) == (3, 6.0, False)
+    heartbeats.note(3, b"1", now=106.0)
+    heartbeats.note(1, b"1", now=107.0)  # the same sign again is no sign
+    assert heartbeats.lost(5.0, now=107.0) == (2, 6.0, True)
+    heartbeats.note(2, LEFT, now=107.0)
+    assert heartbeats.lost(5.0, now=107.5) is None
+    assert heartbeats.lost(5.0, now=108.5) == (1, 5.5, True)
+    assert heartbeats.left == {2}
 
 
-def test_a_watcher_that_slept_blames_nobody() -> None:
-    liveness = Heartbeats([1], now=0.0)
-    liveness.note(1, b"1", now=1.0)
-    liveness.note(1, b"99", now=1000.0)  # the first look after a long sleep
-    assert liveness.lost(5.0, now=1000.0) is None
+def test_a_watcher_that_slept_names_nobody() -> None:
+    heartbeats = Heartbeats([1], now=0.0)
+    heartbeats.note(1, b"1", now=1.0)
+    heartbeats.note(1, b"99", now=1000.0)  # the first look after a long sleep
+    assert heartbeats.lost(5.0, now=1000.0) is None
 
 
-def test_a_vigil_does_not_count_the_seconds_of_its_own_sleep() -> None:
-    vigil = FailureDetector(timeout=5.0, pause=1.0, now=100.0)
-    vigil.watch([1, 2])
-    vigil.note(1)
-    assert vigil.look(now=101.0) is None
-    assert vigil.look(now=1000.0) is None  # asleep for 899 s, of which 2 count
-    assert vigil.awake == 3.0
-    vigil.note(2)
+def test_a_failure_detector_does_not_count_the_seconds_of_its_own_sleep() -> None:
+    detector = FailureDetector(timeout=5.0, pause=1.0, now=100.0)
+    detector.watch([1, 2])
+    detector.note(1)
+    assert detector.look(now=101.0) is None
+    assert detector.look(now=1000.0) is None  # asleep for 899 s, of which 2 count
+    assert detector.awake == 3.0
+    detector.note(2)
     for second in (1001.0, 1002.0):
-        assert vigil.look(now=second) is None
-    assert vigil.look(now=1003.0) == (1, 6.0, True)
-    vigil.leave(1)
-    assert vigil.look(now=1004.0) is None
+        assert detector.look(now=second) is None
+    assert detector.look(now=1003.0) == (1, 6.0, True)
+    detector.leave(1)
+    assert detector.look(now=1004.0) is None

@@ -26,7 +26,7 @@ async def elsewhere(hosts: Sequence[str]) -> list[list[int]]:
 
     found = []
     for rank, host in enumerate(hosts):
-        exchange = Exchange(SimpleNamespace(rank=rank, network=host), card_of, blame=None)  # type: ignore[arg-type]  # as much of a mesh as is asked for
+        exchange = Exchange(SimpleNamespace(rank=rank, network=host), card_of, report_peer_failure=None)  # type: ignore[arg-type]  # as much of a mesh as is asked for
         found.append(await exchange._elsewhere(len(hosts)))
     return found
 

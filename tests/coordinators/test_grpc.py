@@ -432,7 +432,7 @@ async def test_operations_that_a_rank_has_not_begun_take_bounded_memory() -> Non
             node.receive(1, Frame(Kind.JOIN, number, body=b"what").pack())
 
     await on_its_loop(coordinators[0], receive())
-    assert len(node._rounds) <= 1024
+    assert len(node._operations) <= 1024
 
 
 async def test_an_operation_that_nobody_else_begins_ends_for_all_who_come_later() -> None:

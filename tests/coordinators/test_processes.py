@@ -41,35 +41,34 @@ if at_once:
 """
 
 
-def run_killed(tmp_path: Path, job: Callable[..., None], kind: str, victim: int) -> dict[int, Any]:
+def run_killed(tmp_path: Path, job: Callable[..., None], victim: int) -> dict[int, Any]:
     """Run four ranks, of which one is killed; return what each of the others wrote down."""
     server = meeting_place()
-    codes = ended(started(killed_agreement.SIZE, job, server.port, kind, victim, tmp_path), 120)
+    codes = ended(started(killed_agreement.SIZE, job, server.port, victim, tmp_path), 120)
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_agreement.SIZE)]
     others = set(range(killed_agreement.SIZE)) - {victim}
     return {rank: json.loads((tmp_path / str(rank)).read_text()) for rank in others}
 
 
 @pytest.mark.parametrize(
-    ("kind", "victim", "cause"),
+    ("victim", "cause"),
     [
-        ("store", 2, "no sign of life"),
-        ("grpc", 2, "the connection to rank 2 (host "),
-        ("grpc", 0, "the connection to rank 0 (host "),
+        (2, "the connection to rank 2 (host "),
+        (0, "the connection to rank 0 (host "),
     ],
 )
-def test_a_killed_rank(tmp_path: Path, kind: str, victim: int, cause: str) -> None:
-    for said in run_killed(tmp_path, killed_agreement.within, kind, victim).values():
+def test_a_killed_rank(tmp_path: Path, victim: int, cause: str) -> None:
+    for said in run_killed(tmp_path, killed_agreement.within, victim).values():
         together, exchanged, (error, blamed, message), seconds = said
         assert (together, exchanged) == ("0123", "00010203")
         assert (error, blamed) == ("PeerError", victim), message
         assert cause in message
-        assert seconds < (30 if kind == "store" else 10)
+        assert seconds < 10
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_rank_that_died_between_operations_is_not_waited_for(tmp_path: Path, victim: int) -> None:
-    for second, third in run_killed(tmp_path, killed_agreement.between, "grpc", victim).values():
+    for second, third in run_killed(tmp_path, killed_agreement.between, victim).values():
         for error, blamed, message in (second, third):
             assert (error, blamed) == ("PeerError", victim), message
             assert f"the connection to rank {victim} (host " in message

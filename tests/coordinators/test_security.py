@@ -253,13 +253,13 @@ async def sent(ranks: Sequence[Mesh], data: bytes, *, sender: int = 0) -> Any:
     nothing = memoryview(b"")
 
     def exchange(mesh: Mesh) -> Exchange:
-        return Exchange(mesh, card_of, blame)
+        return Exchange(mesh, card_of, report_peer_failure)
 
     async def card_of(rank: int) -> Card:
         card: Card = json.loads(ranks[rank].card)
         return card
 
-    async def blame(rank: int, cause: str, *, sure: bool) -> Exception:
+    async def report_peer_failure(rank: int, cause: str, *, sure: bool) -> Exception:
         del sure
         return PeerError(rank, cause)
 

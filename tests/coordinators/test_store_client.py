@@ -19,7 +19,7 @@ from ranks import ended, started
 from torch.distributed import DistNetworkError, DistStoreError, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import bcp
-from bcp.coordinators import GrpcCoordinator, StoreCoordinator
+from bcp.coordinators import GrpcCoordinator
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import InputError, PeerError
 
@@ -175,7 +175,7 @@ def join_by_file(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder / 'meeting'}")
     for number in range(2):
         bcp.save(folder / str(number), {"extra_states": {"rank": rank}})
-    bcp.save(folder / "2", {"extra_states": {"rank": rank}}, coordinator=StoreCoordinator.over())
+    bcp.save(folder / "2", {"extra_states": {"rank": rank}}, coordinator=GrpcCoordinator.over())
     loaded: dict[str, int] = {}
     bcp.load(folder / "2", {"extra_states": loaded})
     assert loaded == {"rank": rank}
@@ -188,33 +188,28 @@ def test_ranks_that_meet_in_a_file_and_go_on_without_a_group(tmp_path: Path) -> 
     assert ended(started(2, join_by_file, tmp_path), 60) == [0, 0]
 
 
-@pytest.mark.parametrize("kind", [GrpcCoordinator, StoreCoordinator])
-def test_a_group_that_was_destroyed_is_refused(kind: type[GrpcCoordinator | StoreCoordinator]) -> None:
+def test_a_group_that_was_destroyed_is_refused() -> None:
     dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
     try:
         group, other = dist.new_group([0, 1]), dist.new_group([0])
         dist.destroy_process_group(group)
         with pytest.raises(InputError, match="was destroyed, or never was a process group; pass one in use"):
-            kind.over(group)
+            GrpcCoordinator.over(group)
         with pytest.raises(InputError, match="not a member"):
-            kind.over(other)
+            GrpcCoordinator.over(other)
     finally:
         dist.destroy_process_group()
     with pytest.raises(InputError, match="there is no process group"):
-        kind.over()
+        GrpcCoordinator.over()
 
 
-@pytest.mark.parametrize("kind", [GrpcCoordinator, StoreCoordinator])
-async def test_the_first_operation_ends_after_its_timeout(
-    kind: type[GrpcCoordinator | StoreCoordinator], hung: Hung
-) -> None:
+async def test_the_first_operation_ends_after_its_timeout(hung: Hung) -> None:
     dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
     try:
-        ranks = kind.over()
+        ranks = GrpcCoordinator.over()
     finally:
         dist.destroy_process_group()
-    client = ranks._client if isinstance(ranks, StoreCoordinator) else ranks._rendezvous._client
-    client._connect = lambda _: hung
+    ranks._rendezvous._client._connect = lambda _: hung
     with anyio.fail_after(60):
         for _ in range(2):
             with pytest.raises(PeerError, match=r"the store .* has not answered for") as caught:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import process_group
 import pytest
 from ranks import Ranks, ended, meeting_place, started
-
-from bcp.coordinators import GrpcCoordinator, StoreCoordinator
-from bcp.protocols import Coordinator
 
 pytestmark = pytest.mark.dist
 SLACK = 6.0  # seconds; two for a better cause than a closed connection, the rest for a busy machine
@@ -58,11 +54,8 @@ def test_nccl_is_refused_where_it_is_not(ranks4: Ranks, tmp_path: Path) -> None:
         assert f"exchange='nccl' needs NCCL and an accelerator on every rank; rank {rank} " in text
 
 
-@pytest.mark.parametrize("ranks", [GrpcCoordinator.over, StoreCoordinator.over])
-def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(
-    ranks4: Ranks, tmp_path: Path, ranks: Callable[[], Coordinator]
-) -> None:
-    results = ranks4.run(process_group.cancelled, tmp_path, ranks)
+def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(ranks4: Ranks, tmp_path: Path) -> None:
+    results = ranks4.run(process_group.cancelled, tmp_path)
     victim = process_group.VICTIM
     assert [said for said, _ in results] == [
         "cancelled" if rank == victim else f"PeerError {victim}" for rank in range(4)

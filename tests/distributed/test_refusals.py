@@ -23,11 +23,9 @@ def check(said: list[Said], kind: str, text: str, guilty: tuple[int, ...] = (GUI
             assert text in words
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind"), [*((entry, "grpc") for entry in ENTRIES), ("save", "store"), ("aload", "store")]
-)
-def test_bad_arguments_in_one_rank(ranks4: Ranks, tmp_path: Path, entry: str, kind: str) -> None:
-    said = ranks4.run(refusals.refused, tmp_path, entry, kind)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_bad_arguments_in_one_rank(ranks4: Ranks, tmp_path: Path, entry: str) -> None:
+    said = ranks4.run(refusals.refused, tmp_path, entry)
     assert not (tmp_path / "new").exists()
     for name in said[0]:
         check([each[name] for each in said], *BAD[name][1:])

@@ -19,21 +19,18 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "moment", "call", "number"),
+    ("size", "moment", "call", "number"),
     [
-        (2, "grpc", "first", "save", KILL),
-        (4, "grpc", "first", "asave", STOP),
-        (4, "store", "first", "save", KILL),
-        (2, "store", "first", "asave", STOP),
-        (3, "grpc", "second", "save", STOP),
-        (2, "store", "second", "save", KILL),
-        (3, "store", "second", "asave", STOP),
+        (2, "first", "save", KILL),
+        (4, "first", "asave", STOP),
+        (3, "second", "save", STOP),
+        (2, "second", "asave", KILL),
     ],
 )
 def test_every_call_ends_when_the_server_of_the_store_is_silent(
-    tmp_path: Path, size: int, kind: str, moment: str, call: str, number: signal.Signals
+    tmp_path: Path, size: int, moment: str, call: str, number: signal.Signals
 ) -> None:
-    processes = started(size, silent_store.main, size, tmp_path, kind, moment, call, number)
+    processes = started(size, silent_store.main, size, tmp_path, moment, call, number)
     codes = ended(processes[1:], 60)
     ended(processes[:1], 0.0)
     assert codes == [0] * (size - 1)
@@ -41,7 +38,7 @@ def test_every_call_ends_when_the_server_of_the_store_is_silent(
         outcomes, threads = json.loads((tmp_path / str(rank)).read_text())
         for error, blamed, text in outcomes:
             assert (error, blamed) == ("PeerError", 0), text
-            if kind == "store" or moment == "first":
+            if moment == "first":
                 port = (tmp_path / "port").read_text()
                 assert f"the store at 127.0.0.1:{port} (served as a rule by the process of rank 0)" in text
                 assert " s: " in text

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 import bcp
 from bcp._save import leader as root
-from bcp.coordinators import GrpcCoordinator, StoreCoordinator, coordinator
+from bcp.coordinators import GrpcCoordinator, coordinator
 from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.protocols import Coordinator
 from benchmarks.network import Network
@@ -36,7 +36,6 @@ from benchmarks.network import Network
 WAYS: dict[str, Callable[[], Coordinator]] = {
     "tree": coordinator,
     "chain": lambda: GrpcCoordinator.over(fanout=1),
-    "store": StoreCoordinator.over,
 }
 _chosen: dict[str, Coordinator] = {}
 PATIENT = 30.0
@@ -200,14 +199,11 @@ def test_short_outages_between_operations(network: Network, tmp_path: Path) -> N
 # -- before the first operation ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["tree", "store"])
 @pytest.mark.parametrize("host", [3, 1])
-def test_a_host_cannot_reach_the_store_in_the_first_operation(
-    network: Network, tmp_path: Path, host: int, way: str
-) -> None:
+def test_a_host_cannot_reach_the_store_in_the_first_operation(network: Network, tmp_path: Path, host: int) -> None:
     with job_of(network) as job:
         network.port(host, up=False)
-        job.begin(saved, way, tmp_path / "ckpt", 1, TIMEOUT)
+        job.begin(saved, "tree", tmp_path / "ckpt", 1, TIMEOUT)
         errors = failed(job)
         if host == 3:
             assert all(errors[rank].rank == 2 for rank in (0, 1, 3)), errors
@@ -216,7 +212,7 @@ def test_a_host_cannot_reach_the_store_in_the_first_operation(
         cut_off = [2] if host == 3 else [1, 2, 3]
         assert all("store" in str(errors[rank]) for rank in cut_off), errors
         network.port(host, up=True)
-        succeed(job, way, tmp_path / "ckpt", 2)
+        succeed(job, "tree", tmp_path / "ckpt", 2)
 
 
 # -- slow links -------------------------------------------------------------------------------
@@ -400,31 +396,3 @@ def test_clocks_that_differ_by_years(network: Network, tmp_path: Path) -> None:
         data = (tmp_path / "ckpt" / METADATA_KEY).read_bytes()
         created = datetime.fromisoformat(decode_metadata(data, METADATA_KEY).commit.created)
         assert created < datetime.now(UTC) - timedelta(days=900), "rank 0's clock was right"
-
-
-# -- the store as channel ---------------------------------------------------------------------
-
-
-def test_faults_over_the_store(network: Network, tmp_path: Path) -> None:
-    with job_of(network) as job:
-        path = tmp_path / "new"
-        succeed(job, "store", tmp_path / "old", 1)
-
-        job.reach(saved, "store", path, 2, TIMEOUT, marks=tmp_path / "lost")
-        network.port(3, up=False)
-        errors = failed(job, within=2 * TIMEOUT)
-        assert all(names(errors[rank], 2) for rank in (0, 1, 3)), errors
-        network.port(3, up=True)
-        assert job.run(loaded, "store", tmp_path / "old", 1) == dict.fromkeys(range(4), True)
-        succeed(job, "store", path, 3)
-
-        in_exchange(job, "store", tmp_path / "stop")
-        network.part(3, 4)
-        errors = failed(job)
-        assert all("(host h3)" in str(error) and "(host h4)" in str(error) for error in errors.values()), errors
-        network.part(3, 4, apart=False)
-        succeed(job, "store", path, 4)
-
-        job.reach(saved, "store", path, 5, TIMEOUT, marks=tmp_path / "killed")
-        job.signal(1, signal.SIGKILL)
-        assert all(names(error, 1) for error in failed(job, (0, 2, 3)).values())

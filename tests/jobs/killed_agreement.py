@@ -13,18 +13,16 @@ import anyio
 from ranks import HOST
 from torch import distributed as dist
 
-from bcp.coordinators import GrpcCoordinator, StoreCoordinator
+from bcp.coordinators import GrpcCoordinator
 
 SIZE = 4
 
-Ranks = GrpcCoordinator | StoreCoordinator
 
-
-def joined(kind: str, rank: int, port: int) -> Ranks:
+def joined(rank: int, port: int) -> GrpcCoordinator:
     """Join the group; return this rank's coordinator."""
     store = dist.TCPStore(HOST, port, None, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", rank=rank, world_size=SIZE, store=store)
-    return GrpcCoordinator.over(fanout=1) if kind == "grpc" else StoreCoordinator.over()
+    return GrpcCoordinator.over(fanout=1)
 
 
 async def join(gathered: Sequence[bytes]) -> bytes:
@@ -35,9 +33,9 @@ def outcome(error: Exception) -> list[object]:
     return [type(error).__name__, getattr(error, "rank", None), str(error)]
 
 
-def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
+def within(rank: int, port: int, victim: int, folder: Path) -> None:
     """Kill the victim in the middle of the second operation; write down what came of it."""
-    ranks = joined(kind, rank, port)
+    ranks = joined(rank, port)
 
     async def main() -> list[object]:
         async with ranks.begin("first", 60.0) as agreement:
@@ -46,7 +44,7 @@ def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
             await agreement.all_to_all([bytes([rank])] * SIZE, received)
         started, result = time.monotonic(), list[object]()
         try:
-            async with ranks.begin("second", 1.0 if kind == "store" else 60.0) as agreement:
+            async with ranks.begin("second", 60.0) as agreement:
                 await agreement.gather_broadcast("all are here", b"", join)
                 if rank == victim:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -59,9 +57,9 @@ def within(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
     os._exit(0)  # gloo waits for the dead rank otherwise
 
 
-def between(rank: int, port: int, kind: str, victim: int, folder: Path) -> None:
+def between(rank: int, port: int, victim: int, folder: Path) -> None:
     """Kill the victim between two operations; write down what came of the next two."""
-    ranks = joined(kind, rank, port)
+    ranks = joined(rank, port)
 
     async def main() -> list[object]:
         async with ranks.begin("first", 60.0) as agreement:

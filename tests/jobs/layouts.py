@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from bcp.coordinators import GrpcCoordinator
 from bcp.coordinators.hosts import private_connection
-from bcp.coordinators.store import StoreCoordinator
+from bcp.coordinators.tree.coordinator import FANOUT
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 4), (4, 1), (2, 1), (1, 3)]
 DTYPES = ["float32", "bfloat16", "float64", "int64", "uint8", "float8_e4m3fn", "complex64", "bool"]
@@ -86,10 +88,11 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Dev
 
 
 @functools.cache
-def coordinator_of(size: int) -> StoreCoordinator:
+def coordinator_of(size: int) -> GrpcCoordinator:
     """Coordinate the first ``size`` ranks."""
     store = private_connection(distributed_c10d._get_default_store())
-    return StoreCoordinator(store, dist.get_rank(), size, prefix=f"first{size}")
+    rank = dist.get_rank()
+    return GrpcCoordinator(rank, size, StoreRendezvous(store, f"first{size}", rank, size, FANOUT))
 
 
 def values(index: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

@@ -196,9 +196,9 @@ def without_nccl(path: Path) -> str:
     return "loaded"
 
 
-def cancelled(path: Path, ranks: Callable[[], Coordinator]) -> tuple[str, bool]:
+def cancelled(path: Path) -> tuple[str, bool]:
     """Cancel ``aload`` on one rank in the middle of its rounds, then load again; return what the first one said."""
-    coordinator = ranks()
+    coordinator = GrpcCoordinator.over()
     bcp.save(path, {"model": values(1500)})
     before, target = threads(), zeros(1500)
     said = anyio.run(_cancelled, path, target, coordinator)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import bcp
-from bcp.coordinators import StoreCoordinator
 
 GUILTY = 2
 TIMEOUT = 3600.0  # a rank that waits for it does not come back in time
@@ -129,17 +128,16 @@ def outcome(call: Callable[[], Any]) -> Said:
     return "nothing", None, ""
 
 
-def refused(path: Path, entry: str, kind: str) -> dict[str, Said]:
+def refused(path: Path, entry: str) -> dict[str, Said]:
     """Make a call with every kind of bad argument in one rank; in between and afterwards all ranks save."""
-    ranks = StoreCoordinator.over() if kind == "store" else None
-    bcp.save(path / "there", states(), coordinator=ranks, overwrite=True)
+    bcp.save(path / "there", states(), overwrite=True)
     said = {}
     for name in ANYWHERE if "prepare" in entry else BAD:
         arguments = good(entry, path / "there" if "load" in entry else path / "new")
         if dist.get_rank() == GUILTY:
             arguments.update(BAD[name][0]())
-        said[name] = outcome(lambda arguments=arguments: ENTRIES[entry](**arguments, coordinator=ranks))
-    bcp.save(path / "there", states(), coordinator=ranks, overwrite=True)
+        said[name] = outcome(lambda arguments=arguments: ENTRIES[entry](**arguments))
+    bcp.save(path / "there", states(), overwrite=True)
     return said
 
 

@@ -15,21 +15,19 @@ from own_store import own_store, wait_until
 from torch import distributed as dist
 
 import bcp
-from bcp.coordinators import StoreCoordinator
 
 TIMEOUT = 1.5  # seconds of silence
 JOINING_SECONDS = 60.0
 
 
-def main(rank: int, size: int, folder: Path, kind: str, moment: str, call: str, number: int) -> None:
+def main(rank: int, size: int, folder: Path, moment: str, call: str, number: int) -> None:
     """Save once or twice after rank 0 has sent itself the signal; write down what came of each save."""
     store = own_store(rank, folder)
     dist.init_process_group(
         "fake", rank=rank, world_size=size, store=dist.PrefixStore("a", dist.PrefixStore("b", store))
     )
-    ranks = StoreCoordinator.over() if kind == "store" else None
     if moment == "second":
-        bcp.save(folder / "first", states(), coordinator=ranks)
+        bcp.save(folder / "first", states())
     store.set(f"ready/{rank}", str(os.getpid()))
     if rank == 0:
         store.wait([f"ready/{other}" for other in range(size)])
@@ -37,7 +35,7 @@ def main(rank: int, size: int, folder: Path, kind: str, moment: str, call: str, 
         os._exit(1)
     server = int((folder / "server").read_text())
     wait_until(lambda: state_of(server) in "TZX")
-    outcomes = [outcome(call, folder / "second", ranks) for _ in range(2)]
+    outcomes = [outcome(call, folder / "second") for _ in range(2)]
     threads = sum(thread.name == "bcp-store" for thread in threading.enumerate())
     (folder / str(rank)).write_text(json.dumps([outcomes, threads]))
 
@@ -46,14 +44,14 @@ def states() -> dict[str, Any]:
     return {"model": {"w": torch.arange(8.0)}}
 
 
-def outcome(call: str, path: Path, ranks: Any = None) -> list[Any]:
+def outcome(call: str, path: Path) -> list[Any]:
     """Return the type, rank and text of what a save raises."""
     options = bcp.SaveOptions(timeout=TIMEOUT)
     try:
         if call == "save":
-            bcp.save(path, states(), options=options, coordinator=ranks)
+            bcp.save(path, states(), options=options)
         else:
-            anyio.run(lambda: bcp.asave(path, states(), options=options, coordinator=ranks))
+            anyio.run(lambda: bcp.asave(path, states(), options=options))
     except Exception as error:  # noqa: BLE001 -- the test looks at whatever it is
         return [type(error).__name__, getattr(error, "rank", None), str(error)]
     return ["saved", None, ""]

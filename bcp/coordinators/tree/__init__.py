@@ -1,4 +1,4 @@
-"""Agreement over a tree of gRPC streams. From below: frames, links, a node for each rank, its part in an operation.
+"""Agreement over a tree of gRPC streams: frames, links, a node for each rank, and its part in an operation.
 
-Nothing is imported here, so that what needs grpcio is imported only where it is used.
+This file imports nothing: modules that use gRPC are imported at their first use.
 """

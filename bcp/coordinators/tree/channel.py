@@ -1,4 +1,4 @@
-"""The channel of an operation over the tree: the side of the caller, on the caller's own event loop."""
+"""The channel of an operation over the tree: the caller's side, on the caller's own event loop."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from bcp.errors import InputError
 __all__ = ["GrpcChannel"]
 
 _BEAT_SECONDS = 5.0  # the longest pause between two signs of life; a tenth of the timeout where that is shorter
-_FAREWELL_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
-_BLAME_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
+_GOODBYE_SECONDS = 1.0  # how long a rank that leaves waits until what it said is on its way
+_REPORT_SECONDS = 2.0  # how long a rank whose bulk data broke waits for the tree's word on why
 
 
 class GrpcChannel:
-    """A :class:`~bcp.coordinators.operation.Channel` over this rank's node, which lives on another loop.
+    """A :class:`~bcp.coordinators.operation.Channel` over this rank's node, which runs on another loop.
 
-    Signs of life are given here: a rank whose own loop is stuck falls silent, as it should, though its node does not.
+    Signs of life come from the caller's loop: a rank whose own loop is stuck falls silent, although its node runs on.
     """
 
     def __init__(
-        self, node: Node, loop: CoordinatorLoop, number: int, hello: PeerInfo, world_size: int, timeout: float
+        self, node: Node, loop: CoordinatorLoop, number: int, info: PeerInfo, world_size: int, timeout: float
     ) -> None:
-        """Prepare; nothing is sent before :meth:`join`.
+        """Prepare the channel; nothing is sent before :meth:`join`.
 
         Args:
-            node: this rank's place in the tree.
-            loop: where the node lives.
+            node: this rank's node in the tree.
+            loop: the node's event loop.
             number: the operation's.
-            hello: who this rank is and what it is about to do.
-            world_size: how many ranks take part.
+            info: this rank, and its operation.
+            world_size: the number of ranks that take part.
             timeout: seconds that a rank may be late to join, or silent.
 
         """
-        self.verdict: Exception | None = None
+        self.error: Exception | None = None
         self._node = node
         self._loop = loop
         self._number = number
-        self._hello = hello
+        self._info = info
         self._world_size = world_size
         self._timeout = timeout
         self._beat = min(_BEAT_SECONDS, timeout / 10)
@@ -59,7 +59,7 @@ class GrpcChannel:
         self._news: asyncio.Event
 
     def __repr__(self) -> str:
-        return f"<GrpcChannel of operation {self._number}, step {self._steps}, verdict {self.verdict!r}>"
+        return f"<GrpcChannel of operation {self._number}, step {self._steps}, error {self.error!r}>"
 
     @property
     def secret(self) -> bytes:
@@ -69,7 +69,7 @@ class GrpcChannel:
     # -- coming and going ---------------------------------------------------------------------
 
     async def join(self) -> None:
-        """Begin."""
+        """Begin the operation on this rank's node."""
         self._news = asyncio.Event()
         here = asyncio.get_running_loop()
         call_soon = here.call_soon if self._loop.is_here else here.call_soon_threadsafe
@@ -78,57 +78,56 @@ class GrpcChannel:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
                 call_soon(function, *args)
 
-        part = LocalMember(
-            what=self._hello.what,
+        member = LocalMember(
+            what=self._info.what,
             timeout=self._timeout,
             beat=self._beat,
             hand_over=partial(call_here, self._take_answer),
             end=partial(call_here, self._take_end),
         )
-        self._loop.post(self._node.begin, self._number, part)
+        self._loop.post(self._node.begin, self._number, member)
 
     async def run(self, end: Callable[[], None]) -> None:
-        """Give signs of life until this rank leaves, or there is a verdict; then call ``end``."""
-        while not self._leaving and self.verdict is None:
+        """Give signs of life until this rank leaves or the operation ends; in the latter case call ``end``."""
+        while not self._leaving and self.error is None:
             with anyio.move_on_after(self._beat) as pause:
                 await self._news.wait()
             if pause.cancelled_caught:
-                self._act(lambda its: its.beat(asyncio.get_running_loop().time()))
-        if self.verdict is not None:
+                self._act(lambda state: state.beat(asyncio.get_running_loop().time()))
+        if self.error is not None:
             end()
 
-    def condemn(self, error: Exception) -> None:
-        """Let this error be the verdict, unless there is one or this rank is leaving."""
-        if self.verdict is None and not self._leaving:
-            self.verdict = error
+    def fail(self, error: Exception) -> None:
+        """End the operation here with this error, unless it has ended or this rank is leaving."""
+        if self.error is None and not self._leaving:
+            self.error = error
             self._news.set()
 
     def leave(self) -> None:
-        """Look no more; there will be no verdict after this."""
+        """Stop watching the others; no error follows."""
         self._leaving = True
         self._news.set()
 
     async def tell(self, abort: Abort) -> None:
         """Tell the others that the operation has ended."""
         with suppress(InputError):
-            self._act(lambda its: its.end(abort))
+            self._act(lambda state: state.end(abort))
 
-    async def farewell(self) -> None:
-        """Leave, and wait shortly until all that this rank has said is on its way, in case its process ends now."""
-        with suppress(InputError), anyio.move_on_after(_FAREWELL_SECONDS, shield=True):
+    async def say_goodbye(self) -> None:
+        """Leave, and wait shortly until all frames of this rank are sent: its process may end now."""
+        with suppress(InputError), anyio.move_on_after(_GOODBYE_SECONDS, shield=True):
             self._act(OperationState.leave)
             await asyncio.shield(asyncio.wrap_future(self._loop.run(self._node.flushed())))
 
     # -- steps --------------------------------------------------------------------------------
 
-    async def ask(self, verb: str, mine: bytes, *, common: bool) -> bytes:
-        """Give rank 0 what is mine, and return its answer."""
-        del common
+    async def ask(self, verb: str, mine: bytes) -> bytes:
+        """Send ``mine`` to rank 0, and return its answer."""
         _, answer = await self._give(verb, mine)
         return answer if isinstance(answer, bytes) else answer.members()[0]
 
     async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
-        """Return what every rank has given, by rank; on rank 0."""
+        """Return the number of the step, and on rank 0 the bytes of every rank, by rank."""
         number, values = await self._give(verb, mine)
         gathered = [b""] * self._world_size
         if isinstance(values, Values) and self._node.place is not None:
@@ -137,51 +136,54 @@ class GrpcChannel:
         return number, gathered
 
     async def reply(self, number: int, answer: bytes) -> None:
-        """Send one answer to all."""
+        """Send all ranks the one answer."""
         frame = Frame(Kind.DOWN, self._number, number, answer)
-        self._act(lambda its: its.reply(number, frame, None))
+        self._act(lambda state: state.reply(number, frame, None))
 
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
-        """Send an answer to each."""
+        """Send every rank its own answer."""
         order = () if self._node.place is None else self._node.place.order
         values = Values.of(answers[rank] for rank in order)
         frame = Frame(Kind.EACH, self._number, number)
-        self._act(lambda its: its.reply(number, frame, values))
+        self._act(lambda state: state.reply(number, frame, values))
 
     async def cards(self, verb: str, mine: bytes) -> CardOf:
-        """Gather the cards of all ranks and tell them all."""
-        if self._hello.rank == 0:
+        """Gather the cards of all ranks, and send them to all."""
+        if self._info.rank == 0:
             number, gathered = await self.gather(verb, mine)
             cards = gathered
             await self.reply(number, Values.of(gathered).pack())
         else:
-            cards = Values.unpack(await self.ask(verb, mine, common=True), self._world_size).members()
+            cards = Values.unpack(await self.ask(verb, mine), self._world_size).members()
 
         async def card_of(rank: int) -> bytes:
             return cards[rank]
 
         return card_of
 
-    async def blame(self, rank: int, cause: str, *, sure: bool) -> Exception:
-        """Wait shortly for the tree's word, which sets out before the sockets close but is not as fast; else blame."""
-        with anyio.move_on_after(0 if sure else _BLAME_SECONDS):
+    async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
+        """Report a peer's failure, unless the tree tells another cause soon.
+
+        The tree's word sets out before the sockets close, but is slower than these.
+        """
+        with anyio.move_on_after(0 if sure else _REPORT_SECONDS):
             await self._end()
-        self._act(lambda its: its.blame(rank, cause))
+        self._act(lambda state: state.report_peer_failure(rank, cause))
         return await self._end()
 
     async def _end(self) -> Exception:
-        """Return the verdict, once there is one."""
-        while self.verdict is None:
+        """Wait for the error that ends the operation, and return it."""
+        while self.error is None:
             await self._news.wait()
-        return self.verdict
+        return self.error
 
     async def _give(self, verb: str, mine: bytes) -> tuple[int, bytes | Values]:
-        """Take part in the next step, and return its number and what comes of it."""
+        """Take part in the next step, and return its number and its result."""
         self._steps += 1
         number = self._steps
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._act(lambda its: its.give(number, verb, bytes(mine)))
+            self._act(lambda state: state.give(number, verb, bytes(mine)))
             return number, await answer
         finally:
             del self._answers[number]
@@ -197,4 +199,4 @@ class GrpcChannel:
             future.set_result(answer)
 
     def _take_end(self, abort: Abort) -> None:
-        self.condemn(error_of(abort))
+        self.fail(error_of(abort))

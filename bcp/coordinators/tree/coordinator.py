@@ -39,12 +39,12 @@ class GrpcCoordinator:
     """A :class:`~bcp.protocols.Coordinator` over a tree; made for up to some 100,000 ranks.
 
     Every rank has one stream to its parent, which stays open. Payloads of all ranks are gathered on their way up, each
-    distinct payload once, and answers go down the same way; a rank watches its neighbours only. Nothing is sent or
-    opened before the first operation.
+    distinct payload once. Answers go down the same way. A rank watches its neighbours only. Nothing is sent or opened
+    before the first operation.
 
     Attributes:
         rank: this rank.
-        world_size: how many ranks take part.
+        world_size: the number of ranks that take part.
     """
 
     def __init__(
@@ -75,25 +75,27 @@ class GrpcCoordinator:
         fanout: int = FANOUT,
         tls: Tls | None = None,
     ) -> GrpcCoordinator:
-        """Coordinate the ranks of a process group, which meet over a private connection to the group's own store.
+        """Coordinate the ranks of a process group; they meet over a private connection to the group's own store.
 
         The group's collectives are not used. Every member has to call this equally often for one group.
 
         Args:
             group: None for the default group.
-            address: this host's, where nothing but this one is listened on; None: the one that ``BCP_ADDRESS`` names,
-                else the one at which the other hosts reach this one, else the loopback.
-            fanout: how many children a rank has, on its own host and on others; the same on all ranks.
-            tls: certificates, for a network that is not to be trusted; they cover the tree and the bulk data of loads.
-                On all ranks or on none.
+            address: the only address of this host on which to listen. None: the one that ``BCP_ADDRESS`` names, else
+                the one at which the other hosts reach this one, else the loopback.
+            fanout: the number of children of a rank, on its own host and on others; the same on all ranks.
+            tls: certificates, for an untrusted network; they cover the tree and the bulk data of loads. All ranks have
+                them, or none.
 
         Raises:
             InputError: torch.distributed is not initialised, or this rank is not a member.
 
         """
-        seat = ProcessGroupMember.of(group)
-        rendezvous = StoreRendezvous(seat.store, f"{seat.prefix}/tree", seat.rank, seat.world_size, fanout, address)
-        return cls(seat.rank, seat.world_size, rendezvous, tls)
+        member = ProcessGroupMember.of(group)
+        rendezvous = StoreRendezvous(
+            member.store, f"{member.prefix}/tree", member.rank, member.world_size, fanout, address
+        )
+        return cls(member.rank, member.world_size, rendezvous, tls)
 
     @classmethod
     def at(
@@ -112,17 +114,17 @@ class GrpcCoordinator:
             rank: this rank.
             addresses: ``"host:port"`` of every rank; this rank listens on its own, on that address only.
             token: a secret of this job, the same on all ranks, as from ``secrets.token_hex()``.
-            hosts: a name for every rank's host, where the addresses do not tell.
-            fanout: how many children a rank has, on its own host and on others; the same on all ranks.
-            tls: certificates, for a network that is not to be trusted; they cover the tree and the bulk data of loads.
-                On all ranks or on none.
+            hosts: the name of every rank's host; None: the hosts of the addresses.
+            fanout: the number of children of a rank, on its own host and on others; the same on all ranks.
+            tls: certificates, for an untrusted network; they cover the tree and the bulk data of loads. All ranks have
+                them, or none.
 
         """
         return cls(rank, len(addresses), Addresses(rank, addresses, token, fanout, hosts), tls)
 
     @classmethod
     def in_memory(cls, tree: Tree) -> list[GrpcCoordinator]:
-        """Return one for each rank of a tree, all in this process."""
+        """Return a coordinator for each rank of a tree, all in this process."""
         ranks = enumerate(MemoryRendezvous.all_of(tree))
         return [cls(rank, len(tree.parents), rendezvous) for rank, rendezvous in ranks]
 
@@ -132,12 +134,12 @@ class GrpcCoordinator:
 
     @property
     def tls(self) -> Tls | None:
-        """Certificates of the tree and of bulk data; None: there is no encryption."""
+        """The certificates of the tree and of bulk data; None: there is no encryption."""
         return self._tls
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
-        """Traffic between this rank and each neighbour in the tree; empty before the first operation."""
+        """The traffic between this rank and each neighbour in the tree; empty before the first operation."""
         return {} if self._node is None else self._node.traffic
 
     def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
@@ -150,14 +152,14 @@ class GrpcCoordinator:
         if self._closed:
             raise InputError(f"{self!r} cannot begin {what!r}: it was closed")
         node, loop = self._connect()
-        hello = PeerInfo.of(self.rank, what)
-        channel = GrpcChannel(node, loop, next(self._numbers), hello, self.world_size, timeout)
-        return Operation(channel, hello, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
+        info = PeerInfo.of(self.rank, what)
+        channel = GrpcChannel(node, loop, next(self._numbers), info, self.world_size, timeout)
+        return Operation(channel, info, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
 
     def close(self) -> None:
-        """Say goodbye to the neighbours and let go of connections; blocks, for some seconds at most. Idempotent.
+        """Say goodbye to the neighbours, and close the connections; blocks for some seconds at most. Idempotent.
 
-        It is done at the end of the process, too. Operations under way on other ranks end with an error.
+        The end of the process does the same. Operations under way on other ranks end with an error.
         """
         self._closed = True
         if self._node is not None and self._loop is not None and os.getpid() == self._pid:
@@ -165,7 +167,7 @@ class GrpcCoordinator:
                 self._loop.run(self._node.aclose()).result(_CLOSE_SECONDS)
 
     async def aclose(self) -> None:
-        """Do the same without blocking the event loop."""
+        """Close the coordinator as :meth:`close` does, without blocking the event loop."""
         self._closed = True
         if self._node is not None and self._loop is not None and os.getpid() == self._pid:
             with suppress(InputError):
@@ -191,7 +193,7 @@ class GrpcCoordinator:
 
 
 def _let_go(loop: CoordinatorLoop, node: Node) -> None:
-    """Close the node of a coordinator that nobody has any more."""
+    """Close the node of a coordinator that was collected."""
     if loop.alive:
         with suppress(InputError):
             loop.run(node.aclose())

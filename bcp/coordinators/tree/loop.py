@@ -1,14 +1,12 @@
-"""The one event loop on which all gRPC coordinators of a process talk, whatever loops their callers run on.
+"""The one event loop on which all gRPC coordinators of a process talk, separate from the loops of their callers.
 
-gRPC's asyncio side serves one loop well and several badly. It is a loop of its own, so that what callers do on theirs
-holds up nobody who waits for another rank's word.
+gRPC's asyncio side serves one loop well and several badly. A busy loop of a caller delays no word of another rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,6 +14,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from weakref import WeakSet
 
 from bcp.errors import InputError
+from bcp.runtime.event_loop import Loop
 from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["CoordinatorLoop", "current_loop"]
@@ -30,68 +29,62 @@ class Closable(Protocol):
     """Nodes that are closed when the process ends."""
 
     async def aclose(self) -> None:
-        """Let go of everything."""
+        """Close all connections and release everything."""
 
 
-class CoordinatorLoop:
-    """An event loop on a daemon thread.
+class CoordinatorLoop(Loop):
+    """The loop of all coordinators.
 
     Attributes:
-        residents: what lives on it, and is closed at exit.
+        residents: the nodes of the coordinators, which are closed at exit.
     """
 
     def __init__(self) -> None:
         self.residents: WeakSet[Closable] = WeakSet()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="bcp-coordinators", daemon=True)
-        self._thread.start()
+        super().__init__("bcp-coordinators")
 
     def __repr__(self) -> str:
-        return f"<Loop of {len(self.residents)} coordinators, {'alive' if self._thread.is_alive() else 'ended'}>"
+        return f"<Loop of {len(self.residents)} coordinators, {'alive' if self.thread.is_alive() else 'ended'}>"
 
     @property
     def alive(self) -> bool:
-        """Say whether calls get through."""
-        return self._thread.is_alive() and not self._loop.is_closed()
+        """Return whether calls get through."""
+        return self.thread.is_alive() and not self.asyncio_loop.is_closed()
 
     @property
     def is_here(self) -> bool:
-        """Say whether the caller runs on this very loop."""
-        return asyncio._get_running_loop() is self._loop  # noqa: SLF001 -- the public one raises where there is none
+        """Return whether the caller runs on this loop."""
+        return asyncio._get_running_loop() is self.asyncio_loop  # noqa: SLF001 -- the public one raises where there is none
 
     def post(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Call a function on the loop, after all that was posted earlier; from any thread."""
         try:
             if self.is_here:  # costs a tenth of waking another thread
-                self._loop.call_soon(function, *args)
+                self.asyncio_loop.call_soon(function, *args)
             else:
-                self._loop.call_soon_threadsafe(function, *args)
+                self.asyncio_loop.call_soon_threadsafe(function, *args)
         except RuntimeError as error:
             raise InputError("the process is ending: ranks can agree on nothing any more") from error
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; from any other thread."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self.asyncio_loop)
         except RuntimeError as error:
             work.close()
             raise InputError("the process is ending: ranks can agree on nothing any more") from error
 
     def close(self) -> None:
-        """Close all that lives here, then end the thread."""
+        """Close all residents, then end the thread."""
         with suppress(TimeoutError, InputError):
             self.run(self._close_residents()).result(_EXIT_SECONDS)
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_EXIT_SECONDS)
+            self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
+        self.thread.join(_EXIT_SECONDS)
 
     async def _close_residents(self) -> None:
         closing: list[Awaitable[None]] = [resident.aclose() for resident in list(self.residents)]
         await asyncio.gather(*closing, return_exceptions=True)
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop):  # leaving it cancels what is left and closes the loop
-            self._loop.run_forever()
 
 
 _lock = process_lock()
@@ -109,7 +102,7 @@ def current_loop() -> CoordinatorLoop:
 
 
 def _forget_in_child() -> None:
-    """Give a forked child a fresh start; what it has of the parent's is kept, since deleting it would use the loop."""
+    """Give a forked child a fresh start; keep its copies of the parent's objects: deleting them would use the loop."""
     global _current  # noqa: PLW0603 -- one a process
     if _current is not None:
         _inherited.extend((_current, *_current.residents))

@@ -1,9 +1,8 @@
-"""Frames of an edge of the tree, as bytes.
+"""The bytes of a frame on an edge of the tree, and of the payloads of many ranks in it.
 
 A frame is its kind, the number of the operation, the number of the step, and a body that depends on the kind. Numbers
-are varints (7 bits a byte, the lowest first), so that most frames are 3 bytes and their body.
-
-Payloads of many ranks, with each distinct value once: the form in which they go up and down the tree.
+are varints (7 bits a byte, the lowest first), so that most frames are 3 bytes and their body. Payloads of many ranks
+have each distinct value once.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """A sequence of byte strings of which many are equal.
+    """A sequence of byte strings, many of them equal.
 
-    On the wire they are the number of distinct values, their lengths, their bytes, and for each member of the sequence
-    an index of 1, 2 or 4 bytes; none if all are equal. How many members there are is not written: it is known.
+    The wire has the number of distinct values, their lengths, and their bytes. An index of 1, 2 or 4 bytes for each
+    member follows, unless all are equal. The number of members is known, and not written.
 
     Attributes:
         distinct: the values, in the order of their first appearance.
@@ -56,14 +55,14 @@ class Values:
 
     @classmethod
     def of(cls, members: Iterable[bytes]) -> Values:
-        """Find the distinct values."""
+        """Return the sequence of these members."""
         known: dict[bytes, int] = {}
         which = [known.setdefault(member, len(known)) for member in members]
         return cls(tuple(known), np.array(which, np.uint32))
 
     @classmethod
     def joined(cls, pieces: Sequence[Values]) -> Values:
-        """Put sequences one behind the other. Costs no Python step for a member, only for a distinct value."""
+        """Concatenate sequences. A Python step is spent on each distinct value, none on a member."""
         known: dict[bytes, int] = {}
         which = []
         for piece in pieces:
@@ -81,7 +80,7 @@ class Values:
         return [self.distinct[index] for index in self.which.tolist()]
 
     def pack(self) -> bytes:
-        """Return its bytes."""
+        """Return the bytes of the sequence."""
         lengths = b"".join(pack_number(len(value)) for value in self.distinct)
         which = self.which.astype(_width(len(self.distinct))).tobytes() if len(self.distinct) > 1 else b""
         return b"".join((pack_number(len(self.distinct)), lengths, *self.distinct, which))
@@ -135,17 +134,17 @@ _LONGEST_NUMBER = 9  # bytes: 63 bits
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame, or one that makes no sense: the other side is damaged, or is not what it says it is."""
+    """Bytes that are no frame, or an impossible frame: the other side is damaged, or an impostor."""
 
 
 class Kind(IntEnum):
     """The meaning of a frame.
 
     Attributes:
-        JOIN: this rank has begun the operation; body: a digest of what it is doing.
+        JOIN: this rank has begun the operation; body: a digest of the operation's name.
         BEAT: a sign of life.
-        LEFT: this rank has left the operation in peace, and all that it had to say has been said.
-        UP: what the ranks of a subtree give in a step; body: a digest of the step's verb, and Values.
+        LEFT: this rank has left the operation in peace, after all its other frames.
+        UP: the payloads of the ranks of a subtree in a step; body: a digest of the step's verb, and Values.
         DOWN: the answer to a step, the same for all.
         EACH: the answers to a step, for the ranks of a subtree; body: Values.
         SAY: this rank's own words for the step, for one that differs; step 0 is the operation.
@@ -181,7 +180,7 @@ class Frame:
     body: bytes = b""
 
     def pack(self) -> bytes:
-        """Return its bytes."""
+        """Return the bytes of the frame."""
         return b"".join((bytes((self.kind,)), pack_number(self.operation), pack_number(self.step), self.body))
 
     @classmethod
@@ -205,9 +204,9 @@ def pieces_of(frame: bytes) -> Iterator[bytes]:
 
 
 def joined(message: bytes, begun: list[bytes]) -> bytes | None:
-    """Return the frame that is complete with a message; ``begun`` are the pieces so far, and one more afterwards.
+    """Return the frame that a message completes, else None after adding the message to ``begun``, the pieces so far.
 
-    A frame that begins ends one that is not complete: its sender has dropped the rest.
+    A frame that begins ends an incomplete one: its sender has dropped the rest.
     """
     kind = message[0] if message else None
     if kind not in (_PIECE, _LAST):
@@ -222,7 +221,7 @@ def joined(message: bytes, begun: list[bytes]) -> bytes | None:
 
 
 def digest_of(text: str) -> bytes:
-    """Return what is sent in place of a text that is expected to be the same everywhere."""
+    """Return the digest that is sent in place of a text that should be the same everywhere."""
     return xxh3_64_digest(bytes_of(text))[:DIGEST_BYTES]
 
 
@@ -237,7 +236,7 @@ def pack_number(number: int) -> bytes:
 
 
 def unpack_number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a place, and the place behind it. Raises :class:`FrameError`."""
+    """Return the number at a position, and the position behind it. Raises :class:`FrameError`."""
     number = 0
     for position in range(at, min(at + _LONGEST_NUMBER, len(data))):
         number |= (data[position] & 0x7F) << 7 * (position - at)
@@ -247,21 +246,21 @@ def unpack_number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def body_of_abort(abort: Abort) -> bytes:
-    """Write down why an operation ended."""
+    """Return the body of an ABORT frame."""
     return bytes((abort.disagreement,)) + pack_number(abort.rank) + bytes_of(abort.message)
 
 
 def abort_of(body: bytes) -> Abort:
-    """Read why an operation ended. Raises :class:`FrameError`."""
+    """Read the body of an ABORT frame. Raises :class:`FrameError`."""
     rank, at = unpack_number(body, 1)
     return Abort(rank, text_of(body[at:]), disagreement=bool(body[0]))
 
 
 def bytes_of(text: str) -> bytes:
-    """Write a text; file names in it may be no Unicode."""
+    """Encode a text; file names in it may be no Unicode."""
     return text.encode(errors="backslashreplace")
 
 
 def text_of(body: bytes) -> str:
-    """Read a text; what is no UTF-8 is shown as such, since it is for people only."""
+    """Decode a text for people; bytes that are no UTF-8 are escaped."""
     return body.decode(errors="backslashreplace")

@@ -28,26 +28,26 @@ _STRANGER_SECONDS = (
     1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
 )
 _BACK_SECONDS = 10.0  # how long a neighbour whose connection broke has to come back; it dials again at once
-_MOST_ROUNDS = 1024  # operations that are kept for a rank that has not begun them
+_MOST_OPERATIONS = 1024  # operations that are kept for a rank that has not begun them
 
 
 class Node:
-    """Passes on what its subtree says, whether or not its own rank takes part just then.
+    """Passes on the frames of its subtree, whether or not its own rank takes part just then.
 
     Everything here runs on the coordinators' loop, so there are no locks. Connections are made when the first operation
-    begins, and made anew when one begins after they broke.
+    begins. A broken one is made again when the next operation begins.
     """
 
-    def __init__(self, hello: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
-        self.rank = hello.rank
+    def __init__(self, info: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
+        self.rank = info.rank
         self.place: Place | None = None
         self.secret = b""  # the job's token, known with the place
-        self._hello = hello
+        self._info = info
         self._rendezvous = rendezvous
         self._tls = tls
         self._name = secrets.token_hex(8)
         self._links: dict[int, Link] = {}
-        self._rounds: dict[int, OperationState] = {}
+        self._operations: dict[int, OperationState] = {}
         self._next = 0
         self._over: set[int] = set()
         self._all_over = 0  # every operation below this number is over
@@ -60,7 +60,7 @@ class Node:
 
     def __repr__(self) -> str:
         up = sum(link.connection is not None for link in self._links.values())
-        return f"<Node of {self._hello}: {up} of {len(self._links)} edges up, {len(self._rounds)} operations>"
+        return f"<Node of {self._info}: {up} of {len(self._links)} edges up, {len(self._operations)} operations>"
 
     @property
     def traffic(self) -> Mapping[int, Traffic]:
@@ -69,53 +69,53 @@ class Node:
 
     # -- this node's own rank -----------------------------------------------------------------
 
-    def begin(self, number: int, part: LocalMember) -> None:
+    def begin(self, number: int, member: LocalMember) -> None:
         """Let this node's rank begin an operation."""
         if self._closing is not None:
-            part.end(Abort(self.rank, f"the coordinator of {self._hello} was closed"))
+            member.end(Abort(self.rank, f"the coordinator of {self._info} was closed"))
             return
         self._next = max(self._next, number + 1)
         for link in self._links.values():
             if link.given_up:
-                self._await(link, min(_BACK_SECONDS, part.timeout), link.given_up)
+                self._await(link, min(_BACK_SECONDS, member.timeout), link.given_up)
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive(), name=f"bcp coordinator of rank {self.rank}")
         now = asyncio.get_running_loop().time()
-        self.act(number, lambda its: its.begin(part, now))
+        self.act(number, lambda state: state.begin(member, now))
 
     def act(self, number: int, action: Callable[[OperationState], None]) -> None:
-        """Do something with an operation; an error there ends it."""
-        its = self._rounds.get(number)
-        if its is None:
+        """Apply ``action`` to an operation; an error of it ends the operation."""
+        state = self._operations.get(number)
+        if state is None:
             if self._is_over(number):
                 return
-            its = self._rounds[number] = OperationState(number, self)
+            state = self._operations[number] = OperationState(number, self)
         try:
-            action(its)
+            action(state)
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it
-            its.end(Abort(self.rank, f"{self._hello}: {describe(error)}"))
-        self._tidy(its)
+            state.end(Abort(self.rank, f"{self._info}: {describe(error)}"))
+        self._tidy(state)
 
     async def placed(self) -> None:
         """Return once this node has its place in the tree."""
         await self._placed.wait()
 
     async def flushed(self) -> None:
-        """Return once all that was sent has been handed to the transport, where there is a connection."""
+        """Wait until the transport has all sent frames of the neighbours with a connection."""
         for link in list(self._links.values()):
             await link.flushed()
 
     async def aclose(self) -> None:
-        """Say goodbye to the neighbours, wait shortly until they have read all, and let go of everything."""
+        """Say goodbye to the neighbours, wait shortly until they have read all, and close everything."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"bcp coordinator of rank {self.rank} closes")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        abort = Abort(self.rank, f"the coordinator of {self._hello} was closed")
-        for its in list(self._rounds.values()):
-            if its.part is not None and not its.left:
-                its.end(abort)
+        abort = Abort(self.rank, f"the coordinator of {self._info} was closed")
+        for state in list(self._operations.values()):
+            if state.member is not None and not state.left:
+                state.end(abort)
         with suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_SECONDS):
                 await asyncio.gather(*map(self._part_from, self._links.values()))
@@ -127,17 +127,17 @@ class Node:
             await self._server.aclose()
 
     async def _part_from(self, link: Link) -> None:
-        """Return when a neighbour has read all; one that has still to connect may have to hear why there is no need."""
+        """Wait until a neighbour has read all; one that has still to connect may have to hear of an abort."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_STRANGER_SECONDS):
-                while link.hello is None and not link.empty:
+                while link.peer is None and not link.empty:
                     await link.changed()
         if link.connection is not None:
             link.send(0, Frame(Kind.BYE).pack())
         while link.connection is not None:
             await link.changed()
 
-    # -- what a round needs -------------------------------------------------------------------
+    # -- for the operations -------------------------------------------------------------------
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a neighbour a frame."""
@@ -152,23 +152,23 @@ class Node:
         link.send(frame.operation, frame.pack())
 
     def name(self, rank: int) -> str:
-        """Name a rank, with host and process where they are known."""
+        """Return a rank's name, with host and process if they are known."""
         return str(self._links.get(rank, f"rank {rank}"))
 
     def connected(self, rank: int) -> bool:
-        """Say whether there is a connection to a neighbour."""
+        """Return whether there is a connection to a neighbour."""
         return self._links[rank].connection is not None
 
     def trouble(self, rank: int) -> str:
-        """Say why there is none, as the end of a message; or nothing."""
+        """Return the reason why a rank has no connection, as the end of a message; may be empty."""
         return self._links[rank].trouble if rank in self._links else ""
 
     def absent(self) -> int | None:
-        """Return a rank for which the tree waits."""
+        """Return a rank that has not come and for which the tree waits, if one is known."""
         return self._rendezvous.absent()
 
     def silence(self, seconds: float) -> str:
-        """Say that the way to ranks without a connection is silent, as a cause; or nothing."""
+        """Return the cause if the way to ranks without a connection was silent for ``seconds``, else an empty text."""
         return self._rendezvous.silence(seconds)
 
     def announce(self, number: int, abort: Abort) -> None:
@@ -184,11 +184,11 @@ class Node:
     # -- the neighbours -----------------------------------------------------------------------
 
     def receive(self, rank: int, data: bytes) -> bool:
-        """Take a neighbour's frame; say whether there will be more. Raises :class:`FrameError`."""
+        """Take a neighbour's frame; return False after its last one. Raises :class:`FrameError`."""
         whole = self._links[rank].received(data)
         if whole is None:
-            for its in self._rounds.values():
-                its.sign(rank)
+            for state in self._operations.values():
+                state.sign(rank)
             return True
         frame = Frame.unpack(whole)
         if frame.kind is Kind.BYE:
@@ -198,21 +198,21 @@ class Node:
             if frame.kind in (Kind.JOIN, Kind.UP):
                 self.send(rank, Frame(Kind.OLD, number, body=pack_number(self._next)))
             return True
-        known = self._rounds.get(number)
+        known = self._operations.get(number)
         if known is None:
             if frame.kind is Kind.OLD:
                 return True
-            if len(self._rounds) >= _MOST_ROUNDS:
-                abort = Abort(self.rank, f"{self._hello} is {len(self._rounds)} operations behind rank {rank}")
+            if len(self._operations) >= _MOST_OPERATIONS:
+                abort = Abort(self.rank, f"{self._info} is {len(self._operations)} operations behind rank {rank}")
                 self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
                 return True
-            known = self._rounds[number] = OperationState(number, self)
+            known = self._operations[number] = OperationState(number, self)
         known.take(rank, frame)
         self._tidy(known)
         return True
 
     def lost(self, rank: int, connection: object, reason: str | None) -> None:
-        """Take note that a connection has ended; the end of the operations under way, too."""
+        """Record that a connection has ended, and end the operations under way."""
         link = self._links[rank]
         if link.connection is not connection:
             return
@@ -226,20 +226,20 @@ class Node:
         self._lose(rank, cause)
 
     def _await(self, link: Link, seconds: float, cause: str) -> None:
-        """Give a neighbour some time to come back, or to be reached again where the network was down for long."""
+        """Give a neighbour some time to come back, or to be reached again after a long outage."""
         link.awaited = broke = object()
         asyncio.get_running_loop().call_later(seconds, self._give_up, link, broke, cause)
 
     def _give_up(self, link: Link, broke: object, cause: str) -> None:
-        """Take a neighbour to be dead that has not come back: it died between two operations."""
+        """Declare a neighbour dead that has not come back: it died between two operations."""
         if link.awaited is broke and self._closing is None:
             link.awaited, link.given_up = None, cause
             self._lose(link.rank, cause)
 
     def _lose(self, rank: int, cause: str) -> None:
-        for its in list(self._rounds.values()):
-            its.lose(rank, cause)
-            self._tidy(its)
+        for state in list(self._operations.values()):
+            state.lose(rank, cause)
+            self._tidy(state)
 
     @property
     def _parent(self) -> int | None:
@@ -250,23 +250,23 @@ class Node:
     def _is_over(self, number: int) -> bool:
         return number < self._all_over or number in self._over
 
-    def _tidy(self, its: OperationState) -> None:
-        """Forget an operation that is over everywhere around."""
-        if its.over and self._rounds.pop(its.number, None) is not None:
-            self._over.add(its.number)
+    def _tidy(self, state: OperationState) -> None:
+        """Forget an operation that is over on this rank and its neighbours."""
+        if state.over and self._operations.pop(state.number, None) is not None:
+            self._over.add(state.number)
             while self._all_over in self._over:
                 self._over.remove(self._all_over)
                 self._all_over += 1
 
     def _end_all(self, abort: Abort) -> None:
         """End all operations that this node's rank has begun."""
-        for its in list(self._rounds.values()):
-            if its.part is not None:
-                its.end(abort)
+        for state in list(self._operations.values()):
+            if state.member is not None:
+                state.end(abort)
 
     def _heard(self, number: int, abort: Abort) -> None:
         if not self._is_over(number):
-            self._rounds.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
+            self._operations.setdefault(number, OperationState(number, self)).end(abort, source=abort.rank)
 
     # -- connections --------------------------------------------------------------------------
 
@@ -289,26 +289,26 @@ class Node:
             self._end_all(Abort(self.rank, str(error), disagreement=True))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
             self._driver = None
-            self._end_all(Abort(self.rank, f"{self._hello}: {describe(error)}"))
+            self._end_all(Abort(self.rank, f"{self._info}: {describe(error)}"))
 
     def _take_place(self, place: Place, hosts: Mapping[int, str]) -> None:
-        """Become a part of the tree; what was said before is said now."""
+        """Become a part of the tree, and send all that waited for this."""
         self._links = {rank: Link(rank, hosts.get(rank, "")) for rank in place.neighbours}
         self.place = place
         self._placed.set()
-        for its in list(self._rounds.values()):
-            its.resume()
-            self._tidy(its)
+        for state in list(self._operations.values()):
+            state.resume()
+            self._tidy(state)
 
     async def _serve(self, invitation: Invitation) -> None:
-        """Start to listen, and tell the children where."""
-        server = Server(self._hello, invitation, self._links, receive=self.receive, lost=self.lost)
+        """Start to listen, and publish the address for the children."""
+        server = Server(self._info, invitation, self._links, receive=self.receive, lost=self.lost)
         port = await server.start(await in_thread(self._rendezvous.bind_address), self._tls)
         self._server = server
         await self._rendezvous.publish(port, "" if self._tls else server.door)
 
     async def _stay_connected(self, link: Link, invitation: Invitation) -> None:
-        """Connect to the parent whenever there is something to tell it, and at once where the connection broke."""
+        """Connect to the parent whenever there is a frame for it, and at once after the connection broke."""
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         while True:
             while link.empty and link.awaited is None and not link.given_up:
@@ -320,7 +320,7 @@ class Node:
                 connected = await dial(
                     address,
                     self._tls,
-                    self._hello,
+                    self._info,
                     credentials,
                     invitation.token,
                     link,

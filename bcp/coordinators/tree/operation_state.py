@@ -1,7 +1,4 @@
-"""One rank's node in one operation: what it passes on, and who it watches. No I/O: frames in, frames out.
-
-One rank's watch over its neighbours in one operation.
-"""
+"""One rank's node in one operation: its frames, and its watch over the neighbours. There is no I/O."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ __all__ = ["FailureDetector", "OperationState"]
 class FailureDetector:
     """Signs of life, counted on a clock that stands still while this rank itself sleeps.
 
-    A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up:
-    it must not judge by the time that it has missed.
+    A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up.
+    So the time that it missed does not count.
 
     Attributes:
         awake: seconds that this rank has been awake since it began.
@@ -43,157 +40,159 @@ class FailureDetector:
         self._pause = pause
         self._looked = now
         self._signs = 0
-        self._liveness = Heartbeats((), 0.0)
+        self._heartbeats = Heartbeats((), 0.0)
 
     def __repr__(self) -> str:
-        return f"<Vigil for {self.awake:.1f} s, {self._liveness!r}>"
+        return f"<FailureDetector for {self.awake:.1f} s, {self._heartbeats!r}>"
 
     def watch(self, neighbours: Iterable[int]) -> None:
-        """Watch these ranks from now on; they are late if they give no sign within the timeout."""
-        self._liveness = Heartbeats(neighbours, self.awake)
+        """Watch these ranks from now on; a rank without a sign within the timeout is late."""
+        self._heartbeats = Heartbeats(neighbours, self.awake)
 
     def note(self, rank: int) -> None:
-        """Take note of a sign of life."""
+        """Record a sign of life."""
         self._signs += 1
-        self._liveness.note(rank, str(self._signs).encode(), self.awake)
+        self._heartbeats.note(rank, str(self._signs).encode(), self.awake)
 
     def leave(self, rank: int) -> None:
-        """Watch a rank no more."""
-        self._liveness.note(rank, LEFT, self.awake)
+        """Stop watching a rank."""
+        self._heartbeats.note(rank, LEFT, self.awake)
 
     def look(self, now: float) -> tuple[int, float, bool] | None:
         """Return (rank, seconds, whether it had ever begun) of the rank that is late or silent longest, or None."""
         self.awake += min(now - self._looked, 2 * self._pause)
         self._looked = now
-        return self._liveness.lost(self.timeout, self.awake)
+        return self._heartbeats.lost(self.timeout, self.awake)
 
 
 class OperationState:
     """The operation of one number on one node.
 
-    It begins with the first frame of a neighbour or with this node's own rank, whichever comes first. Neighbours'
-    frames are kept until the rank has come as far.
+    The first frame of a neighbour begins it, or this node's own rank. Neighbours' frames are kept until the rank has
+    come as far.
 
     Attributes:
         number: the operation's number.
-        part: what this node's rank does; None until it has begun.
-        ended: why the operation has ended, if it has.
+        member: this node's rank in the operation; None until it has begun.
+        ended: the cause of the operation's end, if it has ended.
         left: whether this node's rank has left.
         gone: neighbours that have left, or whose connection broke.
     """
 
-    def __init__(self, number: int, seat: NodeContext) -> None:
+    def __init__(self, number: int, node: NodeContext) -> None:
         self.number = number
-        self.part: LocalMember | None = None
+        self.member: LocalMember | None = None
         self.ended: Abort | None = None
         self.left = False
         self.gone: set[int] = set()
-        self._seat = seat
-        self._relay = Relay(number, seat, self.gone, blame=self.blame, hand_over=self._hand_over)
+        self._node = node
+        self._relay = Relay(
+            number, node, self.gone, report_peer_failure=self.report_peer_failure, hand_over=self._hand_over
+        )
         self._digests: dict[int, bytes] = {}
-        self._vigil: FailureDetector | None = None
+        self._detector: FailureDetector | None = None
 
     def __repr__(self) -> str:
-        state = "ended" if self.ended else "left" if self.left else "under way" if self.part else "not begun"
-        return f"<Round {self.number} of rank {self._seat.rank}: {state}, {len(self.gone)} neighbours gone>"
+        state = "ended" if self.ended else "left" if self.left else "under way" if self.member else "not begun"
+        return f"<OperationState {self.number} of rank {self._node.rank}: {state}, {len(self.gone)} neighbours gone>"
 
     @property
     def over(self) -> bool:
-        """Say whether nothing can come any more."""
-        place = self._seat.place
+        """Whether no frame can come any more."""
+        place = self._node.place
         return self.left and place is not None and self.gone.issuperset(place.neighbours)
 
     # -- this node's own rank -----------------------------------------------------------------
 
-    def begin(self, part: LocalMember, now: float) -> None:
+    def begin(self, member: LocalMember, now: float) -> None:
         """Let this node's rank begin, at ``now`` seconds."""
-        self.part = part
+        self.member = member
         if self.ended is not None:
-            part.end(self.ended)
+            member.end(self.ended)
             return
-        self._vigil = FailureDetector(part.timeout, part.beat, now)
-        if self._seat.place is not None:
+        self._detector = FailureDetector(member.timeout, member.beat, now)
+        if self._node.place is not None:
             self._introduce()
 
     def resume(self) -> None:
-        """Say all that would have been said, had this node had its place in the tree from the beginning."""
+        """Send all frames that this node would have sent, had it had its place in the tree from the beginning."""
         if self.ended is not None:
             self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
-        elif self.part is not None:
+        elif self.member is not None:
             self._introduce()
             self._relay.advance()
         if self.left:
             self._tell_all(Frame(Kind.LEFT, self.number))
 
     def give(self, number: int, verb: str, mine: bytes) -> None:
-        """Take what this node's rank gives in a step."""
+        """Take the payload of this node's rank in a step."""
         if self.ended is None:
             self._relay.give(number, verb, mine)
 
     def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
-        """On rank 0: answer a step, with ``frame`` for all or ``answers`` in walk order."""
+        """Answer a step on rank 0, with ``frame`` for all or ``answers`` in walk order."""
         if self.ended is None:
             self._relay.reply(number, frame, answers)
 
     def beat(self, now: float) -> None:
-        """Give a sign of life, and look for those of the neighbours."""
-        if self._vigil is None:
+        """Give a sign of life, and check those of the neighbours."""
+        if self._detector is None:
             return
-        lost = self._vigil.look(now)
-        place = self._seat.place
+        lost = self._detector.look(now)
+        place = self._node.place
         if place is None:
-            self._look_for_absent(self._vigil)
+            self._look_for_absent(self._detector)
             return
         for rank in place.neighbours:
-            if rank not in self.gone and self._seat.connected(rank):
-                self._seat.send(rank, Frame(Kind.BEAT, self.number))
+            if rank not in self.gone and self._node.connected(rank):
+                self._node.send(rank, Frame(Kind.BEAT, self.number))
         if lost is not None:
             rank, seconds, joined = lost
             if joined:
-                self.blame(rank, f"{self._seat.name(rank)} has given no sign of life for {seconds:.1f} s")
-            elif not self._blame_server(self._vigil):
-                self.blame(rank, f"{self._late(rank, seconds)}{self._seat.trouble(rank)}")
+                self.report_peer_failure(rank, f"{self._node.name(rank)} has given no sign of life for {seconds:.1f} s")
+            elif not self._report_server_failure(self._detector):
+                self.report_peer_failure(rank, f"{self._late(rank, seconds)}{self._node.trouble(rank)}")
 
     def leave(self) -> None:
-        """Let this node's rank leave; an error that it leaves with has been told before."""
+        """Let this node's rank leave; its error, if there is one, was told before."""
         self.left = True
-        if self._seat.place is not None:
+        if self._node.place is not None:
             self._tell_all(Frame(Kind.LEFT, self.number))
 
     # -- the end ------------------------------------------------------------------------------
 
     def end(self, abort: Abort, source: int | None = None) -> None:
-        """End the operation for this rank and the whole tree; ``source`` is the neighbour that said so."""
+        """End the operation for this rank and the whole tree; ``source`` is the neighbour that sent the abort."""
         if self.ended is not None:
             return
         self.ended = abort
-        self._vigil = None
+        self._detector = None
         self._relay.stop()
-        if self.part is not None and not self.left:
-            self.part.end(abort)
-        if self._seat.place is not None:
+        if self.member is not None and not self.left:
+            self.member.end(abort)
+        if self._node.place is not None:
             self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(abort)), but=source)
         elif source is None:
-            self._seat.announce(self.number, abort)
+            self._node.announce(self.number, abort)
 
-    def blame(self, rank: int, cause: str) -> None:
-        """End the operation because of a rank; names what this rank was doing."""
-        doing = f"operation {self.number}" if self.part is None else repr(self.part.what)
+    def report_peer_failure(self, rank: int, cause: str) -> None:
+        """End the operation because of a rank; the message names this rank's own step."""
+        doing = f"operation {self.number}" if self.member is None else repr(self.member.what)
         verb = self._relay.verb
-        waits = "" if verb is None else f", while rank {self._seat.rank} was in {verb}"
+        waits = "" if verb is None else f", while rank {self._node.rank} was in {verb}"
         self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}"))
 
     def lose(self, rank: int, cause: str) -> None:
-        """Take note that the connection to a neighbour broke; the end, unless it had left."""
+        """Record that the connection to a neighbour broke; end the operation, unless the neighbour had left."""
         if rank not in self.gone:
             self.gone.add(rank)
             if not (self.left and rank == self._parent):  # who has all answers needs nobody above
-                self.blame(rank, cause)
+                self.report_peer_failure(rank, cause)
 
     # -- the neighbours -----------------------------------------------------------------------
 
     def take(self, rank: int, frame: Frame) -> None:
-        """Take a neighbour's frame. Raises :class:`FrameError` where it makes no sense."""
+        """Take a neighbour's frame. Raises :class:`FrameError` if it is impossible."""
         match frame.kind:
             case Kind.JOIN:
                 self._take_join(rank, frame)
@@ -211,12 +210,12 @@ class OperationState:
                 self._take_step(rank, frame)
 
     def sign(self, rank: int) -> None:
-        """Take note that a neighbour is sending a long frame."""
+        """Record a sign of life of a neighbour that is sending a long frame."""
         if rank in self._digests:
             self._note(rank)
 
     def _take_step(self, rank: int, frame: Frame) -> None:
-        """Take what belongs to a step."""
+        """Take a frame that belongs to a step."""
         match frame.kind:
             case Kind.UP:
                 self._note(rank)  # a subtree is complete only when the child's own rank has given its part
@@ -227,89 +226,91 @@ class OperationState:
                 raise FrameError(f"a frame {frame.kind.name} in the middle of an operation")
 
     def _take_join(self, rank: int, frame: Frame) -> None:
-        """Watch a neighbour that has begun; it may have to hear that there is no need."""
+        """Watch a neighbour that has begun; tell it if the operation has ended already."""
         self._digests[rank] = frame.body
         self._note(rank)
         self._compare(rank)
         if self.ended is not None:
-            self._seat.send(rank, Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
+            self._node.send(rank, Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
 
     def _take_leave(self, rank: int) -> None:
-        """Expect nothing more of a neighbour; blame it if this rank waits for it."""
+        """Expect nothing more of a neighbour; report it if this rank waits for it."""
         self.gone.add(rank)
-        if self._vigil is not None:
-            self._vigil.leave(rank)
+        if self._detector is not None:
+            self._detector.leave(rank)
         self._relay.advance()
 
     def _take_old(self, rank: int, frame: Frame) -> None:
-        """End the operation: a neighbour has it behind itself."""
+        """End the operation, which is over already on a neighbour."""
         current, _ = unpack_number(frame.body, 0)
-        where = f"{self._seat.name(rank)}, which is at operation {current}"
-        self.blame(rank, f"operation {self.number} is over already on {where}: an old operation id")
+        where = f"{self._node.name(rank)}, which is at operation {current}"
+        self.report_peer_failure(rank, f"operation {self.number} is over already on {where}: an old operation id")
 
     def _take_words(self, rank: int, frame: Frame) -> None:
-        """Compare a neighbour's own words with this rank's; they end the operation if they differ."""
-        what = None if self.part is None else self.part.what
+        """Compare a neighbour's own words with this rank's; a difference ends the operation."""
+        what = None if self.member is None else self.member.what
         mine = what if frame.step == 0 else self._relay.verb_of(frame.step)
         if mine is not None and self.ended is None and bytes_of(mine) != frame.body:
-            self.end(different(self._seat.rank, mine, rank, text_of(frame.body)))
+            self.end(different(self._node.rank, mine, rank, text_of(frame.body)))
 
-    # -- what follows -------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------
 
     @property
     def _parent(self) -> int | None:
-        return None if self._seat.place is None else self._seat.place.parent
+        return None if self._node.place is None else self._node.place.parent
 
     def _introduce(self) -> None:
-        """Say what this rank is doing, and watch the neighbours from now on."""
-        place, part, vigil = self._seat.place, self.part, self._vigil
-        if place is None or part is None or vigil is None:
+        """Tell the neighbours this rank's operation, and watch them from now on."""
+        place, member, detector = self._node.place, self.member, self._detector
+        if place is None or member is None or detector is None:
             return
-        vigil.watch(place.neighbours)
-        self._tell_all(Frame(Kind.JOIN, self.number, body=digest_of(part.what)))
+        detector.watch(place.neighbours)
+        self._tell_all(Frame(Kind.JOIN, self.number, body=digest_of(member.what)))
         for rank in self._digests:
-            vigil.note(rank)
+            detector.note(rank)
             self._compare(rank)
         for rank in self.gone:
-            vigil.leave(rank)
+            detector.leave(rank)
 
     def _compare(self, rank: int) -> None:
-        """If a neighbour is doing something else, tell it what this rank does; it does the same."""
-        if self.part is None or self.ended is not None or self.part.what == REFUSED:
+        """Tell a neighbour in another operation the words of this rank's; the neighbour does the same."""
+        if self.member is None or self.ended is not None or self.member.what == REFUSED:
             return
-        if self._digests[rank] not in (digest_of(self.part.what), digest_of(REFUSED)):
+        if self._digests[rank] not in (digest_of(self.member.what), digest_of(REFUSED)):
             self._relay.hold()  # its own words are on their way, and end the operation
-            self._seat.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.part.what)))
+            self._node.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.member.what)))
 
     def _hand_over(self, step: int, answer: bytes | Values) -> None:
-        if self.part is not None and not self.left:
-            self.part.hand_over(step, answer)
+        if self.member is not None and not self.left:
+            self.member.hand_over(step, answer)
 
     def _tell_all(self, frame: Frame, but: int | None = None) -> None:
-        for rank in () if self._seat.place is None else self._seat.place.neighbours:
+        for rank in () if self._node.place is None else self._node.place.neighbours:
             if rank != but:
-                self._seat.send(rank, frame)
+                self._node.send(rank, frame)
 
     def _note(self, rank: int) -> None:
-        if self._vigil is not None:  # there are neighbours, so this node has its place, and has said what it does
-            self._vigil.note(rank)
+        if self._detector is not None:  # there are neighbours, so this node has its place, and has said what it does
+            self._detector.note(rank)
 
     def _late(self, rank: int, seconds: float) -> str:
-        return f"{self._seat.name(rank)} has not begun it {seconds:.1f} s after rank {self._seat.rank}"
+        return f"{self._node.name(rank)} has not begun it {seconds:.1f} s after rank {self._node.rank}"
 
-    def _look_for_absent(self, vigil: FailureDetector) -> None:
-        """Blame who keeps this rank waiting for its place in the tree, once the time is over."""
-        if vigil.awake <= vigil.timeout or self._blame_server(vigil):
+    def _look_for_absent(self, detector: FailureDetector) -> None:
+        """Report a rank that keeps this one waiting for its place in the tree, once the time is over."""
+        if detector.awake <= detector.timeout or self._report_server_failure(detector):
             return
-        absent = self._seat.absent()
+        absent = self._node.absent()
         if absent is not None:
-            self.blame(absent, f"{self._late(absent, vigil.awake)}{self._seat.trouble(absent)}")
-        elif vigil.awake > 2 * vigil.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
-            self.blame(0, f"rank 0 has not told the others their places in the tree after {vigil.awake:.1f} s")
+            self.report_peer_failure(absent, f"{self._late(absent, detector.awake)}{self._node.trouble(absent)}")
+        elif detector.awake > 2 * detector.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
+            self.report_peer_failure(
+                0, f"rank 0 has not told the others their places in the tree after {detector.awake:.1f} s"
+            )
 
-    def _blame_server(self, vigil: FailureDetector) -> bool:
-        """Blame who serves the store if that, and no rank, has kept this one waiting; return whether it has."""
-        silence = self._seat.silence(vigil.timeout / 2)  # a store that was heard since then is not why
+    def _report_server_failure(self, detector: FailureDetector) -> bool:
+        """Report the server of the store if the store has kept this rank waiting; return whether it has."""
+        silence = self._node.silence(detector.timeout / 2)  # a store that was heard since then is not why
         if silence:
-            self.blame(0, silence)
+            self.report_peer_failure(0, silence)
         return bool(silence)

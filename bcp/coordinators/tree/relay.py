@@ -1,6 +1,6 @@
-"""The steps of one operation on one node: what a subtree gives is gathered on its way up, answers are handed down.
+"""The steps of one operation on one node: payloads of a subtree are gathered, and answers are passed down.
 
-Interfaces of a round: to its node, and to the node's own rank.
+The file also has the interfaces of an operation's state to its node, and to the node's own rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LocalMember", "NodeContext", "Relay"]
 
 
 class NodeContext(Protocol):
-    """The node that a round belongs to, as far as the round uses it."""
+    """The node of an operation's state, as far as the state uses it."""
 
     rank: int
     place: Place | None
@@ -27,22 +27,22 @@ class NodeContext(Protocol):
         """Send a neighbour a frame."""
 
     def name(self, rank: int) -> str:
-        """Name a rank, with host and process where they are known."""
+        """Return a rank's name, with host and process if they are known."""
 
     def connected(self, rank: int) -> bool:
-        """Say whether there is a connection to a neighbour."""
+        """Return whether there is a connection to a neighbour."""
 
     def trouble(self, rank: int) -> str:
-        """Say why there is none, as the end of a message; or nothing."""
+        """Return the reason why a rank has no connection, as the end of a message; may be empty."""
 
     def absent(self) -> int | None:
-        """Return a rank for which the tree waits that this rank has no place in yet; None if nobody knows one."""
+        """Return a rank that has not come and for which the tree waits; None if none is known."""
 
     def silence(self, seconds: float) -> str:
-        """Say that the way to ranks without a connection was silent for so many seconds, as a cause; or nothing."""
+        """Return the cause if the way to ranks without a connection was silent for ``seconds``, else an empty text."""
 
     def announce(self, number: int, abort: Abort) -> None:
-        """Tell those who have no place in the tree yet that an operation has ended."""
+        """Tell ranks without a place in the tree yet that an operation has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class LocalMember:
     """The part of this node's own rank in the operation.
 
     Attributes:
-        what: what it is doing.
+        what: the operation's name.
         timeout: seconds that a neighbour may be late or silent.
         beat: seconds between its signs of life.
-        hand_over: called with the number of a step and its answer, or, on rank 0, what was gathered in walk order.
-        end: called with the reason when the operation has ended.
+        hand_over: called with the number of a step and its answer. Rank 0 gets the payloads of all, in walk order.
+        end: called with the cause when the operation has ended.
     """
 
     what: str
@@ -69,10 +69,10 @@ class _Step:
     """One step under way.
 
     Attributes:
-        verb: what this node's rank calls it; None until it has come as far.
-        mine: what this node's rank gives.
-        given: what the children's subtrees give, with the digest of their verb.
-        sent: whether all of it is on its way up.
+        verb: the verb of this node's rank; None until the rank has come as far.
+        mine: the payload of this node's rank.
+        given: the payloads of the children's subtrees, with the digest of their verb.
+        sent: whether all payloads are on their way up.
     """
 
     verb: str | None = None
@@ -82,37 +82,37 @@ class _Step:
 
 
 class Relay:
-    """Keeps what children give until this node's rank and all of them have given theirs."""
+    """Keeps the payloads of children until this node's rank and all children have given theirs."""
 
     def __init__(
         self,
         number: int,
-        seat: NodeContext,
+        node: NodeContext,
         gone: AbstractSet[int],
         *,
-        blame: Callable[[int, str], None],
+        report_peer_failure: Callable[[int, str], None],
         hand_over: Callable[[int, bytes | Values], None],
     ) -> None:
-        """Prepare.
+        """Prepare an operation without steps.
 
         Args:
             number: the operation's.
-            seat: the node's.
+            node: the node.
             gone: the neighbours that have left; whoever changes it calls :meth:`advance`.
-            blame: called with a rank that has left early, and what to say of it.
-            hand_over: takes the answer to a step, or, on rank 0, what was gathered, in walk order.
+            report_peer_failure: called with a rank that has left early, and the cause.
+            hand_over: takes the answer to a step. Rank 0 gets the payloads of all, in walk order.
 
         """
         self._number = number
-        self._seat = seat
+        self._node = node
         self._gone = gone
-        self._blame = blame
+        self._report_peer_failure = report_peer_failure
         self._hand_over = hand_over
         self._steps: dict[int, _Step] = {}
         self._held = False
 
     def __repr__(self) -> str:
-        return f"<Relay of rank {self._seat.rank}, operation {self._number}: steps {sorted(self._steps)}>"
+        return f"<Relay of rank {self._node.rank}, operation {self._number}: steps {sorted(self._steps)}>"
 
     @property
     def verb(self) -> str | None:
@@ -120,42 +120,42 @@ class Relay:
         return next((step.verb for step in self._steps.values() if step.verb is not None), None)
 
     def verb_of(self, number: int) -> str | None:
-        """Return what this node's rank calls a step that it is waiting in."""
+        """Return the verb of a step in which this node's rank is waiting."""
         step = self._steps.get(number)
         return None if step is None else step.verb
 
     def hold(self) -> None:
-        """Send nothing up any more: the ranks are doing different things."""
+        """Stop sending steps up: the ranks are doing different things."""
         self._held = True
 
     def stop(self) -> None:
-        """Forget everything; the operation has ended."""
+        """Forget all steps; the operation has ended."""
         self._held = True
         self._steps.clear()
 
     def give(self, number: int, verb: str, mine: bytes) -> None:
-        """Take what this node's rank gives in a step."""
+        """Take the payload of this node's rank in a step."""
         step = self._steps.setdefault(number, _Step())
         step.verb, step.mine = verb, mine
         self._advance(number)
 
     def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
-        """On rank 0: answer a step, with ``frame`` for all or ``answers`` in walk order."""
+        """Answer a step on rank 0, with ``frame`` for all or ``answers`` in walk order."""
         del self._steps[number]
         self._pass_down(frame, answers)
 
     def advance(self) -> None:
-        """Do what has become possible: send steps up, or blame who will never give anything."""
+        """Send complete steps up, or report a rank that has left without its payload."""
         for number in sorted(self._steps):
             self._advance(number)
 
     # -- up -----------------------------------------------------------------------------------
 
     def take_up(self, rank: int, frame: Frame) -> None:
-        """Keep what a child's subtree gives in a step. Raises :class:`FrameError`."""
-        place = self._seat.place
+        """Keep the payloads of a child's subtree in a step. Raises :class:`FrameError`."""
+        place = self._node.place
         if place is None or rank not in place.children or frame.step == 0:
-            raise FrameError(f"rank {rank} gives something to rank {self._seat.rank}, in step {frame.step}")
+            raise FrameError(f"rank {rank} gives something to rank {self._node.rank}, in step {frame.step}")
         size = place.sizes[place.children.index(rank)]
         digest, values = frame.body[:DIGEST_BYTES], Values.unpack(frame.body[DIGEST_BYTES:], size)
         step = self._steps.setdefault(frame.step, _Step())
@@ -165,31 +165,31 @@ class Relay:
         self._advance(frame.step)
 
     def _advance(self, number: int) -> None:
-        """Send a step up if the subtree is complete; blame who will never give anything."""
-        step, place = self._steps.get(number), self._seat.place
+        """Send a step up if the subtree is complete; report a rank that has left without its payload."""
+        step, place = self._steps.get(number), self._node.place
         if step is None or step.verb is None or place is None or self._held:
             return
         if place.parent is not None and place.parent in self._gone:
-            self._blame(place.parent, f"{self._seat.name(place.parent)} has left early")
+            self._report_peer_failure(place.parent, f"{self._node.name(place.parent)} has left early")
         elif not step.sent and self._fits(number, step, step.verb, place):
             missing = [child for child in place.children if child not in step.given]
             early = [child for child in missing if child in self._gone]
             if early:
-                self._blame(early[0], f"{self._seat.name(early[0])} has left early")
+                self._report_peer_failure(early[0], f"{self._node.name(early[0])} has left early")
             elif not missing:
                 self._send_up(number, step, place)
 
     def _fits(self, number: int, step: _Step, verb: str, place: Place) -> bool:
-        """Say whether all that is here is of one verb; tell a child of another one what this rank is in."""
+        """Return whether all payloads are of one verb; tell a child with another verb the one of this rank."""
         digest = digest_of(verb)
         for child in place.children:
             if child in step.given and step.given[child][0] != digest:
-                self._seat.send(child, Frame(Kind.SAY, self._number, number, bytes_of(verb)))
+                self._node.send(child, Frame(Kind.SAY, self._number, number, bytes_of(verb)))
                 return False
         return True
 
     def _send_up(self, number: int, step: _Step, place: Place) -> None:
-        """Join what the subtree gives, and send it on; on rank 0 it is complete."""
+        """Join the payloads of the subtree, and send them up; on rank 0 they are complete."""
         pieces = (step.given[child][1] for child in place.children)
         values = Values.joined([Values.of([step.mine]), *pieces])
         step.sent = True
@@ -199,28 +199,28 @@ class Relay:
             self._hand_over(number, values)
         else:
             body = digest_of(step.verb or "") + values.pack()
-            self._seat.send(place.parent, Frame(Kind.UP, self._number, number, body))
+            self._node.send(place.parent, Frame(Kind.UP, self._number, number, body))
 
     # -- down ---------------------------------------------------------------------------------
 
     def take_down(self, rank: int, frame: Frame) -> None:
-        """Pass an answer on, and hand it over. Raises :class:`FrameError`."""
-        step, place = self._steps.get(frame.step), self._seat.place
+        """Pass an answer down, and hand it to this node's rank. Raises :class:`FrameError`."""
+        step, place = self._steps.get(frame.step), self._node.place
         if place is None or rank != place.parent or step is None or not step.sent:
-            raise FrameError(f"rank {rank} answers step {frame.step}, which rank {self._seat.rank} has not asked for")
+            raise FrameError(f"rank {rank} answers step {frame.step}, which rank {self._node.rank} has not asked for")
         answers = Values.unpack(frame.body, place.size) if frame.kind is Kind.EACH else None
         del self._steps[frame.step]
         self._pass_down(frame, answers)
         self._hand_over(frame.step, frame.body if answers is None else answers.distinct[answers.which[0]])
 
     def _pass_down(self, frame: Frame, answers: Values | None) -> None:
-        """Send the children an answer: the same to all, or to each its subtree's."""
-        place = self._seat.place
+        """Send the children an answer: the same to all, or to each the answers of its subtree."""
+        place = self._node.place
         if place is None:
             return
         if answers is None:
             for child in place.children:
-                self._seat.send(child, frame)
+                self._node.send(child, frame)
         else:
             for child, piece in zip(place.children, answers.split((1, *place.sizes))[1:], strict=True):
-                self._seat.send(child, Frame(Kind.EACH, frame.operation, frame.step, piece.pack()))
+                self._node.send(child, Frame(Kind.EACH, frame.operation, frame.step, piece.pack()))

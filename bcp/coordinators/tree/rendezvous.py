@@ -1,8 +1,7 @@
-"""A rendezvous over a torch Store: a key or two a rank, at the first operation only.
+"""The tree of ranks, and the ways in which a rank finds its place in it and its parent's address.
 
-A tree of ranks, in which the ranks of one host are together. Pure topology.
-
-How a rank finds its place in the tree and its parent's address.
+Ranks of one host are together in the tree. A rendezvous over a torch Store takes a key or two a rank, at the first
+operation only.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class Place:
 
     Attributes:
         rank: this rank.
-        world_size: how many ranks there are.
+        world_size: the number of ranks.
         parent: the rank above it; None for rank 0.
         children: the ranks right below it.
-        sizes: how many ranks each child stands for, itself included.
-        order: all ranks as a walk through the tree meets them: a rank, then each of its children's subtrees. Rank 0
-            alone has to know it, and it is empty for all others.
+        sizes: the number of ranks in the subtree of each child, the child included.
+        order: all ranks in the order of a walk through the tree: a rank, then each of its children's subtrees. Only
+            rank 0 has it; it is empty for all others.
     """
 
     rank: int
@@ -49,7 +48,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """How many ranks this one stands for, itself included."""
+        """The number of ranks in this one's subtree, itself included."""
         return 1 + sum(self.sizes)
 
     @property
@@ -62,8 +61,8 @@ class Place:
 class Tree:
     """The tree, with rank 0 at its root.
 
-    The lowest rank of each host leads it. The ranks of a host hang below their leader, and the leaders below
-    rank 0, both with the same fan-out: a leader has at most ``fanout`` children on its host and ``fanout`` leaders.
+    The lowest rank of each host leads it. The ranks of a host are below their leader, and the leaders below rank 0.
+    Both have the same fan-out: a leader has at most ``fanout`` children on its host and ``fanout`` leaders.
 
     Attributes:
         parents: the rank above each rank; None for rank 0.
@@ -75,9 +74,9 @@ class Tree:
 
     @classmethod
     def of(cls, hosts: Sequence[str], fanout: int) -> Tree:
-        """Grow the tree of the ranks that live on these hosts, one a rank.
+        """Return the tree of ranks, given the host of each rank.
 
-        100,000 ranks take 0.1 s. Raises InputError where there is no rank, or the fan-out is less than 1.
+        100,000 ranks take 0.1 s. Raises InputError if there is no rank, or the fan-out is less than 1.
         """
         if not hosts or fanout < 1:
             raise InputError(f"{len(hosts)} ranks, fan-out {fanout}: both have to be at least 1")
@@ -95,7 +94,7 @@ class Tree:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All ranks, each one right before its children's subtrees."""
+        """All ranks in walk order: each one right before its children's subtrees."""
         order: list[int] = []
         waiting = [0]
         while waiting:
@@ -146,35 +145,35 @@ class Invitation:
 
 
 class Rendezvous(Protocol):
-    """The way to the others, until there are connections; one for each rank. Its coroutines run on one loop."""
+    """One rank's way to the others until there are connections. Its coroutines run on one loop."""
 
     async def invitation(self, ended: Ended) -> Invitation:
-        """Return this rank's place, once it is known; calls ``ended`` for what others announce meanwhile."""
+        """Wait for this rank's place, and return it; call ``ended`` for operations that others announce meanwhile."""
 
     def bind_address(self) -> str:
-        """Return the one address, with port, on which this rank may listen; port 0 for any. May block shortly."""
+        """Return the address and port on which this rank may listen; port 0 for any. May block shortly."""
 
     async def publish(self, port: int, door: str) -> None:
-        """Let the children know where this rank listens; ``door`` is for those on its host, empty if there is none."""
+        """Publish this rank's port for its children; ``door`` is for those on its host, empty if there is none."""
 
     async def address_of(self, rank: int) -> str:
-        """Return where a rank listens, once it does."""
+        """Wait until a rank listens, and return its address."""
 
     async def door_of(self, rank: int) -> str:
         """Return the door of a rank whose address is known; empty if it has none."""
 
     async def announce(self, number: int, abort: Abort) -> None:
-        """Tell those who still wait for their place that an operation has ended."""
+        """Tell ranks that still wait for their place that an operation has ended."""
 
     def absent(self) -> int | None:
-        """Return a rank that has not come yet and is waited for by this one; None where it knows none."""
+        """Return a rank that has not come, and for which this one waits; None if none is known."""
 
     def silence(self, seconds: float) -> str:
-        """Say that the way to the others has been silent for so many seconds or more, as a cause; or nothing."""
+        """Return the cause if the way to the others has been silent for ``seconds``, else an empty text."""
 
 
 class Addresses:
-    """Everybody's addresses are known beforehand, and so is the tree."""
+    """A rendezvous of ranks that know all addresses, and so the tree, beforehand."""
 
     def __init__(
         self, rank: int, addresses: Sequence[str], token: str, fanout: int, hosts: Sequence[str] | None = None
@@ -205,14 +204,14 @@ class Addresses:
         return self._addresses[self._rank]
 
     async def publish(self, port: int, door: str) -> None:
-        """Do nothing: all know it."""
+        """Do nothing: all ranks know the address."""
 
     async def address_of(self, rank: int) -> str:
         """Return the given address."""
         return self._addresses[rank]
 
     async def door_of(self, rank: int) -> str:
-        """Return nothing: there is no place where a door could be published."""
+        """Return an empty text: no door can be published."""
         del rank
         return ""
 
@@ -224,7 +223,7 @@ class Addresses:
         return None
 
     def silence(self, seconds: float) -> str:
-        """Say nothing: no server stands between the ranks."""
+        """Return an empty text: no server stands between the ranks."""
         del seconds
         return ""
 
@@ -249,7 +248,7 @@ class _Board:
 
 
 class MemoryRendezvous:
-    """All ranks are in this process, thousands if need be; they talk over the loopback."""
+    """A rendezvous of ranks that are all in this process; they talk over the loopback."""
 
     def __init__(self, board: _Board, invitation: Invitation) -> None:
         self._board = board
@@ -257,7 +256,7 @@ class MemoryRendezvous:
 
     @classmethod
     def all_of(cls, tree: Tree) -> list[MemoryRendezvous]:
-        """Return one for each rank."""
+        """Return a rendezvous for each rank."""
         board, token, session = _Board(), new_token(), secrets.token_hex(8)
         return [cls(board, Invitation(place, token, session)) for place in tree.places()]
 
@@ -274,15 +273,15 @@ class MemoryRendezvous:
         return "127.0.0.1:0"
 
     async def publish(self, port: int, door: str) -> None:
-        """Put up this rank's port and door."""
+        """Publish this rank's port and door."""
         self._board.put(self._invitation.place.rank, port, door)
 
     async def address_of(self, rank: int) -> str:
-        """Return where a rank listens, once it does."""
+        """Wait until a rank listens, and return its address."""
         return f"127.0.0.1:{await self._board.port(rank)}"
 
     async def door_of(self, rank: int) -> str:
-        """Return the door that was put up."""
+        """Return the published door of a rank."""
         return self._board.doors[rank]
 
     async def announce(self, number: int, abort: Abort) -> None:
@@ -293,7 +292,7 @@ class MemoryRendezvous:
         return None
 
     def silence(self, seconds: float) -> str:
-        """Say nothing: no server stands between the ranks."""
+        """Return an empty text: no server stands between the ranks."""
         del seconds
         return ""
 
@@ -306,10 +305,10 @@ _ANNOUNCE_SECONDS = 5.0  # how long a rank tries to tell the others that an oper
 
 
 class StoreRendezvous:
-    """Every rank says on which host it is; rank 0 grows the tree and tells every rank its place.
+    """Every rank shows its host; rank 0 makes the tree, and tells every rank its place.
 
-    A silent store is waited for without a limit: an operation's round ends that wait, after the operation's timeout.
-    No call waits for a key. A rank's keys are those of the roll call, and its address if it has children.
+    A silent store is waited for without a limit: the operation ends that wait after its timeout. No call waits for a
+    key. A rank's keys are those of the roll call, and its address if it has children.
     """
 
     def __init__(
@@ -321,13 +320,13 @@ class StoreRendezvous:
         fanout: int,
         address: str | None = None,
     ) -> None:
-        """Prepare; nothing is sent before :meth:`invitation`.
+        """Prepare the rendezvous; nothing is sent before :meth:`invitation`.
 
         Args:
-            store: a connection that nobody waits on.
+            store: a connection on which no other call waits.
             prefix: of our keys.
             rank: this rank.
-            world_size: how many there are.
+            world_size: the number of ranks.
             fanout: of the tree.
             address: this host's in the job's network; None: see :mod:`bcp.coordinators.hosts`.
 
@@ -345,7 +344,7 @@ class StoreRendezvous:
         return f"<StoreRendezvous, {self._roll!r}>"
 
     async def invitation(self, ended: Ended) -> Invitation:
-        """Say where this rank is, and wait for its place; on rank 0, wait for all hosts and grow the tree."""
+        """Show this rank's host, and wait for its place; rank 0 waits for all hosts, and makes the tree."""
         answer = await self._roll.answered(ended)
         await in_thread(self._roll.address)  # a rank that no other host can reach says so at once, children or not
         parent, children, sizes, hosts = json.loads(answer.text)
@@ -358,13 +357,13 @@ class StoreRendezvous:
         return f"[{address}]:0" if ":" in address else f"{address}:0"
 
     async def publish(self, port: int, door: str) -> None:
-        """Let the children know where this rank listens."""
+        """Publish this rank's address for its children."""
         await self._client.call(self._set, self._roll.key("door", self._rank), door)
         address = self.bind_address().rpartition(":")[0]
         await self._client.call(self._set, self._roll.key("address", self._rank), f"{address}:{port}")
 
     async def address_of(self, rank: int) -> str:
-        """Return where a rank listens, once it does."""
+        """Wait until a rank listens, and return its address."""
         if rank in self._addresses:
             return self._addresses[rank]
         key, backoff = self._roll.key("address", rank), Backoff.of_store(self._world_size)
@@ -379,7 +378,7 @@ class StoreRendezvous:
         return self._doors[rank]
 
     async def announce(self, number: int, abort: Abort) -> None:
-        """Tell those who still wait for their place that an operation has ended."""
+        """Tell ranks that still wait for their place that an operation has ended."""
         await self._client.call(self._roll.tell, number, abort, seconds=_ANNOUNCE_SECONDS)
 
     def absent(self) -> int | None:
@@ -387,7 +386,7 @@ class StoreRendezvous:
         return self._roll.absent()
 
     def silence(self, seconds: float) -> str:
-        """Say that the store has not answered for so many seconds or more, or nothing."""
+        """Return the cause if the store has not answered for ``seconds``, else an empty text."""
         return self._client.silence(seconds)
 
     def _grow(self, hosts: Sequence[Host]) -> list[str]:

@@ -1,10 +1,8 @@
-"""The parent's end: lets those in that show the job's token and belong here.
+"""The parent's end of a stream: a server for children that know the job's token, behind a gate.
 
-The door before gRPC's server, which cannot bound how many connections it keeps that never show a token.
-
-The gate listens on the network, and gRPC on a Unix socket that only this process can reach. Measured with grpcio 1.85:
-its own options end an idle connection in time, but at a given number of connections it refuses the next one, a rank's
-as well as a stranger's.
+gRPC's server cannot bound the number of connections that never show a token. So the gate listens on the network, and
+gRPC on a Unix socket that only this process can reach. Measured with grpcio 1.85: its own options end an idle
+connection in time. But at a given number of connections it refuses the next one, a rank's as well as a stranger's.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from bcp.coordinators.tree.transport import (
     Receive,
     converse,
     grpc,
-    hello_of,
+    info_of,
     metadata_of,
     proof_of,
     server_credentials,
@@ -52,7 +50,7 @@ _DRAIN_SECONDS = 1.0  # how long the other side of an ended connection has to ta
 
 
 class _Side(asyncio.Protocol):
-    """One side of a connection through the gate: the other side sends what this one receives."""
+    """One side of a connection through the gate: the other side sends the bytes that this one receives."""
 
     transport: asyncio.Transport
     other: _Side | None = None
@@ -74,7 +72,7 @@ class _Side(asyncio.Protocol):
             self.other.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Let the other side send what it has, then end it too."""
+        """Let the other side send its buffered bytes, then end it too."""
         del error
         with suppress(OSError):  # a forked child may hold the socket as well
             self.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -84,7 +82,7 @@ class _Side(asyncio.Protocol):
 
 
 class _Outside(_Side):
-    """The side of whoever has connected; gRPC hears of it with its first bytes."""
+    """The side of a peer that has connected; gRPC hears of it with its first bytes."""
 
     def __init__(self, gate: Gate, peer: str) -> None:
         self._gate = gate
@@ -122,9 +120,9 @@ class _Outside(_Side):
 
 
 def behind(door: str) -> str | None:
-    """Return gRPC's target for a door of another process, or None if that is not on this host, or not this user's.
+    """Return gRPC's target for a door of another process; None if that is on another host, or another user's.
 
-    A container with a network of its own is another host: what cuts it off has to cut all its connections.
+    A container with a network of its own is another host: a cut of its network has to cut all its connections.
     """
     path, name, network = door.split(" ") if door else ("", "", "")
     with suppress(OSError):
@@ -155,7 +153,7 @@ class Gate:
         return f"<Gate: {len(self.outside)} connections, {len(self.strangers)} of strangers>"
 
     def place(self, bind: Callable[[str], object]) -> None:
-        """Let ``bind`` listen on a gRPC address of this process's own. Nothing of it stays on the disk."""
+        """Let ``bind`` listen on a private gRPC address of this process. No file stays on the disk."""
         directory = tempfile.mkdtemp(prefix="bcp-")
         parent = os.open(directory, os.O_PATH | os.O_CLOEXEC)  # short, however long the path of the directory is
         self._name = secrets.token_hex(8)
@@ -173,12 +171,12 @@ class Gate:
     def door(self) -> str:
         """The way past the gate for processes of this user on this host, see :func:`behind`.
 
-        What goes through the gate costs Python 0.2 ms a message: a round of 9,261 ranks would take 32 ms instead of 8.
+        The gate costs 0.2 ms a message in Python: a step of 9,261 ranks would take 32 ms instead of 8.
         """
         return f"/proc/{os.getpid()}/fd/{self._inner} {self._name} {identity()}"
 
     async def listen(self, address: str) -> int:
-        """Listen on ``host:port``, and return the port. Raises OSError where that is not possible."""
+        """Listen on ``host:port``, and return the port. Raises OSError if that is not possible."""
         host, _, port = address.rpartition(":")
         infos = await asyncio.get_running_loop().getaddrinfo(
             host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -201,7 +199,7 @@ class Gate:
         return int(self._listeners[0].getsockname()[1])
 
     def admit(self, name: str) -> None:
-        """Keep a connection, by gRPC's name of its peer: it belongs to the job."""
+        """Keep a connection that belongs to the job, by gRPC's name of its peer."""
         if (outside := self._by_name.get(name)) is not None:
             outside.admit()
 
@@ -211,7 +209,7 @@ class Gate:
         return name if outside is None else outside.peer
 
     async def aclose(self) -> None:
-        """Close all; what gRPC said last is sent before, if that does not take long."""
+        """Close all connections; the last bytes of gRPC are sent before, if that does not take long."""
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:
@@ -230,14 +228,14 @@ class Gate:
             os.close(self._inner)
             self._inner = -1
 
-    # -- what its connections need ------------------------------------------------------------
+    # -- for its connections ------------------------------------------------------------------
 
     def connect(self, outside: _Outside, data: bytes) -> None:
         """Connect to gRPC on behalf of a connection, and pass on its first bytes."""
         self._spawn(self._pass_on(outside, data))
 
     def forget(self, outside: _Outside) -> None:
-        """Let go of a connection that has ended."""
+        """Forget a connection that has ended."""
         self.outside.discard(outside)
         if not self.outside:
             self._empty.set()
@@ -296,9 +294,9 @@ _STOP_SECONDS = 1.0  # how long streams have to end by themselves
 
 
 def credentials_of(invitation: Invitation, node: str) -> list[tuple[str, str]]:
-    """Return what a rank says that wants to be let in; ``node`` tells it from others that claim its rank.
+    """Return the metadata of a rank that connects; ``node`` tells it from others that claim its rank.
 
-    The job's token is not said. The nonce is for the parent's proof that it knows it, see :func:`~.edge.proof_of`.
+    The job's token is not in it. The nonce is for the parent's proof of the token, see :func:`~.transport.proof_of`.
     """
     return [
         ("bcp-nonce", secrets.token_hex(16)),
@@ -313,24 +311,24 @@ class Server:
 
     def __init__(
         self,
-        hello: PeerInfo,
+        info: PeerInfo,
         invitation: Invitation,
         links: Mapping[int, Link],
         *,
         receive: Receive,
         lost: Callable[[int, object, str | None], None],
     ) -> None:
-        """Prepare; nothing listens before :meth:`start`.
+        """Prepare the server; nothing listens before :meth:`start`.
 
         Args:
-            hello: who this rank is.
-            invitation: what the others have to show.
+            info: this rank.
+            invitation: the token and the session that children have to show.
             links: this rank's ends of its edges.
             receive: takes a child's frame.
-            lost: called with a child, its connection, and why that broke, or None if it was closed in peace.
+            lost: called with a child, its connection, and the reason of the break; None: closed in peace.
 
         """
-        self._hello = hello
+        self._info = info
         self._invitation = invitation
         self._links = links
         self._receive = receive
@@ -342,11 +340,11 @@ class Server:
     def __repr__(self) -> str:
         children = self._invitation.place.children
         here = sum(self._links[child].connection is not None for child in children)
-        return f"<Server of {self._hello}: {here} of {len(children)} children are here>"
+        return f"<Server of {self._info}: {here} of {len(children)} children are here>"
 
     async def start(self, address: str, tls: Tls | None) -> int:
-        """Listen on this address, and return the port. Raises InputError where that is not possible."""
-        self._gate = Gate(self._hello.rank, self._missing)
+        """Listen on an address, and return the port. Raises InputError if that is not possible."""
+        self._gate = Gate(self._info.rank, self._missing)
         self._server = grpc.aio.server(options=options_for(len(self._invitation.place.children)))
         handler = grpc.stream_stream_rpc_method_handler(self._join)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -359,7 +357,7 @@ class Server:
             return await self._gate.listen(address)
         except (OSError, RuntimeError, ValueError) as error:
             await self.aclose()
-            raise InputError(f"{self._hello} cannot listen on {address}: {error}; give it another address") from error
+            raise InputError(f"{self._info} cannot listen on {address}: {error}; give it another address") from error
 
     @property
     def door(self) -> str:
@@ -367,7 +365,7 @@ class Server:
         return self._gate.door
 
     async def aclose(self) -> None:
-        """End all connections, and stop to listen."""
+        """End all connections, and stop listening."""
         if self._server is not None:
             await self._server.stop(_STOP_SECONDS)  # all at once would make gRPC print a line on the other side
             await self._gate.aclose()
@@ -391,23 +389,23 @@ class Server:
             self._lost(link.rank, connection, reason)
 
     async def _proved(self, context: Any, said: Mapping[str, str]) -> bytes:
-        """Let a child prove that it knows the job's token; return this rank's proof, and who it is."""
+        """Let a child prove that it knows the job's token; return this rank's proof, and its own metadata."""
         if "bcp-nonce" not in said:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing")
         challenge = secrets.token_hex(16)
         await context.send_initial_metadata([("bcp-challenge", challenge)])
         shown = await context.read()
-        token, rank = self._invitation.token, self._hello.rank
+        token, rank = self._invitation.token, self._info.rank
         expected = proof_of(token, "child", said, rank, challenge)
         if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
-        who = json.dumps(metadata_of(self._hello)).encode()
+        who = json.dumps(metadata_of(self._info)).encode()
         return proof_of(token, "parent", said, rank, challenge) + who
 
     async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, PeerInfo]:
-        """Return the link of the child that wants to join, and who that is; refuse whoever may not."""
+        """Return the link and the info of a child that joins; refuse any other peer."""
         try:
-            child = hello_of(said.items())
+            child = info_of(said.items())
         except CredentialsError as error:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
@@ -417,12 +415,12 @@ class Server:
             reason = f"{child} is of {whose}, this is session {expected[0]} of {expected[1]} ranks"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         if child.rank not in self._invitation.place.children:
-            reason = f"{child} is no child of rank {self._hello.rank}"
+            reason = f"{child} is no child of rank {self._info.rank}"
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
         return await self._renew(context, child, said.get("bcp-node", "")), child
 
     async def _renew(self, context: Any, child: PeerInfo, node: str) -> Link:
-        """Let a child in whose earlier stream has ended, or which has given that up itself."""
+        """Admit a child whose earlier stream has ended, or which has given that stream up itself."""
         link = self._links[child.rank]
         if link.connection is not None:
             if self._nodes[child.rank] != node:

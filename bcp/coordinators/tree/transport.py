@@ -1,10 +1,7 @@
-"""The child's end: one stream to the parent.
+"""One edge of the tree: its queue of frames, and the gRPC stream from the child to the parent.
 
-gRPC, imported in the one way that suits a process that forks; import it from here.
-
-Code of both ends of a gRPC stream: introduction, credentials, and the frames that go to and fro.
-
-One edge of the tree: what is still to be sent over it, whether it is up, and what has passed.
+The file has the code of both ends (introduction, credentials, frames) and the child's end; the parent's is in
+:mod:`~bcp.coordinators.tree.server`. Import gRPC from here: it is set up for a process that forks.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ __all__ = [
     "converse",
     "dial",
     "grpc",
-    "hello_of",
+    "info_of",
     "metadata_of",
     "proof_of",
     "server_credentials",
@@ -52,7 +49,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 SERVICE, METHOD = "bcp.Coordinator", "Join"
 
 Receive = Callable[[int, bytes], bool]
-"""Takes a neighbour's frame; says whether there will be more."""
+"""Takes a neighbour's frame; returns False after the last one."""
 
 _UNLIMITED = -1
 _COMMON: list[tuple[str, int]] = [
@@ -69,7 +66,7 @@ _COMMON: list[tuple[str, int]] = [
 
 
 class CredentialsError(ValueError):
-    """The other side lacks what it needs to come in; the message says what."""
+    """The other side lacks a credential, which the message names."""
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
@@ -83,7 +80,7 @@ def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 
 def server_options(children: int) -> Sequence[tuple[str, int]]:
-    """Return the options of a server for so many children."""
+    """Return the options of a server for this number of children."""
     return [
         *_COMMON,
         # above 1,000 calls that are not accepted yet gRPC drops some, above 3,000 all; they would see CANCELLED
@@ -100,14 +97,14 @@ def channel_options(tls: Tls | None) -> Sequence[tuple[str, int | str]]:
     return [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), *name]
 
 
-def metadata_of(hello: PeerInfo) -> list[tuple[str, str]]:
-    """Return how a rank introduces itself."""
-    host = hello.host.encode("ascii", "backslashreplace").decode()
-    return [("bcp-rank", str(hello.rank)), ("bcp-host", host), ("bcp-pid", str(hello.pid))]
+def metadata_of(info: PeerInfo) -> list[tuple[str, str]]:
+    """Return the metadata with which a rank introduces itself."""
+    host = info.host.encode("ascii", "backslashreplace").decode()
+    return [("bcp-rank", str(info.rank)), ("bcp-host", host), ("bcp-pid", str(info.pid))]
 
 
-def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
-    """Return who introduced itself so. Raises :class:`CredentialsError`."""
+def info_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
+    """Return the info of a rank with this metadata. Raises :class:`CredentialsError`."""
     said = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
     try:
         return PeerInfo(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
@@ -116,7 +113,7 @@ def hello_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
 
 
 def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
-    """Return the proof by which a side of a new stream shows that it knows the job's token.
+    """Return the proof of a side of a new stream that it knows the job's token.
 
     Args:
         token: the job's.
@@ -137,9 +134,9 @@ async def converse(
     write: Callable[[bytes], Awaitable[None]],
     receive: Receive,
 ) -> str | None:
-    """Send what the link has and take what comes, until one side ends it.
+    """Send the frames of the link, and receive those of the other side, until one side ends the stream.
 
-    Returns why it ended, or None if the other side has said goodbye. Errors of the transport come through.
+    Returns the reason of the end, or None if the other side has said goodbye. Errors of the transport come through.
     """
     pump = asyncio.create_task(link.pump(connection, write))
     try:
@@ -161,7 +158,7 @@ async def converse(
 
 
 class Traffic(NamedTuple):
-    """Bytes and messages of one edge since it was made: our frames, without what gRPC and TCP add."""
+    """Bytes and messages of one edge since it was made: our frames, without the overhead of gRPC and TCP."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -170,24 +167,24 @@ class Traffic(NamedTuple):
 
 
 class Link:
-    """This rank's end of the edge to one neighbour; lives on the coordinators' loop.
+    """This rank's end of the edge to one neighbour; it runs on the coordinators' loop.
 
-    It outlives connections. Frames that are sent before the first one wait for it; those that wait or are on their way
-    when one breaks are lost, which ends their operations.
+    It outlives connections. Frames queued before the first connection are sent once it is up. If a connection breaks,
+    queued and in-flight frames are lost, and their operations fail.
 
     Attributes:
         rank: the neighbour.
-        hello: who the neighbour is, once it has been connected.
+        peer: the neighbour's info, once it has been connected.
         connection: the present one, an object of the transport's own; None while there is none.
-        trouble: why there is none, for messages; empty where nothing is known.
-        awaited: that it broke, as an object of its own, while the neighbour may come back; None otherwise.
-        given_up: what to say of a neighbour that has not come back; empty where there is no reason to.
+        trouble: the reason why there is no connection, for messages; empty if none is known.
+        awaited: an object for the latest break, while the neighbour may come back; None otherwise.
+        given_up: the cause of errors if the neighbour has not come back; else empty.
     """
 
     def __init__(self, rank: int, host: str = "") -> None:
         self.rank = rank
         self._host = host
-        self.hello: PeerInfo | None = None
+        self.peer: PeerInfo | None = None
         self.connection: object | None = None
         self.trouble = ""
         self.awaited: object | None = None
@@ -203,19 +200,19 @@ class Link:
         return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
 
     def __str__(self) -> str:
-        if self.hello is not None:
-            return str(self.hello)
+        if self.peer is not None:
+            return str(self.peer)
         return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and messages that have passed."""
+        """The bytes and messages so far."""
         (sent, messages_sent), (received, messages_received) = self._sent, self._received
         return Traffic(sent, received, messages_sent, messages_received)
 
     @property
     def empty(self) -> bool:
-        """Say whether all frames have been handed to the transport."""
+        """Whether all frames have been handed to the transport."""
         return not self._waiting and not self._writing
 
     def send(self, operation: int, frame: bytes) -> None:
@@ -224,7 +221,7 @@ class Link:
         self._wake()
 
     def drop(self, operation: int) -> None:
-        """Forget the frames of an operation that still wait, and what is left of one."""
+        """Drop the queued frames of an operation, and the rest of a frame that is partly sent."""
         self._waiting = deque(each for each in self._waiting if each[0] != operation)
 
     def received(self, message: bytes) -> bytes | None:
@@ -233,21 +230,21 @@ class Link:
         self._received[1] += 1
         return joined(message, self._begun)
 
-    def up(self, connection: object, hello: PeerInfo) -> None:
-        """Take note of a new connection."""
-        self.connection, self.hello, self.trouble = connection, hello, ""
+    def up(self, connection: object, peer: PeerInfo) -> None:
+        """Record a new connection."""
+        self.connection, self.peer, self.trouble = connection, peer, ""
         self.awaited, self.given_up = None, ""
         self._wake()
 
     def down(self, trouble: str) -> None:
-        """Take note that there is none any more, and forget what waited for it."""
+        """Record that the connection is gone, and drop the queued frames."""
         self.connection, self.trouble = None, trouble
         self._waiting.clear()
         self._begun.clear()
         self._wake()
 
     async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write the frames that wait, as they come, as long as the connection is this one."""
+        """Write queued frames as they come, as long as this connection is the link's."""
         while self.connection is connection:
             if not self._waiting:
                 await self.changed()
@@ -264,18 +261,18 @@ class Link:
                 self._wake()
 
     async def flushed(self) -> None:
-        """Return once all frames have been handed to the transport, or the connection is gone."""
+        """Wait until all frames have been handed to the transport, or the connection is gone."""
         while self.connection is not None and not self.empty:
             await self.changed()
 
     async def changed(self) -> None:
-        """Return at the next change of anything here."""
+        """Wait for the next change of the link."""
         watcher = asyncio.get_running_loop().create_future()
         self._watchers.append(watcher)
         await watcher
 
     def _wake(self) -> None:
-        """Wake those who wait for a change; whoever waits from now on waits for the next."""
+        """Wake all tasks that wait for a change; later ones wait for the next change."""
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             if not watcher.done():
@@ -299,13 +296,13 @@ _STATUS_SECONDS = 1.0  # how long a parent that says nothing sensible may take t
 
 
 class RefusedError(Exception):
-    """The parent does not let this rank in, and would not at a second try either."""
+    """The parent refuses this rank, and would refuse it again."""
 
 
 async def dial(
     address: str,
     tls: Tls | None,
-    hello: PeerInfo,
+    info: PeerInfo,
     credentials: list[tuple[str, str]],
     token: str,
     link: Link,
@@ -313,15 +310,15 @@ async def dial(
     receive: Receive,
     lost: Callable[[int, object, str | None], None],
 ) -> bool:
-    """Connect to the parent and talk to it until the stream ends; say whether there was a connection at all.
+    """Connect to the parent, and talk to it until the stream ends; return whether there was a connection at all.
 
-    Where there was none, ``link.trouble`` says why. Raises :class:`RefusedError`.
+    If there was none, ``link.trouble`` has the reason. Raises :class:`RefusedError`.
     """
     connection = object()
     code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
     in_peace = False
     async with _channel(address, tls) as channel:
-        said = dict([*metadata_of(hello), *credentials])
+        said = dict([*metadata_of(info), *credentials])
         call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(said.items()))
         try:
             link.up(connection, await _introduced(call, said, token, link.rank))
@@ -339,14 +336,14 @@ async def dial(
             reason += _TLS_HINT
         elif code is grpc.StatusCode.UNAVAILABLE:
             reason += f"; {HINT}"
-        link.trouble = f"; rank {hello.rank} (host {hello.host}) cannot connect to it at {address}: {reason}"
+        link.trouble = f"; rank {info.rank} (host {info.host}) cannot connect to it at {address}: {reason}"
         if code in _REFUSALS:
-            raise RefusedError(f"{link} at {address} refused {hello}: {reason}")
+            raise RefusedError(f"{link} at {address} refused {info}: {reason}")
     return connected
 
 
 async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> PeerInfo:
-    """Prove to the parent that this rank knows the job's token, and return who the parent is, which proves the same."""
+    """Prove the job's token to the parent, check the parent's proof, and return the parent's info."""
     challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
     if challenge is None:
         raise CredentialsError("it asks for no proof of the job's token, so it is no coordinator of this bcp")
@@ -355,11 +352,11 @@ async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: in
     expected = proof_of(token, "parent", said, parent, challenge)
     if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
         raise CredentialsError("it does not know the job's token, so it is no rank of this job")
-    return hello_of(map(tuple, json.loads(answer[len(expected) :])))
+    return info_of(map(tuple, json.loads(answer[len(expected) :])))
 
 
 def _channel(address: str, tls: Tls | None) -> Any:
-    """Return a channel, which connects when it is used."""
+    """Return a channel, which connects at its first use."""
     options = channel_options(tls)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
@@ -367,7 +364,7 @@ def _channel(address: str, tls: Tls | None) -> Any:
 
 
 async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Return how a call has ended, and why, for messages."""
+    """Return the status of a call that has ended, and its reason for messages."""
     try:
         async with asyncio.timeout(_STATUS_SECONDS):
             return await call.code(), f"{(await call.code()).name}: {await call.details()}"
