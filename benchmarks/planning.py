@@ -21,12 +21,14 @@ from bcp.options import LoadOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout, find_all
-from bcp.plan.read.copies import assign
+from bcp.plan.read import divide_load
 from bcp.plan.read.reads import wants
-from bcp.plan.read.share import BlockIndex, share
+from bcp.plan.read.share import BlockIndex
+from bcp.plan.read.share import share_reads as share_blocks
 from bcp.plan.shards import ShardTable
-from bcp.plan.write.divide import WriteDivision, divide
-from bcp.plan.write.survey import EncodedTable, Survey, digest, encode_flat, encode_shares, gather, survey
+from bcp.plan.write import RankTable
+from bcp.plan.write.divide import WriteDivision, divide_writes
+from bcp.plan.write.survey import EncodedTable, Survey, encode_flat, encode_shares, gather_tables, survey_tables
 from bcp.plan.write.world import factor
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
@@ -66,8 +68,7 @@ def states(job: Job) -> list[EncodedTable]:
 def _check(job: Job, said: Sequence[EncodedTable]) -> None:
     """Compare what some ranks say with what they would say by themselves."""
     for rank in np.linspace(0, job.world_size - 1, 8).astype(int).tolist():
-        table = job.table(rank)
-        real = EncodedTable.of(factor(table), digest(table))
+        real = RankTable.of(job.table(rank)).encoded
         if replace(real, table=said[rank].table) != said[rank]:
             raise AssertionError(f"rank {rank} would say something else")
 
@@ -77,16 +78,16 @@ def plan(job: Job, figures: Figures) -> Planned:
     large = job.world_size >= LARGE
     said = states(job)
     hellos = [one.hello for one in said]
-    found = survey(hellos, balance="split", block_bytes=BLOCK_BYTES)
-    told = Survey.decode(found.encode())
-    messages = [one.message(rank, told) for rank, one in enumerate(said)]
-    world = gather(found, messages)
-    division = divide(world, block_bytes=BLOCK_BYTES)
+    survey = survey_tables(hellos, balance="split", block_bytes=BLOCK_BYTES)
+    received = Survey.decode(survey.encode())
+    messages = [table.message(rank, received) for rank, table in enumerate(said)]
+    world = gather_tables(survey, messages)
+    division = divide_writes(world, block_bytes=BLOCK_BYTES)
     stored = encode_metadata(encode_layout(division.layout), _commit(job))
     steps: list[tuple[str, Callable[[], object]]] = [
-        ("comparing digests", lambda: survey(hellos, balance="split", block_bytes=BLOCK_BYTES)),
-        ("reading what ranks hold", lambda: gather(found, messages)),
-        ("merging, cover check, balance, layout", lambda: divide(world, block_bytes=BLOCK_BYTES)),
+        ("comparing digests", lambda: survey_tables(hellos, balance="split", block_bytes=BLOCK_BYTES)),
+        ("reading what ranks hold", lambda: gather_tables(survey, messages)),
+        ("merging, cover check, balance, layout", lambda: divide_writes(world, block_bytes=BLOCK_BYTES)),
         ("writing the answers", lambda: encode_shares(division)),
     ]
     case = f"{job.zero}, {job.world_size:,} ranks"
@@ -183,13 +184,15 @@ def share_reads(planned: Planned, target: Job, figures: Figures) -> None:
             mine = replace(table, start=start[dp], stop=stop[dp])
             runs[target.rank(tp, dp, pp)] = line.runs(wants(layout, mine, saved).ranges())
     options = LoadOptions()
-    divided = partial(share, line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes)
-    said = [line.encode(each) for each in runs]
-    shared = divided()
-    reads = [assign(line, rank, runs[rank], shared, read_bytes=options.read_bytes) for rank in range(0, 8960, 640)]
+    read_bytes, exchange_bytes = options.read_bytes, options.exchange_bytes
+    divide = partial(share_blocks, line, runs, read_bytes=read_bytes, exchange_bytes=exchange_bytes)
+    messages = [line.encode(rows) for rows in runs]
+    shared = divide_load(line, messages, read_bytes=read_bytes, exchange_bytes=exchange_bytes)
     case = f"{planned.job.zero} -> TP={target.tp} DP={target.dp} PP={target.pp}, {target.world_size:,} ranks"
-    figures.add(f"{case}: rank 0 receives", sum(map(len, said)) / 1e6, "MB")
+    figures.add(f"{case}: rank 0 receives", sum(map(len, messages)) / 1e6, "MB")
     figures.add(f"{case}: rank 0 tells everyone", len(shared.encode(line)) / 1e6, "MB")
-    figures.add(f"{case}: reading what ranks want", cpu_ms(lambda: [line.decode(each) for each in said], 1), "ms")
-    figures.add(f"{case}: dividing the reading", cpu_ms(divided, 1), "ms")
-    figures.add(f"{case}: rounds of exchange", reads[0].rounds)
+    figures.add(
+        f"{case}: reading what ranks want", cpu_ms(lambda: [line.decode(message) for message in messages], 1), "ms"
+    )
+    figures.add(f"{case}: dividing the reading", cpu_ms(divide, 1), "ms")
+    figures.add(f"{case}: rounds of exchange", shared.rounds)

@@ -1,4 +1,4 @@
-"""The whole way of a plan without ranks: tables are stated, surveyed, gathered, divided, and expanded again."""
+"""Plans of saves without ranks, with blocks as small as the tests' tensors."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from dataclasses import dataclass
 
 from bcp.plan.layout import Layout
 from bcp.plan.shards import ShardTable
-from bcp.plan.write.divide import Writes, divide, expand
-from bcp.plan.write.survey import EncodedTable, Survey, decode_share, digest, encode_shares, gather, survey
-from bcp.plan.write.world import AllTables, factor
+from bcp.plan.write import exchange_tables, plan_save
+from bcp.plan.write.divide import Writes
+from bcp.plan.write.world import AllTables
 
 
 @dataclass(frozen=True)
 class Divided:
     layout: Layout
     writes: tuple[Writes, ...]
-    owned: tuple[list[tuple[str, str]], ...] = ()
 
 
-def world_of(tables: Sequence[ShardTable], balance: str = "split", block_bytes: int = 4096) -> AllTables:
+def world_of(tables: Sequence[ShardTable]) -> AllTables:
     """Send what all ranks hold to rank 0."""
-    stated = [EncodedTable.of(factor(table), digest(table)) for table in tables]
-    plan = survey([each.hello for each in stated], balance=balance, block_bytes=block_bytes)
-    told = Survey.decode(plan.encode())
-    return gather(plan, [each.message(rank, told) for rank, each in enumerate(stated)])
+    return exchange_tables(tables, block_bytes=4096)
 
 
 def divided(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 4096) -> Divided:
     """Divide the work of a save."""
-    division = divide(world_of(tables, balance, block_bytes), balance=balance, block_bytes=block_bytes)
-    shares = [decode_share(answer) for answer in encode_shares(division)]
-    return Divided(
-        division.layout,
-        tuple(expand(table, factor(table), share.rows) for table, share in zip(tables, shares, strict=True)),
-        tuple([table.objects[row] for row in share.owned] for table, share in zip(tables, shares, strict=True)),
-    )
+    plan = plan_save(tables, balance=balance, block_bytes=block_bytes)
+    return Divided(plan.layout, tuple(rank.writes for rank in plan.ranks))

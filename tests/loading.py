@@ -17,8 +17,9 @@ from bcp.errors import CorruptError
 from bcp.format.receipt import Blocks, FileReceipt
 from bcp.options import Graph
 from bcp.pipeline import Budget
-from bcp.plan.read.copies import Assignment, assign, check_complete, copies, zero_copy_reads
-from bcp.plan.read.share import BlockIndex, SharedReads, share
+from bcp.plan.read import plan_load
+from bcp.plan.read.copies import Assignment, check_complete, copies, zero_copy_reads
+from bcp.plan.read.share import BlockIndex
 from bcp.plan.shards import ShardTable
 from bcp.protocols import Buffer, Codec
 from bcp.runtime.device import Lanes
@@ -156,11 +157,9 @@ def plan(
     saved: Saved, ranks: Sequence[Rank], *, shared: bool, read_bytes: int, exchange_bytes: int
 ) -> list[Assignment]:
     """Say what every rank reads."""
-    line = BlockIndex.of(saved.layout)
-    runs = [line.runs(rank.memory.wants.ranges()) for rank in ranks]
+    ranges = [rank.memory.wants.ranges() for rank in ranks]
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
-    table = share(line, runs, **limits) if shared else SharedReads.nothing()
-    return [assign(line, rank, mine, table, read_bytes=read_bytes) for rank, mine in enumerate(runs)]
+    return plan_load(BlockIndex.of(saved.layout), ranges, **limits, shared=shared)
 
 
 async def load(

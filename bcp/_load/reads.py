@@ -33,9 +33,10 @@ from bcp.options import LoadOptions
 from bcp.pipeline import Budget
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout, find, resolve, resolve_all, rows_of
+from bcp.plan.read import divide_load
 from bcp.plan.read.copies import Assignment, Chunk, ZeroCopyReads, assign
 from bcp.plan.read.renamed import MASTER, RenamedLayout
-from bcp.plan.read.share import VERSIONS, BlockIndex, Floats, SharedReads, share
+from bcp.plan.read.share import VERSIONS, BlockIndex, Floats, SharedReads
 from bcp.plan.shards import KINDS
 from bcp.plan.units import decode_claims, encode_claims
 from bcp.protocols import Agreement, FailureReporter
@@ -243,10 +244,8 @@ def _answer(mine: LoadRequest, line: BlockIndex, asked: Sequence[_RankRequest], 
 
 def _share(line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions, speed: Floats | None = None) -> bytes:
     """Divide the reading of the blocks that several ranks want; on rank 0."""
-    runs = [line.decode(each.rest) for each in asked]
-    line.check(np.concatenate(runs))
-    divided = share(line, runs, read_bytes=options.read_bytes, exchange_bytes=options.exchange_bytes, speed=speed)
-    return divided.encode(line)
+    limits = {"read_bytes": options.read_bytes, "exchange_bytes": options.exchange_bytes}
+    return divide_load(line, [request.rest for request in asked], **limits, speed=speed).encode(line)
 
 
 def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:

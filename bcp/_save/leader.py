@@ -36,8 +36,8 @@ from bcp.format.receipt import Receipt
 from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.units import check_shared
-from bcp.plan.write.divide import divide
-from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, gather, survey
+from bcp.plan.write import divide_save
+from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import WriteItem
@@ -289,12 +289,11 @@ class SaveLeader:
         return self.plan.encode()
 
     def _survey(self, hellos: Sequence[bytes]) -> Survey:
-        return survey(hellos, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        return survey_tables(hellos, balance=self.options.balance, block_bytes=BLOCK_BYTES)
 
     def divide(self, messages: Sequence[bytes]) -> Sequence[bytes]:
         """Plan the save: dedup, balance, offsets, exact cover."""
-        world = gather(self.plan, messages)
-        division = divide(world, balance=self.options.balance, block_bytes=BLOCK_BYTES)
+        division = divide_save(self.plan, messages, balance=self.options.balance, block_bytes=BLOCK_BYTES)
         self.layout = encode_layout(division.layout)
         _layouts.put(self.key, self.layout)
         return encode_shares(division)

@@ -13,12 +13,10 @@ from bcp._save.local_state import LocalState
 from bcp.errors import BcpError, InputError
 from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache
-from bcp.plan.shards import ShardTable
-from bcp.plan.units import decode_claims, encode_shared
-from bcp.plan.write.divide import expand
+from bcp.plan.units import encode_shared
+from bcp.plan.write import RankTable
 from bcp.plan.write.files import DataFile, data_files
-from bcp.plan.write.survey import DIGEST_BYTES, EncodedTable, Survey, decode_share, digest
-from bcp.plan.write.world import FactoredTable, factor
+from bcp.plan.write.survey import DIGEST_BYTES, Survey, digest
 from bcp.protocols import Agreement
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread_gc_paused
@@ -59,32 +57,28 @@ async def plan_writes(
         raise held
     root.framework = held.framework
     table = held.shards.table
-    mine = await in_thread_gc_paused(digest, table)
-    slot = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode() + mine
-    known = _plans.get(slot)
+    layout = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode()
+    layout += await in_thread_gc_paused(digest, table)
+    known = _plans.get(layout)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
     opening = Opening.decode(await gather_broadcast(agreement, "begin", rank, hello, root.open))
     if opening.cached and known is not None:
         return held, opening, known
-    factored = await in_thread_gc_paused(factor, table)
-    stated = await in_thread_gc_paused(EncodedTable.of, factored, mine)
-    survey = Survey.decode(await gather_broadcast(agreement, "survey", rank, stated.hello, root.survey))
-    share = await gather_scatter(agreement, "plan", rank, stated.message(rank, survey), root.divide)
-    plan = await in_thread_gc_paused(_read_share, share, table, factored, rank, survey.key, options.part_bytes)
-    _plans.put(slot, plan)
+    prepared = await in_thread_gc_paused(RankTable.of, table)
+    survey = Survey.decode(await gather_broadcast(agreement, "survey", rank, prepared.encoded.hello, root.survey))
+    message = prepared.encoded.message(rank, survey)
+    share = await gather_scatter(agreement, "plan", rank, message, root.divide)
+    plan = await in_thread_gc_paused(_read_share, prepared, share, rank, survey.key, options.part_bytes)
+    _plans.put(layout, plan)
     return held, opening, plan
 
 
-def _read_share(
-    share: bytes, table: ShardTable, factored: FactoredTable, rank: int, key: bytes, part_bytes: int
-) -> SavePlan:
+def _read_share(prepared: RankTable, share: bytes, rank: int, key: bytes, part_bytes: int) -> SavePlan:
     """Turn rank 0's answer into data files and owned values."""
-    mine = decode_share(share)
-    files = data_files(table, expand(table, factored, mine.rows), rank=rank, part_bytes=part_bytes)
-    paths = [path for claim in decode_claims(table.units) for path in claim.paths()]
-    units = [paths[number] for number in mine.units.tolist()]
-    return SavePlan(key, files, [table.objects[row] for row in mine.owned.tolist()], units)
+    plan = prepared.plan(share)
+    files = data_files(prepared.table, plan.writes, rank=rank, part_bytes=part_bytes)
+    return SavePlan(key, files, plan.objects, plan.units)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
 
     Args:
         digests: :func:`bcp.plan.write.survey.digest` of every rank's table, 16 bytes each, in the order of the ranks.
-        balance: as in :func:`bcp.plan.write.divide.divide`.
+        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
         block_bytes: the same.
 
     """

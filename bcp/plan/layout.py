@@ -63,7 +63,7 @@ class Layout:
         offset: int64[p, D], first corner of each piece.
         length: int64[p, D], extent of each piece.
         segments: how the pieces are cut.
-        file_kind: int64[f], code in ``KINDS``; :func:`bcp.plan.write.divide.divide` sorts files by (kind, rank).
+        file_kind: int64[f], code in ``KINDS``; :func:`bcp.plan.write.divide.divide_writes` sorts files by (kind, rank).
         file_rank: int64[f], the rank that writes it.
         file_nbytes: int64[f], bytes of the data section.
         file_planes: int64[f, P], first byte of each plane in the data section; 0 where the file has no such plane.

@@ -16,31 +16,12 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
+from bcp.plan.read import plan_load
 from bcp.plan.read import share as sharing
-from bcp.plan.read.copies import Assignment, assign
-from bcp.plan.read.share import BlockIndex, RankSets, SharedReads, WantedBlocks, begins, fill, share
+from bcp.plan.read.copies import Assignment
+from bcp.plan.read.share import BlockIndex, RankSets, SharedReads, WantedBlocks, begins, fill, share_reads
 
 MIB = 1 << 20
-
-
-def plans(
-    line: BlockIndex,
-    ranges: Sequence[Ints],
-    *,
-    read_bytes: int,
-    exchange_bytes: int,
-    shared: bool = True,
-    speed: npt.NDArray[np.float64] | None = None,
-) -> list[Assignment]:
-    """Say what every rank does; all that ranks tell each other goes through bytes."""
-    runs = [line.runs(rows) for rows in ranges]
-    told = [line.decode(line.encode(rows)) for rows in runs]
-    for rows in told:
-        line.check(rows)
-    limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
-    table = share(line, told, **limits, speed=speed) if shared else SharedReads.nothing()
-    known = SharedReads.decode(table.encode(line), line, len(ranges))
-    return [assign(line, rank, mine, known, read_bytes=read_bytes) for rank, mine in enumerate(runs)]
 
 
 def blocks_of(line: BlockIndex, plan: Assignment) -> Counter[tuple[int, int]]:
@@ -70,7 +51,7 @@ def test_readers_share_every_wanted_block_and_everything_arrives(data: st.DataOb
     ranges = [memory.wants.ranges() for memory in memories]
     limits = {"read_bytes": read_bytes, "exchange_bytes": exchange_bytes}
     speed = data.draw(st.none() | st.lists(st.floats(0.001, 1.0), min_size=ranks, max_size=ranks).map(np.array))
-    plan = plans(line, ranges, **limits, shared=shared, speed=speed)
+    plan = plan_load(line, ranges, **limits, shared=shared, speed=speed)
     size = line.block_bytes
     wanted = [{(f, b) for f, a, z in rows.tolist() for b in range(a // size, -(-z // size))} for rows in ranges]
     check_chunks(line, plan, wanted, read_bytes)
@@ -124,7 +105,7 @@ def test_sets_that_look_the_same_cost_reads_and_no_bytes(data: st.DataObject) ->
     line = BlockIndex.of(saved.layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "mix", lambda values, _: np.ones(len(values), dtype=np.uint64))  # as many, so the same
-        plan = plans(line, ranges, read_bytes=64, exchange_bytes=64)
+        plan = plan_load(line, ranges, read_bytes=64, exchange_bytes=64)
     run_job_loosely(memories, plan)
 
 
@@ -176,7 +157,7 @@ def rows(*ranges: tuple[int, int, int]) -> Ints:
 
 def test_replicas_share_the_reading_evenly() -> None:
     line = line_of(1000)
-    found = loads(plans(line, [rows((0, 0, 1000 * MIB))] * 8, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
+    found = loads(plan_load(line, [rows((0, 0, 1000 * MIB))] * 8, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
     assert sum(found) == 1000 * MIB
     assert max(found) == 125 * MIB
 
@@ -184,7 +165,7 @@ def test_replicas_share_the_reading_evenly() -> None:
 def test_a_rank_with_much_of_its_own_reads_less_for_others() -> None:
     line = line_of(100, files=4)
     ranges = [rows((0, 0, 100 * MIB), (1, 0, 40 * MIB)), rows((0, 0, 100 * MIB)), rows((0, 0, 100 * MIB))]
-    found = loads(plans(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
+    found = loads(plan_load(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
     assert sum(found) == 140 * MIB
     assert max(found) - min(found) <= MIB
 
@@ -193,7 +174,7 @@ def test_experts_are_read_by_those_that_want_them_and_dense_tensors_by_the_other
     # 32 ranks: file 0 is dense, wanted by all; files 1 to 8 are experts, each wanted by 2 ranks: 0 and 1, 2 and 3 ...
     line = line_of(320, files=9)
     ranges = [rows((0, 0, 320 * MIB), *([(1 + rank // 2, 0, 10 * MIB)] if rank < 16 else [])) for rank in range(32)]
-    plan = plans(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB)
+    plan = plan_load(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB)
     found = loads(plan)
     assert sum(found) == 400 * MIB
     assert max(found) <= 13.5 * MIB  # the mean is 12.5
@@ -205,7 +186,7 @@ def test_experts_are_read_by_those_that_want_them_and_dense_tensors_by_the_other
 def test_neighbours_that_share_edges_end_up_with_equal_loads() -> None:
     line, ranks = line_of(10_000), 200
     ranges = [rows((0, (47 * rank) * MIB, (47 * rank + 60) * MIB)) for rank in range(ranks)]
-    found = loads(plans(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
+    found = loads(plan_load(line, ranges, read_bytes=32 * MIB, exchange_bytes=256 * MIB))
     assert sum(found) == (47 * (ranks - 1) + 60) * MIB
     assert max(found) <= 1.08 * sum(found) / ranks
 
@@ -217,7 +198,7 @@ def test_random_pairs_end_up_with_about_equal_loads() -> None:
     for at in range(0, 4000, 4):
         for rank in rng.choice(ranks, 2, replace=False).tolist():
             wanted[rank].append((0, at * MIB, (at + 4) * MIB))
-    found = loads(plans(line, [rows(*each) for each in wanted], read_bytes=32 * MIB, exchange_bytes=256 * MIB))
+    found = loads(plan_load(line, [rows(*each) for each in wanted], read_bytes=32 * MIB, exchange_bytes=256 * MIB))
     assert sum(found) == 4000 * MIB
     assert max(found) <= 1.05 * sum(found) / ranks
 
@@ -237,7 +218,7 @@ def test_the_work_depends_on_what_is_wanted_and_not_on_how_many_want_it(monkeypa
     model = [(0, 2 * at * MIB, (2 * at + 1) * MIB) for at in range(50)]
     for ranks in (2, 100):
         ranges = [rows(*model, (1, rank * MIB, (rank + 1) * MIB)) for rank in range(ranks)]
-        plans(line, ranges, read_bytes=MIB, exchange_bytes=MIB)
+        plan_load(line, ranges, read_bytes=MIB, exchange_bytes=MIB)
     assert seen == [50 + 2, 50 + 100]  # the model once, although no two ranks want the same in all
 
 
@@ -251,14 +232,16 @@ def whole(saved: Saved) -> Ints:
 def test_the_same_inputs_give_the_same_assignment() -> None:
     line = BlockIndex.of(one_file(999).layout)
     ranges = [rows((0, 100 * rank, 999)) for rank in range(3)]
-    one, two = (plans(line, ranges, read_bytes=64, exchange_bytes=96) for _ in range(2))
+    one, two = (plan_load(line, ranges, read_bytes=64, exchange_bytes=96) for _ in range(2))
     assert [one[r].items() for r in range(3)] == [two[r].items() for r in range(3)]
     assert one[0].rounds > 1
 
 
 def test_a_rank_without_wants_takes_part_in_every_round() -> None:
     saved = one_file(160)
-    plan = plans(BlockIndex.of(saved.layout), [whole(saved), whole(saved), rows()], read_bytes=64, exchange_bytes=96)
+    plan = plan_load(
+        BlockIndex.of(saved.layout), [whole(saved), whole(saved), rows()], read_bytes=64, exchange_bytes=96
+    )
     rounds = plan[2].rounds
     assert rounds > 0
     assert [(item.file, item.nbytes, item.round) for item in plan[2].items()] == [(-1, 0, k) for k in range(rounds)]
@@ -268,7 +251,7 @@ def test_a_rank_without_wants_takes_part_in_every_round() -> None:
 def test_private_chunks_are_spread_between_the_rounds() -> None:
     line = BlockIndex.of(one_file(96 * 16).layout)
     ranges = [rows((0, 0, 64 * 16)), rows((0, 0, 96 * 16))]
-    plan = plans(line, ranges, read_bytes=32, exchange_bytes=32)
+    plan = plan_load(line, ranges, read_bytes=32, exchange_bytes=32)
     rounds = [item.round for item in plan[1].items()]
     assert plan[0].rounds == 24  # rank 0 reads 48 blocks, two a round; rank 1 reads 16, and 32 that it alone wants
     gaps = [len(list(run)) for private, run in itertools.groupby(rounds, lambda n: n < 0) if private]
@@ -278,7 +261,7 @@ def test_private_chunks_are_spread_between_the_rounds() -> None:
 
 def test_a_single_rank_reads_everything_by_itself() -> None:
     saved = one_file(1000)
-    (plan,) = plans(BlockIndex.of(saved.layout), [whole(saved)], read_bytes=160, exchange_bytes=1)
+    (plan,) = plan_load(BlockIndex.of(saved.layout), [whole(saved)], read_bytes=160, exchange_bytes=1)
     assert plan.rounds == 0
     assert sum(item.nbytes for item in plan.items()) == 1000
     assert max(item.nbytes for item in plan.items()) <= 160
@@ -286,20 +269,20 @@ def test_a_single_rank_reads_everything_by_itself() -> None:
 
 def test_blocks_may_be_parts_of_encoded_files() -> None:
     line = BlockIndex.of(one_file(1000).layout, 256)
-    plan = plans(line, [rows((0, 10, 20)), rows((0, 15, 600))], read_bytes=1, exchange_bytes=1)
+    plan = plan_load(line, [rows((0, 10, 20)), rows((0, 15, 600))], read_bytes=1, exchange_bytes=1)
     chunks = sorted((item.start, item.stop) for each in plan for item in each.items() if item.file >= 0)
     assert chunks == [(0, 256), (256, 512), (512, 768)]
 
 
 def test_a_shared_chunk_travels_whole() -> None:
     line = BlockIndex.of(one_file(64, block_bytes=64).layout)
-    plan = plans(line, [rows((0, 0, 64)), rows((0, 3, 5), (0, 9, 12))], read_bytes=64, exchange_bytes=64)
+    plan = plan_load(line, [rows((0, 0, 64)), rows((0, 3, 5), (0, 9, 12))], read_bytes=64, exchange_bytes=64)
     (chunk,) = [*plan[0].receives(0), *plan[1].receives(0)]
     assert (chunk.start, chunk.stop) == (0, 64)
 
 
 def test_nothing_wanted_is_nothing_to_do() -> None:
-    plan = plans(BlockIndex.of(one_file(64).layout), [rows(), rows()], read_bytes=64, exchange_bytes=64)
+    plan = plan_load(BlockIndex.of(one_file(64).layout), [rows(), rows()], read_bytes=64, exchange_bytes=64)
     assert (plan[0].rounds, plan[0].items()) == (0, [])
 
 
@@ -307,7 +290,7 @@ def test_a_slow_rank_reads_less_and_sends_less_in_each_round() -> None:
     line = line_of(1000)
     wanted = [rows((0, 0, 1000 * MIB))] * 4
     speed = np.array([1.0, 1.0, 0.1, 1.0])
-    plan = plans(line, wanted, read_bytes=32 * MIB, exchange_bytes=256 * MIB, speed=speed)
+    plan = plan_load(line, wanted, read_bytes=32 * MIB, exchange_bytes=256 * MIB, speed=speed)
     found = loads(plan)
     assert sum(found) == 1000 * MIB
     np.testing.assert_allclose(found, 1000 * MIB * speed / speed.sum(), atol=MIB)
@@ -319,7 +302,7 @@ def test_a_slow_rank_reads_less_and_sends_less_in_each_round() -> None:
 def test_chunks_are_smaller_the_more_ranks_send_to_one() -> None:
     line = line_of(3200)
     for ranks in (2, 5, 33):
-        plan = plans(line, [rows((0, 0, 3200 * MIB))] * ranks, read_bytes=32 * MIB, exchange_bytes=64 * MIB)
+        plan = plan_load(line, [rows((0, 0, 3200 * MIB))] * ranks, read_bytes=32 * MIB, exchange_bytes=64 * MIB)
         for number in range(plan[0].rounds):
             assert sum(chunk.nbytes for chunk in plan[0].receives(number)) <= 64 * MIB
         assert max(item.nbytes for item in plan[0].items()) >= min(32, 64 // (ranks - 1)) * MIB * 0.9
@@ -331,7 +314,7 @@ def test_chunks_are_smaller_the_more_ranks_send_to_one() -> None:
 def table() -> tuple[BlockIndex, SharedReads]:
     line = line_of(64, files=2)
     runs = [line.runs(rows((0, 0, 64 * MIB), (1, 0, 64 * MIB)))] * 2 + [line.runs(rows((1, 0, MIB)))]
-    return line, share(line, runs, read_bytes=8 * MIB, exchange_bytes=8 * MIB)
+    return line, share_reads(line, runs, read_bytes=8 * MIB, exchange_bytes=8 * MIB)
 
 
 def test_a_table_survives_the_wire() -> None:

@@ -29,7 +29,17 @@ from bcp.plan.box import sweep_intervals
 from bcp.plan.columns import Ints, mix, spread
 from bcp.plan.layout import Layout
 
-__all__ = ["VERSIONS", "BlockIndex", "Floats", "RankSets", "SharedReads", "WantedBlocks", "begins", "fill", "share"]
+__all__ = [
+    "VERSIONS",
+    "BlockIndex",
+    "Floats",
+    "RankSets",
+    "SharedReads",
+    "WantedBlocks",
+    "begins",
+    "fill",
+    "share_reads",
+]
 
 VERSIONS = "run the same version of bcp on every rank"
 COUNT = struct.Struct("<I")
@@ -402,7 +412,7 @@ def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints
     return [np.frombuffer(part, each).astype(np.int64) for part, each in zip(parts, types, strict=True)]
 
 
-def share(
+def share_reads(
     line: BlockIndex, runs: Sequence[Ints], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
 ) -> SharedReads:
     """Divide the blocks that at least two ranks want over the ranks that want them. Pure: equal inputs, equal results.

@@ -1,1 +1,174 @@
-"""Planning a save: what all ranks hold, who writes what of it, and where to (paper sec. 3.3, 4.1)."""
+"""Plan a save: the bytes that each rank writes, and their place in its data files (paper sec. 3.3, 4.1).
+
+No rank knows the shards of the others, so planning takes three steps with a message before each of the last two:
+
+1. Each rank describes its shards in a :class:`RankTable`, and sends rank 0 a digest of it.
+2. Rank 0 finds the ranks with equal tables, asks one rank of each group for its table, and divides the writing.
+3. Each rank turns its share into a :class:`RankPlan`: intervals of its own shards.
+
+:func:`plan_save` takes all three steps in one process, and sends the same bytes. A save takes them one by one, with a
+collective operation in between (:mod:`bcp._save.plan`, :mod:`bcp._save.leader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bcp.plan.layout import Layout
+from bcp.plan.shards import ShardTable
+from bcp.plan.units import decode_claims
+from bcp.plan.write.divide import WriteDivision, Writes, divide_writes, expand
+from bcp.plan.write.survey import (
+    EncodedTable,
+    Survey,
+    decode_share,
+    digest,
+    encode_shares,
+    gather_tables,
+    survey_tables,
+)
+from bcp.plan.write.world import AllTables, FactoredTable, factor
+
+__all__ = ["RankPlan", "RankTable", "WorldPlan", "divide_save", "exchange_tables", "plan_save"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The writes of one rank.
+
+    Attributes:
+        writes: flat intervals of its shards, and their places; :func:`~bcp.plan.write.files.data_files` cuts them into
+            parts.
+        objects: (kind, path) of the leaves that are not tensors and whose values go into its receipt.
+        units: paths of the units that it writes, and of shared parts of sharded states.
+    """
+
+    writes: Writes
+    objects: Sequence[tuple[str, str]]
+    units: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTable:
+    """The shards of one rank, prepared for planning.
+
+    Attributes:
+        table: the shards.
+        factored: the same, split into tensors, boxes and flat intervals.
+        encoded: the same as bytes: what the rank sends to rank 0.
+    """
+
+    table: ShardTable
+    factored: FactoredTable
+    encoded: EncodedTable
+
+    @classmethod
+    def of(cls, table: ShardTable) -> RankTable:
+        """Factor and encode a table."""
+        factored = factor(table)
+        return cls(table, factored, EncodedTable.of(factored, digest(table)))
+
+    def plan(self, share: bytes) -> RankPlan:
+        """Read the rank's share of a save.
+
+        Args:
+            share: rank 0's answer, one of :func:`~bcp.plan.write.survey.encode_shares`.
+
+        Raises:
+            CorruptError: the bytes are no share.
+
+        """
+        answer = decode_share(share)
+        paths = [path for claim in decode_claims(self.table.units) for path in claim.paths()]
+        return RankPlan(
+            expand(self.table, self.factored, answer.rows),
+            [self.table.objects[row] for row in answer.owned.tolist()],
+            [paths[number] for number in answer.units.tolist()],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorldPlan:
+    """The plan of a save for all ranks.
+
+    Attributes:
+        layout: the place of every element of every tensor.
+        ranks: the writes of each rank, by rank.
+    """
+
+    layout: Layout
+    ranks: Sequence[RankPlan]
+
+
+def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, block_bytes: int) -> WriteDivision:
+    """Divide the writing among all ranks; runs on rank 0.
+
+    Args:
+        survey: the survey that the messages answer.
+        messages: :meth:`~bcp.plan.write.survey.EncodedTable.message` of every rank, by rank.
+        balance: as in :func:`plan_save`.
+        block_bytes: the same.
+
+    Raises:
+        CorruptError: a message does not answer the survey.
+        StateError: as in :func:`plan_save`.
+        CoverageError: the same.
+
+    """
+    return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes)
+
+
+def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 1 << 20) -> WorldPlan:
+    """Plan a save of all ranks in one process (paper sec. 4.1). Pure: equal tables give equal plans.
+
+    Replicas are written once. Every element is proved to be in exactly one shard, up to replicas. Each rank
+    then writes about equally many bytes, into one data file a kind.
+
+    Args:
+        tables: the shards of every rank, by rank.
+        balance: ``"split"`` cuts replicated shards, ``"worst-fit"`` gives away whole shards.
+        block_bytes: bytes of the blocks that data files are checksummed and read in; noted in the layout.
+
+    Raises:
+        StateError: ranks disagree about a tensor's shape, dtype or tie, or about units.
+        CoverageError: the shards of a tensor leave a gap, overlap, or stick out.
+
+    Example:
+        Two data-parallel ranks hold the same 1,024 x 1,024 matrix, and write half of it each:
+
+        >>> from bcp.plan.box import Box
+        >>> from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+        >>> weight = TensorMeta("model", "weight", "float32", 4, (1024, 1024))
+        >>> replica = ShardTable.build([ShardRow(weight, Box.whole(weight.shape))])
+        >>> plan = plan_save([replica, replica])
+        >>> [(rank.writes.start.tolist(), rank.writes.stop.tolist()) for rank in plan.ranks]
+        [([0], [524288]), ([524288], [1048576])]
+        >>> plan.layout.file_nbytes.tolist()
+        [2097152, 2097152]
+
+    """
+    ranks = [RankTable.of(table) for table in tables]
+    survey, messages = _exchange(ranks, balance, block_bytes)
+    division = divide_save(survey, messages, balance=balance, block_bytes=block_bytes)
+    shares = encode_shares(division)
+    return WorldPlan(division.layout, [rank.plan(share) for rank, share in zip(ranks, shares, strict=True)])
+
+
+def exchange_tables(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 1 << 20) -> AllTables:
+    """Return the tables of all ranks as rank 0 receives them: the first half of :func:`plan_save`.
+
+    Args:
+        tables: the shards of every rank, by rank.
+        balance: as in :func:`plan_save`.
+        block_bytes: the same.
+
+    """
+    return gather_tables(*_exchange([RankTable.of(table) for table in tables], balance, block_bytes))
+
+
+def _exchange(ranks: Sequence[RankTable], balance: str, block_bytes: int) -> tuple[Survey, list[bytes]]:
+    """Return rank 0's survey, and every rank's answer to it."""
+    survey = survey_tables([rank.encoded.hello for rank in ranks], balance=balance, block_bytes=block_bytes)
+    received = Survey.decode(survey.encode())
+    return survey, [table.encoded.message(rank, received) for rank, table in enumerate(ranks)]

@@ -28,7 +28,7 @@ __all__ = [
     "WriteDivision",
     "WriterIntervals",
     "Writes",
-    "divide",
+    "divide_writes",
     "expand",
     "split",
     "worst_fit",
@@ -258,7 +258,7 @@ class WriteDivision:
     units: Mapping[int, Ints]
 
 
-def divide(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
+def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
     """Fold replicas, check that nothing is missing, balance, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.

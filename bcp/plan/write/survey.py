@@ -45,8 +45,8 @@ __all__ = [
     "encode_flat",
     "encode_shares",
     "encode_slots",
-    "gather",
-    "survey",
+    "gather_tables",
+    "survey_tables",
 ]
 
 DIGEST_BYTES = 16
@@ -315,12 +315,12 @@ class EncodedTable:
 
     @property
     def hello(self) -> bytes:
-        """64 bytes for :func:`survey`."""
+        """64 bytes for :func:`survey_tables`."""
         units = xxhash.xxh3_128_digest(self.units) if self.units else _NO_UNITS
         return self.table + xxhash.xxh3_128_digest(self.catalogue) + xxhash.xxh3_128_digest(self.slots) + units
 
     def message(self, rank: int, plan: Survey) -> bytes:
-        """Return the message that :func:`gather` needs of this rank."""
+        """Return the message that :func:`gather_tables` needs of this rank."""
         catalogue = self.catalogue if rank in plan.catalogue_leaders else b""
         slots = self.slots if rank in plan.slots_leaders else b""
         head = _HEAD.pack(len(catalogue), len(slots), len(self.units)) if catalogue or slots or self.units else b""
@@ -363,12 +363,12 @@ class Survey:
         return cls(data[:DIGEST_BYTES], first, second, none, none, none, none)
 
 
-def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
+def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
     """Find the distinct catalogues and slots.
 
     Args:
         hellos: :attr:`EncodedTable.hello` of every rank, by rank.
-        balance: as in :func:`bcp.plan.write.divide.divide`.
+        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
         block_bytes: the same.
 
     Raises:
@@ -391,7 +391,7 @@ def survey(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey
     return Survey(key, catalogue_leaders, slots_leaders, template, catalogue[first], slots[first], claiming)
 
 
-def gather(plan: Survey, messages: Sequence[bytes]) -> AllTables:
+def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
     """Put together the tables of all ranks.
 
     Args:
