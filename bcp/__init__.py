@@ -1,12 +1,18 @@
 """Asynchronous, resharding checkpoints for large foundation model training.
 
-``bcp.save`` and ``bcp.load`` from ordinary code, ``bcp.asave`` and ``bcp.aload`` from coroutines; options, reports and
-errors; and renames that cut and join tensors. ``bcp.extend`` is the door for those who bring their own stages, codecs,
-backends, planners and coordinators.
+``bcp.save``, ``bcp.save_async`` and ``bcp.load`` serve ordinary code, ``bcp.asave`` and ``bcp.aload`` coroutines, and
+``bcp.Run`` a whole training loop. Options, reports, events and errors are plain data. ``bcp.extend`` is the door for
+stages, codecs, backends, planners and coordinators of others.
+
+Example::
+
+    bcp.save("ckpt/step-200", states)
+    bcp.load("ckpt/step-200", states)
+
 """
 
 from bcp import errors, extend, policies, telemetry
-from bcp._api import aload, aprepare, asave, load, prepare, save
+from bcp._api import aload, aprepare, asave, load, prepare, save, save_async
 from bcp._pending import Pending
 from bcp._report import Report, report
 from bcp._version import __version__
@@ -28,7 +34,7 @@ from bcp.options import Graph, LoadOptions, SaveOptions
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.box import Box
 from bcp.plan.read.renames import Moved
-from bcp.planners.megatron import MegatronRng
+from bcp.planners import Framework, MegatronRng
 from bcp.protocols import Agreement, Backend, Codec, Coordinator, PartWriter, Planner, RetryPolicy
 from bcp.runs.latest import alatest, latest
 from bcp.runs.preemption import Preemption
@@ -45,6 +51,7 @@ __all__ = [
     "Codec",
     "Coordinator",
     "Event",
+    "Framework",
     "Graph",
     "HostPart",
     "LoadOptions",
@@ -83,6 +90,7 @@ __all__ = [
     "prepare",
     "report",
     "save",
+    "save_async",
     "tee",
     "telemetry",
 ]

@@ -1,28 +1,31 @@
-"""The public calls: what ``import bcp`` gives for saving and loading, asynchronous and synchronous."""
+"""The public calls that save and load, synchronous and asynchronous.
+
+One rule separates keywords from options. Keywords describe a single call: the states, their place, the ranks, and
+whether training waits. Options describe a job, are made once and passed to every call. A keyword that is an option as
+well overrides it for one call; None keeps the option.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, overload
 
 import anyio
 from anyio.abc import TaskStatus
 
-from bcp._calls import Framework, Path, load_call, prepare_call, require_asyncio, save_call
+from bcp._calls import Path, load_call, prepare_call, require_asyncio, save_call
 from bcp._pending import Pending
 from bcp._plain import plain, warn_if_nothing
 from bcp.errors import BcpError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
+from bcp.planners import Framework
 from bcp.protocols import Coordinator, States
 from bcp.runtime import bridge as _bridge
 
-__all__ = ["aload", "aprepare", "asave", "load", "prepare", "save"]
+__all__ = ["aload", "aprepare", "asave", "load", "prepare", "save", "save_async"]
 
 Snapshot = Literal["eager", "lazy"] | None
-
-
-def _nothing() -> None:
-    """Tell nobody that training may go on: nobody waits for it."""
 
 
 # -- asynchronous ----------------------------------------------------------------------------------
@@ -72,36 +75,47 @@ async def asave(
     coordinator: Coordinator | None = None,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> SaveReport | Pending[SaveReport]:
-    """Save a checkpoint from a coroutine. Collective: every rank calls it, in the same order as its other operations.
+    """Save a checkpoint from a coroutine.
 
-    Returns when the checkpoint is committed and durable: all of it, or none. A save that fails, is cancelled or is
-    killed leaves an older checkpoint at the same path as it was. Needs an asyncio loop (anyio on asyncio will do).
+    The call is collective: every rank makes it, in the same order as its other saves and loads. It needs asyncio's
+    event loop; anyio on asyncio will do.
+
+    It returns when the checkpoint is committed and durable. A save that fails, is cancelled or is killed leaves an
+    older checkpoint at the same path unchanged.
 
     Args:
         path: a directory, a URL, or a :class:`~bcp.protocols.Backend`.
-        states: ``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``, any subset. Modules and
-            optimizers are passed as they are; (nested) dicts of tensors work too. The optimizer's names come from
-            the model, so pass both.
-        framework: ``"plain"``, ``"ddp"``, ``"fsdp2"``, a :class:`~bcp.protocols.Planner`, or None to detect it.
-        role: keeps several models apart under one path, as in ``"actor"`` and ``"critic"`` (RL).
-        async_checkpoint: return a :class:`~bcp.Pending` once the snapshot is safe: training may go on, storage is
-            written in the background, on bcp's own loop.
-        overwrite: replace a committed checkpoint at ``path``, atomically. Overrides ``options.overwrite``.
-        progress: draw a bar on rank 0. Overrides ``options.progress``.
-        snapshot: ``"lazy"``, with ``async_checkpoint=True``: return at once, copy while forward and backward run, and
-            hold the optimizer's next step back until that is done. Overrides ``options.snapshot``.
-        options: how to save.
-        coordinator: how ranks agree; None: over the default process group's store, or alone.
+        states: ``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``, any subset. Values are
+            modules, optimizers, or nested dicts of tensors. Pass model and optimizer together: the names of optimizer
+            states come from the model.
+        framework: name of the training framework, a :class:`~bcp.protocols.Planner`, or None to detect it.
+        role: name of one of several models under one path, as in ``"actor"`` and ``"critic"``.
+        async_checkpoint: return a :class:`~bcp.Pending` once the snapshot is safe. Storage is written in the
+            background, on bcp's own event loop. :func:`bcp.save_async` is the same from ordinary code.
+        overwrite: replace a committed checkpoint at ``path`` atomically. Overrides ``options.overwrite``.
+        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
+        snapshot: ``"lazy"`` with ``async_checkpoint=True``: return at once and copy while forward and backward run.
+            The optimizer's next step waits for the copy. Overrides ``options.snapshot``.
+        options: options of the job's saves.
+        coordinator: agreement between the ranks. None: over the default process group's store, or one rank alone.
         task_status: for ``await tg.start(partial(bcp.asave, path, states))``, which returns once the snapshot is safe.
 
+    Returns:
+        The figures of the save on this rank, or the :class:`~bcp.Pending` save.
+
     Raises:
-        InputError: the states, options or path cannot be saved (:class:`StateError`, :class:`StateChangedError`);
-            nothing has been written. The other ranks raise :class:`PeerError` at once.
-        ExistsError: a committed checkpoint is there and ``overwrite`` is not set; nothing has been written.
+        InputError: states, options or path cannot be saved (:class:`StateError`, :class:`StateChangedError`); nothing
+            has been written. The other ranks raise :class:`PeerError` at once.
+        ExistsError: a committed checkpoint is at ``path`` and ``overwrite`` is not set; nothing has been written.
         CoverageError: the ranks' shards of a tensor leave a gap or overlap; nothing has been written.
         StageError: a stage failed; names stage and item.
         StorageError: storage failed.
-        PeerError: another rank failed, died, or fell silent.
+        PeerError: another rank failed, died or fell silent.
+
+    Example::
+
+        report = await bcp.asave("ckpt/step-200", states)
+        print(report.nbytes, report.seconds)
 
     """
     try:
@@ -119,13 +133,10 @@ async def asave(
             snapshot=snapshot,
         )
         if async_checkpoint:
-            background = _bridge.start(
-                lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
-            )
+            background = _bridge.start(call.run, what=call.what)
             await background.astarted()
             return Pending(background)
-        returns_after_snapshot = task_status is not anyio.TASK_STATUS_IGNORED
-        return await call.run(on_snapshot=task_status.started, returns_after_snapshot=returns_after_snapshot)
+        return await call.run(None if task_status is anyio.TASK_STATUS_IGNORED else task_status.started)
     except BcpError as error:
         raise plain(error) from error.__cause__
 
@@ -142,22 +153,26 @@ async def aload(
     options: LoadOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint from a coroutine, in place, whatever parallelism saved it. Collective, as :func:`asave`.
+    """Load a checkpoint into live states from a coroutine, whatever parallelism saved it.
 
-    Tensors are filled where they are; an optimizer's states are created where it has none yet (no parameter and no
-    hyper-parameter changes by that); values that are not tensors are set when every rank has all its tensors.
+    The call is collective, as :func:`asave`. Tensors are filled in place. Optimizer states that do not exist yet are
+    created, which changes no parameter and no hyper-parameter. Values that are not tensors are set when every rank has
+    all its tensors.
 
     Args:
-        path: where it was saved.
-        states: the same kinds of things as for :func:`asave`; any subset of what was saved.
+        path: the path of the save.
+        states: the same kinds as for :func:`asave`; any subset of those that were saved.
         framework: as for :func:`asave`.
         role: as for :func:`asave`.
-        strict: names must be the same in checkpoint and states, and keys of ``extra_states`` and ``dataloader`` must be
-            in the checkpoint. Overrides ``options.strict``.
-        overlap_loading: ranks that want the same bytes share the reading. Overrides ``options.overlap_loading``.
-        progress: draw a bar on rank 0. Overrides ``options.progress``.
-        options: how to load.
+        strict: names must be the same in checkpoint and states, and the checkpoint must have all keys of
+            ``extra_states`` and ``dataloader``. Overrides ``options.strict``.
+        overlap_loading: ranks that need the same bytes share the reading. Overrides ``options.overlap_loading``.
+        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
+        options: options of the job's loads.
         coordinator: as for :func:`asave`.
+
+    Returns:
+        The figures of the load on this rank.
 
     Raises:
         InputError: an argument cannot be used; the target has not been touched. The other ranks raise
@@ -167,17 +182,22 @@ async def aload(
         FormatVersionError: the format is of another version.
         MismatchError: names, shapes or dtypes differ (:class:`FqnMismatchError`, :class:`ShapeMismatchError`,
             :class:`DtypeMismatchError`); the target has not been touched. Hyper-parameters that were saved as tensors,
-            and values of targets that share memory, are compared when they are loaded: a note says that the target is
-            half loaded by then.
+            and values of targets that share memory, are compared while they are loaded. A note then says that the
+            target is half loaded.
         StateError: a leaf cannot be loaded into, as a tensor that has an element twice; the target has not been
             touched.
         CorruptError: stored bytes are not those that were saved; a note says if the target is half loaded.
         MissingCodecError: the checkpoint needs a codec that ``options.codecs`` lacks.
         StageError: a stage failed; names stage and item.
-        PeerError: another rank failed, died, or fell silent.
+        PeerError: another rank failed, died or fell silent.
 
     Warns:
         NothingLoadedWarning: with ``strict=False``, none of the names of a kind is in the checkpoint.
+
+    Example::
+
+        report = await bcp.aload("ckpt/step-100", states)
+        print(report.read_nbytes, report.seconds)
 
     """
     try:
@@ -207,33 +227,41 @@ async def aprepare(
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> Pending[None]:
-    """Make the first asynchronous save of these states as fast as the later ones. Collective, as :func:`asave`.
+    """Make the first asynchronous save of these states as fast as the later ones, from a coroutine.
 
-    What a first save does once is done now: the ranks agree on who writes what (paper sec. 4.1), and this rank's
-    staging memory is allocated and touched, which takes longer than the copy that it is for. Returns once it is known
-    what this rank holds, after some milliseconds; the rest goes on in the background, beside training. Waiting for the
-    :class:`~bcp.Pending` is not needed. Writes nothing.
+    The call is collective, as :func:`asave`. It does the one-time work of a first save: the ranks agree on a plan
+    (paper sec. 4.1), and this rank allocates and touches its staging memory. It writes nothing.
 
-    Call it when the optimizer has its states, after the first step or a load: without them it prepares another layout.
+    It returns after some milliseconds, when the layout of this rank's state is known. The rest goes on in the
+    background, beside training. Waiting for the :class:`~bcp.Pending` is not needed.
+
+    Call it when the optimizer has its states, after the first step or a load. A state without them has another layout.
 
     Args:
-        states: what will be saved, as for :func:`asave`.
+        states: the states of the saves to come, as for :func:`asave`.
         framework: as for :func:`asave`.
-        options: those of the saves to come; with ``budget_bytes``, only so much memory is prepared.
+        options: options of the saves to come; with ``budget_bytes``, only so much memory is prepared.
         coordinator: as for :func:`asave`.
+
+    Returns:
+        The preparation, which is not waited for.
 
     Raises:
         InputError: the states cannot be saved.
         CoverageError: the ranks' shards of a tensor leave a gap or overlap.
-        PeerError: another rank failed, died, or fell silent.
+        PeerError: another rank failed, died or fell silent.
+
+    Example::
+
+        await bcp.aprepare(states)
+        pending = await bcp.asave("ckpt/step-200", states, async_checkpoint=True)
+        report = await pending
 
     """
     try:
         require_asyncio()
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(
-            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
-        )
+        background = _bridge.start(call.run, what=call.what)
         await background.astarted()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -284,11 +312,72 @@ def save(
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> SaveReport | Pending[SaveReport]:
-    """Save a checkpoint from ordinary code, from a notebook, or inside a running event loop (which it blocks).
+    """Save a checkpoint from ordinary code, from a notebook, or inside a running event loop, which it blocks.
 
-    With ``async_checkpoint=True`` it blocks only until the snapshot is safe and returns a :class:`~bcp.Pending`. A save
-    that nobody waits for is finished before the process exits. Ctrl-C cancels: nothing is committed. Arguments and
-    errors are those of :func:`asave`.
+    It returns when the checkpoint is committed and durable. Ctrl-C cancels the save, and nothing is committed. With
+    ``async_checkpoint=True`` it is :func:`save_async`. Arguments and errors are those of :func:`asave`.
+
+    Example::
+
+        report = bcp.save("ckpt/step-200", states)
+        print(report.nbytes, report.seconds)
+
+    """
+    if async_checkpoint:
+        return save_async(
+            path,
+            states,
+            framework=framework,
+            role=role,
+            overwrite=overwrite,
+            progress=progress,
+            snapshot=snapshot,
+            options=options,
+            coordinator=coordinator,
+        )
+    try:
+        call = save_call(
+            path,
+            states,
+            framework,
+            role,
+            options,
+            coordinator,
+            background=False,
+            overwrite=overwrite,
+            progress=progress,
+            snapshot=snapshot,
+        )
+        return _bridge.run(partial(call.run, None))
+    except BcpError as error:
+        raise plain(error) from error.__cause__
+
+
+def save_async(
+    path: Path,
+    states: States,
+    *,
+    framework: Framework = None,
+    role: str | None = None,
+    overwrite: bool | None = None,
+    progress: bool | None = None,
+    snapshot: Snapshot = None,
+    options: SaveOptions | None = None,
+    coordinator: Coordinator | None = None,
+) -> Pending[SaveReport]:
+    """Save a checkpoint in the background, from ordinary code.
+
+    It blocks until the snapshot is safe: training may then change the states. A save that nobody waits for is finished
+    before the process exits. Arguments and errors are those of :func:`asave`; the :class:`~bcp.Pending` raises errors
+    of the background. ``bcp.save(..., async_checkpoint=True)`` is the same call, in the paper's spelling.
+
+    Example::
+
+        pending = bcp.save_async("ckpt/step-200", states)
+        model(torch.rand(2, 8)).sum().backward()
+        optimizer.step()  # the checkpoint has the weights from before this step
+        report = pending.wait()
+
     """
     try:
         call = save_call(
@@ -298,16 +387,12 @@ def save(
             role,
             options,
             coordinator,
-            background=async_checkpoint,
+            background=True,
             overwrite=overwrite,
             progress=progress,
             snapshot=snapshot,
         )
-        if not async_checkpoint:
-            return _bridge.run(lambda: call.run(on_snapshot=_nothing, returns_after_snapshot=False))
-        background = _bridge.start(
-            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
-        )
+        background = _bridge.start(call.run, what=call.what)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -326,7 +411,14 @@ def load(
     options: LoadOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint from ordinary code. Arguments and errors are those of :func:`aload`."""
+    """Load a checkpoint into live states, from ordinary code. Arguments and errors are those of :func:`aload`.
+
+    Example::
+
+        report = bcp.load("ckpt/step-100", states)
+        bcp.load("ckpt/step-100", {"model": model})  # a subset
+
+    """
     try:
         call = load_call(
             path,
@@ -356,12 +448,17 @@ def prepare(
     """Make the first asynchronous save of these states as fast as the later ones, from ordinary code.
 
     Arguments, promises and errors are those of :func:`aprepare`.
+
+    Example::
+
+        bcp.prepare(states)
+        pending = bcp.save_async("ckpt/step-200", states)
+        report = pending.wait()
+
     """
     try:
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(
-            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what
-        )
+        background = _bridge.start(call.run, what=call.what)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__

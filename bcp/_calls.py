@@ -14,11 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
 from bcp._agree import refuse_on_all_ranks
-from bcp._job import LoadJob, SaveJob
+from bcp._job import Job, LoadJob, OnSnapshot, Operation, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
@@ -27,44 +26,88 @@ from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
+from bcp.planners import Framework
 from bcp.planners import planner as planner_for
 from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
 from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 
-__all__ = ["Call", "Framework", "Path", "load_call", "prepare_call", "require_asyncio", "save_call"]
+__all__ = ["LoadCall", "Path", "SaveCall", "load_call", "prepare_call", "require_asyncio", "save_call"]
 
 T = TypeVar("T")
+J = TypeVar("J", bound=Job)
 Path = str | os.PathLike[str] | Backend
-Framework = str | Planner | None
 ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 RESERVED = (*KINDS, "receipts")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """A call of the public API on one rank, which has its place among the operations of all ranks.
+class LoadCall(Generic[T]):
+    """A load on one rank, which has its place among the operations of all ranks.
 
     A call whose arguments were refused has its place, too: it tells the other ranks, and raises the error.
 
     Attributes:
         what: names the call in messages.
-        run: does the work. A save's takes ``on_snapshot`` and ``returns_after_snapshot`` of :class:`~bcp._job.SaveJob`.
+        run: does the work.
     """
 
     what: str
-    run: Callable[..., Awaitable[T]]
+    run: Callable[[], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """A call whose arguments are right: its name, the words all ranks agree on, the job but for its operation."""
+class SaveCall(Generic[T]):
+    """A save on one rank; otherwise as :class:`LoadCall`.
+
+    Attributes:
+        what: names the call in messages.
+        run: does the work. Its argument is called once training may go on; None: the caller waits for the end.
+    """
+
+    what: str
+    run: Callable[[OnSnapshot | None], Awaitable[T]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked(Generic[J]):
+    """A call whose arguments are right.
+
+    Attributes:
+        name: names the call in messages.
+        does: the words that all ranks have to agree on.
+        timeout: seconds that a rank may be silent.
+        job: makes the job, given the rank's place.
+    """
 
     name: str
     does: str
-    job: Callable[..., Any]
     timeout: float
+    job: Callable[[Operation], J]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place(Generic[J]):
+    """A place in the next operation: the name of the call, and its job or the error that refused its arguments."""
+
+    name: str
+    job: Callable[[], Awaitable[J]]
+
+
+class _Common(TypedDict):
+    """Fields of :class:`~bcp._job.Job` that the arguments of a save and of a load determine alike."""
+
+    path: str
+    place: str
+    backend: Backend
+    opened: AbstractAsyncContextManager[object]
+    states: States
+    planner: Callable[[], Planner]
+    rank: int
+    world_size: int
+    watch: Watch
+    caller: Caller
 
 
 def save_call(
@@ -77,30 +120,30 @@ def save_call(
     *,
     background: bool,
     **overrides: object,
-) -> Call[SaveReport]:
-    """Take this rank's place in a save. Raises only where there is no way to tell the other ranks."""
+) -> SaveCall[SaveReport]:
+    """Take this rank's place in a save. Raises only if there is no way to tell the other ranks."""
     ranks = coordinator_for(given)
 
-    def check() -> _Checked:
+    def check() -> _Checked[SaveJob]:
         chosen = with_overrides(SaveOptions, options, overrides)
         return _check_save("save", path, states, framework, role, chosen, ranks, background=background)
 
-    return _take_place(ranks, "begin", options, check, asave)
+    return _save_call(_take_place(ranks, "begin", options, check), asave)
 
 
 def prepare_call(
     states: States, framework: Framework, options: SaveOptions | None, given: Coordinator | None
-) -> Call[None]:
+) -> SaveCall[None]:
     """Take this rank's place in the first part of a save, to an empty place that is forgotten after it."""
     ranks = coordinator_for(given)
 
-    def check() -> _Checked:
+    def check() -> _Checked[SaveJob]:
         chosen = with_overrides(SaveOptions, options, {})
         place = MemoryBackend("prepare()")
         checked = _check_save("prepare", place, states, framework, None, chosen, ranks, background=True)
         return replace(checked, name="prepare")
 
-    return _take_place(ranks, "begin", options, check, aprepare)
+    return _save_call(_take_place(ranks, "begin", options, check), aprepare)
 
 
 def load_call(
@@ -111,11 +154,11 @@ def load_call(
     options: LoadOptions | None,
     given: Coordinator | None,
     **overrides: object,
-) -> Call[LoadReport]:
-    """Take this rank's place in a load. Raises only where there is no way to tell the other ranks."""
+) -> LoadCall[LoadReport]:
+    """Take this rank's place in a load. Raises only if there is no way to tell the other ranks."""
     ranks = coordinator_for(given)
 
-    def check() -> _Checked:
+    def check() -> _Checked[LoadJob]:
         chosen = with_overrides(LoadOptions, options, overrides)
         common = _common("load", path, states, framework, role, chosen, ranks)
         device = exchange_device(chosen.exchange, ranks) if chosen.overlap_loading else None
@@ -123,15 +166,39 @@ def load_call(
             f"load {common['path']} with world_size={ranks.world_size} overlap_loading={chosen.overlap_loading} "
             f"exchange={chosen.exchange} record={chosen.record}"
         )
-        job = partial(LoadJob, **common, options=chosen, exchange_device=device)
-        return _Checked(f"load of {common['path']}", does, job, chosen.timeout)
 
-    return _take_place(ranks, "open", options, check, aload)
+        def job(operation: Operation) -> LoadJob:
+            return LoadJob(**common, operation=operation, options=chosen, exchange_device=device)
+
+        return _Checked(f"load of {common['path']}", does, chosen.timeout, job)
+
+    place = _take_place(ranks, "open", options, check)
+
+    async def run() -> LoadReport:
+        return await _watched(await place.job(), aload)
+
+    return LoadCall(place.name, run)
 
 
-def _take_place(
-    ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked], work: Callable[[Any], Awaitable[T]]
-) -> Call[T]:
+def _save_call(place: _Place[SaveJob], work: Callable[[SaveJob], Awaitable[T]]) -> SaveCall[T]:
+    """Return the call that does the work of a save, or of a part of one."""
+
+    async def run(on_snapshot: OnSnapshot | None) -> T:
+        job = await place.job()
+        return await _watched(job.telling(on_snapshot), work)
+
+    return SaveCall(place.name, run)
+
+
+async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:
+    """Do the work of a job on the caller's device, followed by its watch."""
+    with with_thread_setup(job.caller.enter), job.watch.running():
+        report = await work(job)
+        job.watch.report = report if isinstance(report, SaveReport | LoadReport) else None
+        return report
+
+
+def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked[J]]) -> _Place[J]:
     """Take this rank's place in the next operation, whether or not its arguments are right.
 
     Args:
@@ -139,37 +206,31 @@ def _take_place(
         step: name of the operation's first step, in which errors are told.
         options: as the caller passed them.
         check: checks the arguments.
-        work: does the work of a job.
 
     """
     try:
         checked = check()
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
         return _refused(ranks, step, timeout_of(options), error)
-    operation = ranks.begin(checked.does, checked.timeout)
+    made = checked.job(ranks.begin(checked.does, checked.timeout))
 
-    async def run(**moment: object) -> T:
-        job = checked.job(operation=operation, **moment)
-        job.watch.background = moment.get("returns_after_snapshot", False)
-        with with_thread_setup(job.caller.enter), job.watch.running():
-            report = await work(job)
-            job.watch.report = report
-            return report
+    async def job() -> J:
+        return made
 
-    return Call(checked.name, run)
+    return _Place(checked.name, job)
 
 
-def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) -> Call[Any]:
+def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) -> _Place[Any]:
     """Take this rank's place only to tell the other ranks of an error in the first step, and to raise it."""
     operation = ranks.begin(REFUSED, timeout)
     errors = [error]
 
-    async def run(**_: object) -> NoReturn:
+    async def job() -> NoReturn:
         await refuse_on_all_ranks(
             operation, step, ranks.rank, errors.pop()
         )  # the caller's frame keeps the call, not the error
 
-    return Call(REFUSED, run)
+    return _Place(REFUSED, job)
 
 
 def _check_save(
@@ -182,7 +243,7 @@ def _check_save(
     ranks: Coordinator,
     *,
     background: bool,
-) -> _Checked:
+) -> _Checked[SaveJob]:
     """Check the arguments of a save."""
     if options.snapshot == "lazy" and not background:
         raise InputError(
@@ -195,8 +256,11 @@ def _check_save(
         f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs} "
         f"record={options.record}"
     )
-    job = partial(SaveJob, **common, options=options)
-    return _Checked(f"save to {common['path']}", does, job, options.timeout)
+
+    def job(operation: Operation) -> SaveJob:
+        return SaveJob(**common, operation=operation, options=options)
+
+    return _Checked(f"save to {common['path']}", does, options.timeout, job)
 
 
 def _common(
@@ -207,7 +271,7 @@ def _common(
     role: str | None,
     options: SaveOptions | LoadOptions,
     ranks: Coordinator,
-) -> dict[str, Any]:
+) -> _Common:
     """Check the arguments that a save and a load have in common; return those fields of their jobs."""
     started = time.monotonic()
     _check_states(states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,17 @@ from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
 from bcp.runtime.device import Caller
 from bcp.telemetry.watch import Watch
 
-__all__ = ["Job", "LoadJob", "SaveJob"]
+__all__ = ["Job", "LoadJob", "OnSnapshot", "Operation", "SaveJob"]
+
+OnSnapshot = Callable[[], None]
+"""Called once the snapshot is safe, so that training may go on."""
+
+Operation = AbstractAsyncContextManager[Agreement]
+"""The place of one rank in the next operation of all ranks."""
+
+
+def nobody_waits() -> None:
+    """Be called when the snapshot is safe, though the caller waits for the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ class Job:
     planner: Callable[[], Planner]
     rank: int
     world_size: int
-    operation: AbstractAsyncContextManager[Agreement]
+    operation: Operation
     watch: Watch
     caller: Caller
     options: SaveOptions | LoadOptions
@@ -65,8 +75,14 @@ class SaveJob(Job):
     """
 
     options: SaveOptions
-    on_snapshot: Callable[[], None]
-    returns_after_snapshot: bool
+    on_snapshot: OnSnapshot = nobody_waits
+    returns_after_snapshot: bool = False
+
+    def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
+        """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""
+        self.watch.background = on_snapshot is not None
+        told = nobody_waits if on_snapshot is None else on_snapshot
+        return replace(self, on_snapshot=told, returns_after_snapshot=on_snapshot is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from bcp.errors import InputError
 from bcp.planners.deepspeed import DeepSpeedPlanner, holds_deepspeed
@@ -17,6 +18,8 @@ from bcp.state.guard import check_unchanged, versions
 __all__ = [
     "DdpPlanner",
     "DeepSpeedPlanner",
+    "Framework",
+    "FrameworkName",
     "Fsdp1Planner",
     "Fsdp2Planner",
     "MegatronPlanner",
@@ -29,6 +32,15 @@ __all__ = [
     "versions",
 ]
 
+FrameworkName = Literal["plain", "ddp", "fsdp1", "fsdp2", "vescale", "deepspeed", "megatron"]
+"""Names of bcp's own planners."""
+
+Framework = FrameworkName | Planner | None
+"""A planner, the name of one of bcp's own, or None to detect it.
+
+Names of :func:`register` work too. Type checkers do not know them: typed code passes a planner.
+"""
+
 Factory = Callable[[], Planner]
 Detects = Callable[[States], bool]
 
@@ -40,7 +52,7 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
     """Make a planner known, as ``framework=name``; replaces one of the same name.
 
     Args:
-        name: the value that callers pass as ``framework``.
+        name: the value that callers pass as ``framework``. Typed code passes a planner, see :data:`Framework`.
         factory: makes the planner. If that has a method ``probe()``, it is called before every use, and raises where
             the installed framework is not one that the planner can read.
         detects: says whether states are this framework's, for ``framework=None``; planners that were registered

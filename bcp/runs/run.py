@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from bcp._calls import Framework, load_call, save_call
+from bcp._calls import load_call, save_call
 from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import resolve, shown
@@ -18,6 +18,7 @@ from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import BcpError, InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
+from bcp.planners import Framework
 from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.calls import Body, adrive, drive, once

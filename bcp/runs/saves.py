@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 
-from bcp._calls import Call
+from bcp._calls import SaveCall
 from bcp._log import log
 from bcp.errors import InputError, RunTakenError
 from bcp.events import SaveReport
@@ -83,7 +83,7 @@ class Saves:
         """Whether the newest save has not ended."""
         return self._newest is not None and not self._newest.done()
 
-    def begin(self, step: int, call: Call[SaveReport]) -> Background[SaveReport]:
+    def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun = step, time.monotonic()
         self._newest = _bridge.start(partial(self._save, step, call), what=call.what)
@@ -123,10 +123,10 @@ class Saves:
         for keeping in list(self._keeping):
             await in_thread(keeping.wait_ended)
 
-    async def _save(self, step: int, call: Call[SaveReport], started: Callable[[], None]) -> SaveReport:
+    async def _save(self, step: int, call: SaveCall[SaveReport], started: Callable[[], None]) -> SaveReport:
         """Save, begin the housekeeping, and call the callbacks."""
         try:
-            report = await call.run(on_snapshot=started, returns_after_snapshot=True)
+            report = await call.run(started)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await self._tell(self._on_failure, step, error)
@@ -187,12 +187,10 @@ class Standby:
 
         return replace(options, edit=edit, record=False, budget_bytes=None)
 
-    def begin(self, step: int, call: Call[SaveReport]) -> Background[SaveReport]:
+    def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
         """Begin to hold a snapshot."""
         self.step, self.released = step, False
-        self._held = _bridge.start(
-            lambda started: call.run(on_snapshot=started, returns_after_snapshot=True), what=call.what, daemon=True
-        )
+        self._held = _bridge.start(call.run, what=call.what, daemon=True)
         return self._held
 
     def release(self) -> bool:

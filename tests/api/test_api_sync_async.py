@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -58,6 +59,29 @@ def test_a_background_save_outlives_the_loop_that_started_it(tmp_path: Path, run
     gate.opened.set()
     pending.wait(SECONDS)
     assert loads(tmp_path, 1)
+
+
+def test_in_the_background_from_ordinary_code(tmp_path: Path) -> None:
+    gate = Gate()
+    states = model(1)
+    pending = bcp.save_async(tmp_path, states, options=gate.options)
+    states["model"]["w"].zero_()
+    assert not pending.done()
+    gate.opened.set()
+    report = pending.wait(SECONDS)
+    assert report.blocking_seconds <= report.seconds
+    assert loads(tmp_path, 1)
+
+
+def test_a_background_save_takes_the_keywords_of_a_save(tmp_path: Path) -> None:
+    keywords = dict(inspect.signature(bcp.save).parameters)
+    del keywords["async_checkpoint"]
+    assert dict(inspect.signature(bcp.save_async).parameters) == keywords
+    bcp.save_async(tmp_path, model(1), role="actor", framework="plain", progress=False, snapshot="eager").wait(SECONDS)
+    with pytest.raises(bcp.ExistsError):
+        bcp.save_async(tmp_path, model(2), role="actor")
+    bcp.save_async(tmp_path, model(2), role="actor", overwrite=True).wait(SECONDS)
+    assert loads(tmp_path / "actor", 2)
 
 
 def test_ordinary_calls_inside_a_running_loop(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import types
-from typing import Self
+from typing import Self, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from bcp import planners
 from bcp.errors import InputError, StateChangedError, StateError
-from bcp.planners import PlainPlanner, check_unchanged, planner, register, versions
+from bcp.planners import FrameworkName, PlainPlanner, check_unchanged, planner, register, versions
 from bcp.state.inventory import probe
 
 PLAIN = PlainPlanner()
@@ -384,6 +384,7 @@ def test_registry():
     assert planner(None, {"model": nn.Linear(1, 1)}).name == "plain"
     assert planner("ddp", {}).name == "ddp"
     assert planner("fsdp2", {}).name == "fsdp2"
+    assert set(get_args(FrameworkName)) == set(planners._KNOWN)
     with pytest.raises(InputError, match=r"framework='jax' is unknown; known are ddp, .*fsdp2, .*plain"):
         planner("jax", {})
 
