@@ -1,1 +1,1 @@
-"""What goes where: boxes, shard tables, write plans, read plans. Pure functions over numpy; no I/O, no torch."""
+"""Boxes, shard tables, the layout, and plans of saves and loads. Pure functions over numpy; no I/O, no torch."""

@@ -1,8 +1,7 @@
-"""Boxes and flat positions, many at once: the columnar twin of :mod:`bcp.plan.box`.
+"""Boxes (the paper's ShardMeta, sec. 3.2), and flat intervals inside them (sec. 4.4).
 
-Matrices have one row a box, padded on the right with length 1, and at least one column.
-
-Boxes (the paper's ShardMeta, sec. 3.2) and flat intervals inside them (sec. 4.4).
+:class:`Box` is one box. :class:`Boxes` and :class:`FlatBoxes` hold many as columns: matrices with one row a box, padded
+on the right with length 1, and at least one column.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Box:
         return math.prod(self.lengths)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the block that both share, or None where they share no element."""
+        """Return the block that both share, or None if they share no element."""
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         high = tuple(
             min(a + n, b + m)
@@ -96,15 +95,15 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
 
 def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
-    """Sweep over runs that may overlap: cut where one begins or ends, and add up the weights of those that are there.
+    """Sweep overlapping intervals: split them at every boundary, and sum the weights that cover each interval.
 
     Args:
         runs: int64[n, 2], rows (first, stop), in any order.
         weights: int64[n] each; sums wrap around.
 
     Returns:
-        int64[k, 2], all intervals between the first and the last end, in order, gaps included; and for each of the
-        weights int64[k], the sum over the runs that hold the interval.
+        int64[k, 2], all intervals between the first and the last boundary, in order, gaps included. Then, for each
+        column of weights, int64[k]: the sum over the runs that hold the interval.
 
     """
     at = runs.T.ravel()
@@ -116,7 +115,7 @@ def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
 
 
 def indices(flat: Ints, length: Ints) -> Ints:
-    """int64[n, D]: the index in each dimension of flat positions of row-major arrays of these shapes."""
+    """Return int64[n, D]: the index in each dimension of flat positions of row-major arrays of these shapes."""
     out, rest = np.empty_like(length), flat
     for dim in range(length.shape[1] - 1, -1, -1):
         rest, out[:, dim] = np.divmod(rest, length[:, dim])
@@ -141,12 +140,12 @@ class FlatBoxes:
 
 
 def decompose(length: Ints, start: Ints, stop: Ints) -> FlatBoxes:
-    """Decompose the flat interval [start, stop) of each array: what :func:`bcp.plan.box.flat_boxes` does, all at once.
+    """Decompose the flat interval [start, stop) of each array, as :func:`flat_boxes` does, all at once.
 
-    At most ``2 * D - 1`` boxes each; an empty interval gives none, and nothing is decomposed into elements.
+    Each interval gives at most ``2 * D - 1`` boxes, an empty one none. Nothing is decomposed into elements.
 
     Args:
-        length: int64[n, D], shapes; 0 only where the interval is empty.
+        length: int64[n, D], shapes; 0 only if the interval is empty.
         start: int64[n], first flat position.
         stop: int64[n], one past the last.
 

@@ -1,4 +1,4 @@
-"""Columns of numbers, and what planning does with them again and again."""
+"""Columns of numbers, and the operations on them that all of planning shares."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def concat(columns: Sequence[Ints]) -> Ints:
 
 
 def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
-    """Put int64 matrices below each other, each padded on the right with ``fill``."""
+    """Stack int64 matrices, each padded on the right with ``fill``."""
     out = np.full((sum(map(len, matrices)), width), fill, dtype=np.int64)
     at = 0
     for each in matrices:
@@ -83,7 +83,7 @@ def grouped(codes: Ints, size: int) -> Ints:
 def order_of(columns: Sequence[Ints]) -> Ints:
     """Return the order that ``np.lexsort`` gives: by the last column, then by the one before it.
 
-    That takes 5 ms for two columns of 20,000 rows; as a rule rows are in order, and most columns the same throughout.
+    ``np.lexsort`` takes 5 ms for two columns of 20,000 rows. As a rule rows are in order, and most columns constant.
     """
     vary = [column for column in columns if len(column) and (column != column[0]).any()]
     in_order, equal = np.zeros(max(len(columns[0]) - 1, 0), np.bool_), np.True_
@@ -107,10 +107,11 @@ def mix(values: Ints | Words, seed: int) -> Words:
 def weigh(low: Ints, high: Ints) -> Words:
     """Weigh boxes [low, high) so that, modulo 2^64, the weights of a set of boxes add up as their elements do.
 
-    Each coordinate of each dimension has a random weight, an element weighs the product of its coordinates' weights,
-    and a box weighs the product over dimensions of the difference of the prefix sums at its ends, which are
-    themselves random words. A set of boxes weighs as much as the whole shape only if every element occurs in it
-    exactly once; chance is below 2^-34 even for 8 dimensions. No sort, no grid: one pass over the boxes.
+    Each coordinate of each dimension has a random weight, and an element weighs the product of its coordinates'
+    weights. The prefix sums of the weights are random words. A box weighs the product, over all dimensions, of the
+    difference of the prefix sums at its ends. A set of boxes weighs as much as the whole shape only if every element
+    occurs in it exactly once. The chance of an error is below 2^-34 even for 8 dimensions. One pass over the boxes
+    is enough: no sort, no grid.
     """
     weight = np.ones(len(low), dtype=np.uint64)
     for dim in range(low.shape[1]):
@@ -121,8 +122,8 @@ def weigh(low: Ints, high: Ints) -> Words:
 def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
     """Find equal rows of a matrix.
 
-    Hashes every row and looks the hashes up: 5 to 7 times faster than sorting them, and exact, because every row is
-    compared with the first one of its hash; a collision only costs another round.
+    Hashes every row and looks the hashes up: 5 to 7 times faster than a sort. The result is exact, because every row
+    is compared with the first one of its hash. A collision only costs another round.
 
     Returns:
         The first row of each value, in order of appearance, and for every row the number of its value.

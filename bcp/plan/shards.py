@@ -1,9 +1,9 @@
-"""Columnar tables of the ranks' tensors and shards: one row a tensor, one row a shard.
+"""Columnar tables: the tensors and shards of one rank, and the segments of a layout.
 
-Shapes are held as int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with
-length 1 (offset 0, stride 0), which changes neither its volume nor its row-major order.
-
-How pieces are cut into segments, with each way to cut them once.
+:class:`TensorTable` has one row a tensor, :class:`ShardTable` one row a shard. Shapes are int64 matrices of a common
+width. A tensor of fewer dimensions is padded on the *right* with length 1 (offset 0, stride 0), which changes neither
+its volume nor its row-major order. :class:`Segments` cuts pieces of tensors into segments, and holds each way to cut
+them once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Segments:
 
     @classmethod
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
-        """Give every piece a pattern of its own.
+        """Build segments with one pattern for each piece.
 
         Args:
             number: int64[p], of how many segments each piece consists; at least one.
@@ -176,7 +176,7 @@ class TensorTable:
         stride: int64[n, D], padded with 0.
         device: n device types.
         requires_grad: int64[n], 0 or 1.
-        tied_to: n names, "" where the tensor stands for itself.
+        tied_to: n names, "" if the tensor stands for itself.
     """
 
     kind: Ints

@@ -98,7 +98,7 @@ def overlaps_itself(lengths: Sequence[int], strides: Sequence[int]) -> bool:
 def _solvable(terms: Iterable[tuple[int, int]], target: int) -> bool:
     """Whether factors 0 <= x <= bound exist for all (coefficient, bound) with which the coefficients sum to the target.
 
-    Coefficients are tried from the largest one down. What the smaller ones can reach leaves few factors to each, one or
+    Coefficients are tried from the largest one down. The reach of the smaller ones leaves few factors to each: one or
     two for views of one larger tensor.
     """
     bounds: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Units of sharded dataloader states: who has which, and who writes them (paper sec. 3.2, 3.3, Fig. 9). Pure."""
+"""Units of sharded dataloader states: their readers and writers (paper sec. 3.2, 3.3, Fig. 9). Pure."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
-"""What one rank reads, and what it sends and receives: made of what it wants and of what all ranks share.
+"""The chunks that one rank reads, sends and receives, and the copies from them into its shards (paper sec. 3.3, 4.4).
 
-Shared chunks travel in rounds of an all-to-all, while reading goes on; every rank takes part in every round.
-
-Which chunks can be read to where they belong, without a copy in between, and how.
-
-From bytes of files to elements of shards: every copy that one rank makes, as columns (paper sec. 3.3, 4.4).
-
-:func:`bcp.plan.read.reads.wants` says which bytes a rank needs, :mod:`bcp.plan.read.copies` in which chunks they come;
-:func:`copies` says where each byte of each chunk goes. A copy is a block of an array that lies in the file, and an
-equally large block of an array that lies in a shard. Most are *runs*: contiguous in both.
+:func:`assign` lists the chunks. Shared chunks travel in rounds of an all-to-all while reading goes on; every rank takes
+part in every round. :func:`copies` finds the destination of each byte of each chunk, for all chunks at once. A copy
+goes from a block of an array in the file to an equally large block of an array in a shard. Most copies are *runs*:
+contiguous in both. :func:`zero_copy_reads` chooses the chunks that are read straight into the shards.
 """
 
 from __future__ import annotations
@@ -49,11 +44,11 @@ MOST_RUNS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroCopyReads:
-    """Where the bytes go of those of c chunks that are read to where they belong.
+    """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards.
 
     Attributes:
-        begin: int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is not one of them.
-        runs: in file order within each chunk; they do not overlap, and what lies between them nobody wants.
+        begin: int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
+        runs: in file order within each chunk; they do not overlap, and no rank needs the bytes between them.
     """
 
     begin: Ints
@@ -61,7 +56,7 @@ class ZeroCopyReads:
 
     @property
     def chunks(self) -> Bools:
-        """bool[c]: which chunks they are."""
+        """The zero-copy chunks: bool[c]."""
         return np.diff(self.begin) > 0
 
     def of_chunk(self, chunk: int) -> ByteRuns:
@@ -71,7 +66,7 @@ class ZeroCopyReads:
 
 
 def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
-    """Choose the chunks that consist of few runs, of which nobody wants a byte twice, all of them to plain memory.
+    """Choose the zero-copy chunks: those of few runs, without a byte that goes to two places, into plain memory.
 
     Args:
         found: the copies of c chunks.
@@ -96,7 +91,7 @@ def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyRead
 
 
 def apart(address: Ints, nbytes: Ints) -> Bools:
-    """bool[n]: which pieces of memory share no byte with another one of them."""
+    """Return bool[n]: the memory ranges that share no byte with another one of them."""
     order = np.argsort(address, kind="stable")
     start, reach = address[order], np.maximum.accumulate((address + nbytes)[order])
     meets = np.zeros(len(order) + 1, dtype=np.bool_)
@@ -114,7 +109,7 @@ class ByteRuns:
         row: int64[r], row of the target shard in this rank's table.
         start: int64[r], first byte in the file's data section.
         nbytes: int64[r], how many.
-        to: int64[r], where they go: first byte in the shard, counted as if it lay in memory row by row.
+        to: int64[r], their destination: first byte in the shard, counted as if it lay in memory row by row.
     """
 
     row: Ints
@@ -140,9 +135,9 @@ class BlockCopy:
 class Copies:
     """n copies, sorted by the chunk that they come from; there are c chunks.
 
-    Source: the bytes of the file's data section from ``start`` on, viewed with the *saved* dtype as an array of shape
-    ``source.length``; the block ``source`` of it. Target: the elements of the shard from ``first`` on, counted row by
-    row, viewed as an array of shape ``target.length``; the block ``target`` of it. Both blocks have the same extent.
+    The source is a block of an array in the file: the bytes of the data section from ``start`` on, viewed with the
+    *saved* dtype in the shape ``source.length``. The target is a block of an array in the shard: its elements from
+    ``first`` on, counted row by row, viewed in the shape ``target.length``. Both blocks have the same extent.
 
     Attributes:
         begin: int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``.
@@ -173,7 +168,7 @@ class Copies:
 
     @property
     def chunk(self) -> Ints:
-        """int64[n]: the chunk of each copy."""
+        """The chunk of each copy: int64[n]."""
         return np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
 
     def of_chunk(self, chunk: int) -> Ints:
@@ -181,7 +176,7 @@ class Copies:
         return np.arange(self.begin[chunk], self.begin[chunk + 1])
 
     def runs(self, copies: Ints) -> ByteRuns:
-        """Take copies apart into runs, in the order of the copies."""
+        """Split copies into runs, in the order of the copies."""
         length = self.run[copies]
         each, number = spread(self.numel[copies] // length)
         which, element = copies[each], number * length[each]
@@ -206,12 +201,12 @@ class Copies:
 
 
 def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints) -> Copies:
-    """Say where everything goes that this rank wants of these chunks.
+    """Return the copies from these chunks into this rank's shards.
 
     Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once.
 
     Args:
-        layout: where everything lies.
+        layout: the checkpoint's layout.
         table: the target shards.
         wanted: :func:`~bcp.plan.read.reads.wants` of these two.
         chunks: int64[c, 3], rows (file, first byte in its data section, last byte + 1), at element boundaries.
@@ -252,7 +247,7 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
 
 
 def check_complete(found: Copies, table: ShardTable, wanted: ReadRequest) -> None:
-    """Raise CorruptError where the copies do not write as many elements as are wanted."""
+    """Raise CorruptError unless the copies write as many elements as the rank needs."""
     rows = np.zeros(len(table), dtype=np.bool_)
     rows[wanted.row] = True
     count, total = int(found.numel.sum()), int((table.stop - table.start)[rows].sum())
@@ -261,7 +256,7 @@ def check_complete(found: Copies, table: ShardTable, wanted: ReadRequest) -> Non
 
 
 def _cut(layout: Layout, wanted: ReadRequest, chunks: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (chunk, want, first byte, last byte + 1) of all that chunks and wanted parts share, by chunk."""
+    """Return (chunk, want, first byte, last byte + 1) of each intersection of a chunk and a request, by chunk."""
     base = np.cumsum(layout.file_nbytes) - layout.file_nbytes  # all files behind each other
     begin = base[wanted.file]
     start, stop = begin + wanted.start, begin + wanted.stop
@@ -283,7 +278,7 @@ def _targets(table: ShardTable, width: int) -> FlatBoxes:
 
 
 def _run(source: Boxes, target: Boxes) -> Ints:
-    """int64[n]: how many elements of two blocks lie side by side in both."""
+    """Return int64[n]: the number of elements of two blocks that lie side by side in both."""
     run = np.ones(len(source.low), dtype=np.int64)
     whole = np.ones(len(run), dtype=np.bool_)  # whether all dimensions further in are whole in both
     for dim in range(source.extent.shape[1] - 1, -1, -1):
@@ -302,8 +297,8 @@ class Chunk:
         start: first byte in the file's data section.
         stop: one past the last.
         reader: the rank that reads it.
-        round: in which round it travels to the ranks that need it too; -1 where there are none.
-        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 where it is not in there.
+        round: the round in which it travels to the other ranks that need it; -1 if there are none.
+        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 if it is not in there.
     """
 
     file: int
@@ -321,14 +316,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """What one rank does.
+    """The reads, sends and receives of one rank.
 
     Attributes:
         rank: the rank.
         rounds: how many rounds every rank takes part in.
         private: chunks that only this rank reads, in file order.
         file, start, stop, reader, round: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round.
-        group: int64[c], row in ``groups``: who wants the chunk.
+        group: int64[c], row in ``groups``: the ranks that need the chunk.
         groups: sets of ranks.
     """
 
@@ -365,7 +360,7 @@ class Assignment:
         return int(nbytes.max(initial=0))
 
     def items(self) -> list[Chunk]:
-        """Return what the rank reads, in order: one chunk for each round, its private chunks spread evenly between.
+        """Return the chunks that the rank reads, in order: one for each round, private ones spread evenly between.
 
         A rank that has no chunk left for a round takes part in it with an empty one.
         """
@@ -406,13 +401,13 @@ class Assignment:
 
 
 def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read_bytes: int) -> Assignment:
-    """Say what a rank does. Whatever it wants and does not get by sharing, it reads by itself.
+    """List the chunks that a rank reads, sends and receives. It reads by itself all blocks that it does not receive.
 
     Args:
         line: the files.
         rank: this rank.
-        runs: what it wants, :meth:`BlockIndex.runs`.
-        shared: what ranks read for each other; the same on all ranks.
+        runs: the blocks that it needs, :meth:`BlockIndex.runs`.
+        shared: the blocks that ranks read for each other; the same on all ranks.
         read_bytes: the largest read; but never less than one block.
 
     """
@@ -446,6 +441,6 @@ def _part(run: Ints, number: Ints, parts: Ints) -> Ints:
 
 
 def _without(runs: Ints, others: Ints) -> Ints:
-    """Return what is in the runs and in none of the others; both are disjoint by themselves."""
+    """Return the intervals that are in the runs and in none of the others; both are disjoint by themselves."""
     intervals, depth = sweep_intervals(np.concatenate((runs, others)), np.repeat([1, 2], [len(runs), len(others)]))
     return intervals[np.flatnonzero(depth == 1)]

@@ -1,10 +1,9 @@
-"""What a rank wants of a checkpoint, and where each byte of it goes (paper sec. 3.3, steps 2 to 4; sec. 4.4).
+"""The bytes of a checkpoint that one rank needs (paper sec. 3.3, steps 2 to 4; sec. 4.4).
 
-A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes),
-and these of segments (runs of row-major elements in one file). :func:`wants` intersects the two;
-:mod:`bcp.plan.read.copies` decides who reads what, and :mod:`bcp.plan.read.copies` where each byte of it goes.
-
-Which pieces of a checkpoint a box meets: binary searches in what is computed once for a layout.
+A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes), and
+these of segments (runs of row-major elements in one file). :func:`wants` intersects the two; binary searches in an
+index (:class:`Pieces`), computed once for a layout, find the pieces that a box meets. :mod:`bcp.plan.read.share` then
+chooses the readers, and :mod:`bcp.plan.read.copies` finds the destination of each byte.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ LATELY = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """The pieces of a layout, and how to find them.
+    """An index of the pieces of a layout.
 
     All tensors are put behind each other along their first dimension: index i of it, in tensor t, is ``base[t] + i``.
 
     Attributes:
         offset: int64[p, D], as in the layout, but with at least one column.
         length: int64[p, D], the same.
-        base: int64[n], where each tensor begins.
-        begin: int64[p], where each piece begins; not decreasing.
-        reach: int64[p], how far this piece and all before it reach; not decreasing.
+        base: int64[n], first index of each tensor.
+        begin: int64[p], first index of each piece; not decreasing.
+        reach: int64[p], the largest end of this piece and all before it; not decreasing.
     """
 
     offset: Ints
@@ -59,7 +58,7 @@ class Pieces:
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.
 
-        All that do are among them. Where pieces are cut along the first dimension, few others are.
+        All pieces that do are among them, and few others if pieces are cut along the first dimension.
 
         Args:
             tensor: int64[m], row of the leader whose pieces they are.
@@ -72,7 +71,7 @@ class Pieces:
 
 
 def fitted(matrix: Ints, width: int, fill: int) -> Ints:
-    """Return a matrix of that width; columns are appended or left out on the right, where no tensor in it has any."""
+    """Return a matrix of that width: append or drop columns on the right, beyond the dimensions of all its tensors."""
     given = matrix.shape[1]
     return matrix[:, :width] if given >= width else np.pad(matrix, ((0, 0), (0, width - given)), constant_values=fill)
 
@@ -96,7 +95,7 @@ def pieces_of(layout: Layout) -> Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
-    """What one rank needs: n parts of segments, sorted by (file, start).
+    """The bytes that one rank needs: n byte ranges of segments, sorted by (file, start).
 
     Attributes:
         row: int64[n], row of the target shard in this rank's table.
@@ -122,7 +121,7 @@ class ReadRequest:
         return len(self.row)
 
     def ranges(self) -> Ints:
-        """int64[k, 3]: disjoint, non-adjacent (file, start, stop) that hold everything, sorted."""
+        """Return int64[k, 3]: disjoint, non-adjacent (file, start, stop) that hold everything, sorted."""
         new = np.diff(self.file, prepend=-1) != 0
         heads = np.flatnonzero(new)
         if not len(heads):
@@ -137,18 +136,18 @@ class ReadRequest:
 
 
 def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadRequest:
-    """Find what each local shard needs of the checkpoint.
+    """Return the bytes of the checkpoint that each local shard needs.
 
-    Tensors that the layout does not have are skipped; a tied tensor is found where its data is. Shapes are
-    assumed to be equal (checked before); dtypes need not be: sizes are those of the saved one.
+    Tensors that the layout does not have are skipped. A tied tensor is read from the tensor that stores its data.
+    Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one.
 
     Args:
-        layout: where everything lies.
+        layout: the checkpoint's layout.
         table: the target shards.
-        saved: ``find_all(layout, table.tensors)``, where it is known already.
+        saved: ``find_all(layout, table.tensors)``, if it is known already.
 
     Raises:
-        CorruptError: what is wanted lies outside its file, or in a file of another kind.
+        CorruptError: a needed element lies outside its file, or in a file of another kind.
 
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
@@ -172,9 +171,9 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
-    """Raise where a checkpoint says that elements lie where its files have none.
+    """Raise CorruptError if needed elements lie outside their file.
 
-    ``stop`` is one past the last element that is wanted of a plane, which begins at byte ``base``.
+    ``stop`` is one past the last needed element of a plane, which begins at byte ``base``.
     """
     itemsize = layout.tensors.itemsize[tensor]
     wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
@@ -191,7 +190,7 @@ def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: In
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Regions:
-    """The m different things that a rank asks for: flat intervals of boxes of leaders.
+    """The m distinct regions that a rank asks for: flat intervals of boxes of leaders.
 
     Attributes:
         leader: int64[m], row in the layout.
@@ -215,7 +214,7 @@ class _Regions:
 
     @classmethod
     def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Regions:
-        """Leave out what is empty or not there, and fold what is the same."""
+        """Leave out empty shards and absent tensors, and fold equal regions."""
         tensor = resolve_all(layout, saved)[table.tensor]
         row = np.flatnonzero((tensor >= 0) & (table.start < table.stop))
         width = max(1, layout.offset.shape[1])
@@ -233,9 +232,9 @@ class _Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """Where boxes that are asked for and pieces share elements, one row each.
+    """The intersections of requested boxes and pieces, one row each.
 
-    ``ask`` is the row in :class:`_Regions`, ``piece`` the row in the layout, ``blocks`` what they share, in the piece.
+    ``ask`` is the row in :class:`_Regions`, ``piece`` the row in the layout, ``blocks`` the intersection in the piece.
     """
 
     ask: Ints
@@ -244,7 +243,7 @@ class _Meetings:
 
 
 def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:
-    """Intersect everything that is asked for with the pieces of its leader."""
+    """Intersect every region with the pieces of its leader."""
     boxes = decompose(asked.length, asked.start, asked.stop)
     low = asked.offset[boxes.interval] + boxes.offset
     high = low + boxes.length
@@ -260,7 +259,7 @@ def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Hulls:
-    """Hulls of what is needed of a piece's segment: ``length`` elements from position ``line`` of all patterns."""
+    """Hulls of the needed elements of a segment: ``length`` elements from position ``line`` of all patterns."""
 
     ask: Ints
     piece: Ints
@@ -270,7 +269,7 @@ class _Hulls:
 
 
 def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
-    """Find the segments of all meetings, and the first and last element that is needed of each."""
+    """Find the segments of all intersections, and the first and last needed element of each."""
     base = segments.starts[met.piece]
     first, stop = met.blocks.ends
     begins = segments.line[:-1]
@@ -293,7 +292,7 @@ def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
 
 
 def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
-    """Make one hull of several in a segment: a flat shard may meet it with its head, its body and its tail."""
+    """Join the hulls in a segment to one: a flat shard may meet it with its head, its body and its tail."""
     order = order_of((segment, piece, ask))
     ask, piece, segment, line, stop = (column[order] for column in (ask, piece, segment, line, stop))
     changes = [np.diff(column, prepend=-1) != 0 for column in (ask, piece, segment)]

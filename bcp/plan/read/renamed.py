@@ -1,9 +1,8 @@
-"""A checkpoint by the names that the target uses.
+"""A checkpoint by the names of the target.
 
-A rename says what becomes of the model's tensors. Optimizer states (``state.<fqn>.<key>``), hyper-parameters
+A rename gives the model's tensors other names. Optimizer states (``state.<fqn>.<key>``), hyper-parameters
 (``param_groups.<fqn>.<key>``) and ties follow. Names are only names: nothing is ever opened by them.
-
-What a checkpoint has, by name: what a planner asks about before it says what a target wants.
+:class:`CheckpointNames` lists the leaves of a checkpoint for planners, before they build the targets of a load.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class CheckpointNames:
     Attributes:
         rows: (kind, FQN) of the tensors, to their row in ``tensors``.
         objects: (kind, path) of the other leaves.
-        tensors: what is known of the tensors.
+        tensors: shape, dtype and other facts of the tensors.
     """
 
     rows: Mapping[tuple[str, str], int]
@@ -56,7 +55,7 @@ class CheckpointNames:
         yield from (name for name in self.objects if name[0] == kind)
 
     def find(self, wanted: TensorTable) -> Ints:
-        """int64[n]: the row of every wanted tensor in ``tensors``, by kind and name; -1 where there is none."""
+        """Return int64[n]: the row of every wanted tensor in ``tensors``, by kind and name; -1 for none."""
         return np.array(list(map(self.rows.get, _names(wanted), repeat(-1))), np.int64)
 
 
@@ -94,13 +93,13 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenamedLayout:
-    """What a checkpoint has, as the target calls it.
+    """The leaves of a checkpoint, by the names of the target.
 
     Attributes:
         layout: the checkpoint, by its own names.
         saved: the same for planners. Rows of ``saved.tensors`` below ``len(layout.tensors)`` are those of the layout;
             behind them are the tensors that are made of blocks.
-        joined: of each of those behind: how it is put together, and the row in the layout of each of the cut's sources.
+        joined: for each of those behind: its blocks, and the row in the layout of each of its sources.
         objects: (kind, path) in the target, to the row in ``layout.objects``.
         left_out: rows of the layout's tensors, and behind these of its objects, that no target is expected to want.
     """
@@ -117,7 +116,7 @@ class RenamedLayout:
         return (row,) if row < count else self.joined[row - count][1]
 
     def blocks(self, row: int) -> Iterator[tuple[int, Box]]:
-        """Yield what a tensor that is made of blocks is made of: (row in the layout, block of that tensor)."""
+        """Yield the blocks of an assembled tensor: (row in the layout, block of that tensor)."""
         cut, sources = self.joined[row - len(self.layout.tensors)]
         for source, moved in zip(cut.source.tolist(), cut.moved, strict=True):
             yield sources[source], moved.saved
@@ -127,7 +126,7 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
     """Apply a rename to a checkpoint, of which these kinds are loaded.
 
     Raises:
-        InputError: two names become one, the rename names what the checkpoint lacks, or it cannot be understood.
+        InputError: two names become one, the checkpoint lacks a name of the rename, or the rename is no rename.
         CoverageError: blocks do not tile the tensor that they make.
 
     """
@@ -151,12 +150,12 @@ class _Work:
     Attributes:
         layout: the checkpoint.
         blocks: the rename.
-        kinds: what is loaded.
-        moved: what becomes of each name of the model, tensors and other leaves; and of parameters that it lacks.
+        kinds: the kinds that are loaded.
+        moved: the moves of each name of the model, tensors and other leaves; and of parameters that it lacks.
         shapes: of the tensors among them, and of these parameters.
         model: rows of the model's tensors, by name.
         others: rows of the model's other leaves in ``layout.objects``, by name.
-        parameters: what the optimizer has of each parameter: rows, as in ``RenamedLayout.left_out``.
+        parameters: the optimizer's leaves of each parameter: rows, as in ``RenamedLayout.left_out``.
         rows, objects, joined, metas, left_out: of the result.
     """
 
@@ -175,7 +174,7 @@ class _Work:
     left_out: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        """Take the steps in turn."""
+        """Collect the moves of the model and the optimizer, then fill every name of the target."""
         self._take_model()
         self._take_optimizer()
         parts: defaultdict[str, list[tuple[str, Moved]]] = defaultdict(list)
@@ -188,7 +187,7 @@ class _Work:
             self._put(target, contributions)
 
     def result(self) -> RenamedLayout:
-        """Return what came of it."""
+        """Return the renamed checkpoint."""
         tensors, names = self.layout.tensors, self._first_names()
         table = replace(
             tensors,
@@ -201,7 +200,7 @@ class _Work:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def _take_model(self) -> None:
-        """Ask what becomes of every leaf of the model."""
+        """Collect the moves of every leaf of the model."""
         tensors = self.layout.tensors
         for row, (code, fqn) in enumerate(zip(tensors.kind.tolist(), tensors.fqn, strict=True)):
             if KINDS[code] == MODEL:
@@ -213,7 +212,7 @@ class _Work:
                 self.moved[path] = self._moved(path, ())
 
     def _take_optimizer(self) -> None:
-        """Sort what the optimizer has by parameter; names without such a structure stay."""
+        """Sort the optimizer's leaves by parameter; names without such a structure stay."""
         tensors, count = self.layout.tensors, len(self.layout.tensors)
         known = zip((KINDS[code] for code in tensors.kind.tolist()), tensors.fqn, strict=True)
         for row, (kind, name) in enumerate([*known, *self.layout.objects]):
@@ -231,7 +230,7 @@ class _Work:
         self._share_ties()
 
     def _share_ties(self) -> None:
-        """Let every name of a tied parameter have its states, which were saved by one of them."""
+        """Share the states of a tied parameter, saved by one of its names, with its other names."""
         tied: defaultdict[int, list[str]] = defaultdict(list)
         for fqn, row in self.model.items():
             tied[resolve(self.layout, row)].append(fqn)
@@ -241,7 +240,7 @@ class _Work:
                     self.parameters.setdefault(fqn, self.parameters[owner])
 
     def _ask(self, fqn: str, shape: tuple[int, ...]) -> None:
-        """Ask what becomes of a tensor, and check the answer."""
+        """Call the rename for a tensor, and check its moves."""
         self.shapes[fqn] = shape
         self.moved[fqn] = self._moved(fqn, shape)
 
@@ -262,7 +261,7 @@ class _Work:
     # -- where it goes ---------------------------------------------------------------------------------------------
 
     def _put(self, target: str, parts: Sequence[tuple[str, Moved]]) -> None:
-        """Give one name of the target what it is made of: a tensor as it is, an object, or blocks."""
+        """Fill one name of the target: with a tensor as it is, an object, or blocks."""
         whole = [source for source, each in parts if each.is_whole(self.shapes.get(source, ()))]
         if len(whole) == len(parts):
             first, *others = whole
@@ -278,7 +277,7 @@ class _Work:
         self._put_states(target, cut)
 
     def _put_whole(self, source: str, target: str) -> None:
-        """Give a leaf of the model, and what the optimizer has of it, another name."""
+        """Rename a leaf of the model, and the optimizer's leaves of it."""
         if source in self.model:
             self._set(MODEL, target, self.model[source])
         if source in self.others:
@@ -287,7 +286,7 @@ class _Work:
             self._set(OPTIMIZER, f"{section}.{target}.{key}", row)
 
     def _put_states(self, target: str, cut: AssembledTensor) -> None:
-        """Put the optimizer's states of a parameter together as the parameter is."""
+        """Assemble the optimizer's states of a parameter as the parameter is assembled."""
         count = len(self.layout.tensors)
         held = [self.parameters.get(source, {}) for source in cut.sources]
         for section, key in dict.fromkeys(leaf for leaves in held for leaf in leaves):
@@ -326,7 +325,7 @@ class _Work:
         self.joined.append((cut, rows))
 
     def _set(self, kind: str, name: str, row: int, *, joined: bool = False) -> None:
-        """Give a name a row: of the layout's tensors, or behind these of its objects or of those that are joined."""
+        """Map a name to a row: of the layout's tensors, or behind these of its objects or of those that are joined."""
         count = len(self.layout.tensors)
         is_object = row >= count and not joined
         where, at = (self.objects, row - count) if is_object else (self.rows, row)
@@ -334,7 +333,7 @@ class _Work:
             raise InputError(f"rename makes two {kind} leaves of the checkpoint {name!r}; give one another name")
 
     def _leave_out(self, source: str) -> None:
-        """Let nobody miss a leaf of the model, nor what the optimizer has of it."""
+        """Expect no target to request a leaf of the model, nor the optimizer's leaves of it."""
         count = len(self.layout.tensors)
         self.left_out += [self.model[source]] if source in self.model else []
         self.left_out += [count + self.others[source]] if source in self.others else []
@@ -372,7 +371,7 @@ class _Work:
 
 
 def _split(name: str, fqns: Collection[str]) -> tuple[str, Key] | None:
-    """Take ``<section>.<fqn>.<key>`` apart: the longest FQN that is known, else all up to the last dot."""
+    """Split ``<section>.<fqn>.<key>``: the longest FQN that is known, else all up to the last dot."""
     section, _, rest = name.partition(".")
     last = cut = rest.rfind(".")
     if section not in SECTIONS or last <= 0:

@@ -1,6 +1,7 @@
-"""What a load can be told to do with names: ``LoadOptions(rename=...)``.
+"""Renames of a load, ``LoadOptions(rename=...)``, and the blocks that they move.
 
-Where blocks of saved tensors go when a load renames: a tensor may be cut, joined with others, and transposed.
+A rename gives tensors other names. It may also cut a saved tensor into blocks, join blocks of several tensors, and
+transpose them.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Moved:
 
     @classmethod
     def whole(cls, fqn: str, shape: tuple[int, ...]) -> Moved:
-        """Say that a tensor of that shape gets another name, and nothing else."""
+        """Rename a tensor of that shape, and change nothing else."""
         return cls(Box.whole(shape), fqn, shape, (0,) * len(shape))
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Whether this does to a saved tensor of that shape what :meth:`whole` does: it only gets another name."""
+        """Whether a saved tensor of that shape only gets another name, as by :meth:`whole`."""
         whole = Box.whole(shape)
         return self.shape == shape and self.at == whole.offsets and self.saved == whole and not self.transposed
 
@@ -126,7 +127,7 @@ class AssembledTensor:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, Moved]]) -> AssembledTensor:
-        """Put (saved name, block) pairs of one target together.
+        """Assemble the (saved name, block) pairs of one target.
 
         Raises:
             InputError: they do not agree on the target's shape.
@@ -150,7 +151,7 @@ class AssembledTensor:
         return cut
 
     def meetings(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield (number of a block, what it shares with ``box``); boxes are in the target's tensor."""
+        """Yield (number of a block, its intersection with ``box``); boxes are in the target's tensor."""
         width = self.low.shape[1]
         start = np.array((*box.offsets, *(0,) * (width - len(box.offsets))), np.int64)
         stop = start + np.array((*box.lengths, *(1,) * (width - len(box.lengths))), np.int64)
@@ -163,7 +164,7 @@ class AssembledTensor:
             yield hit, Box(tuple(corner), tuple(length))
 
     def _check_cover(self) -> None:
-        """Raise unless the blocks tile the tensor, or, where it is padded, do not overlap."""
+        """Raise unless the blocks tile the tensor, or, if it is padded, do not overlap."""
         shape = matrix([self.shape], self.low.shape[1], 1)
         weight = weigh(self.low, self.high).sum(dtype=np.uint64)  # 1,536 blocks of a qkv matrix take 0.1 ms
         if weight == weigh(0 * shape, shape)[0]:
@@ -220,7 +221,7 @@ class Moves(Protocol):
     """A rename that can also cut, join and transpose tensors."""
 
     def blocks(self, fqn: str, shape: tuple[int, ...]) -> Sequence[Moved]:
-        """Say what becomes of a tensor of the saved model.
+        """Return the moves of a tensor of the saved model.
 
         Blocks that are not mentioned are left out, and so is the whole tensor if there are none. A leaf of the model
         that is no tensor has the shape ``()``.
@@ -237,10 +238,10 @@ Blocks = Callable[[str, tuple[int, ...]], Sequence[Moved]]
 
 
 def blocks_of(rename: Rename) -> Blocks:
-    """Return what a rename does, as one function; one that only changes names moves each tensor whole.
+    """Return any rename as one function; a rename that only changes names moves each tensor whole.
 
     Raises:
-        InputError: it is nothing that a rename can be.
+        InputError: it has none of the forms of a rename.
 
     """
     if isinstance(rename, Moves):

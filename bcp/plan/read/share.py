@@ -1,15 +1,13 @@
-"""Which rank reads what several ranks want: every such block is read once in the whole job (paper sec. 4.1).
+"""Choose the reader of each block that several ranks want: it is read once in the whole job (paper sec. 4.1).
 
-Rank 0 computes this from what all ranks want, in time that depends on how many different things are wanted and not on
-how many ranks want each: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for everyone;
-:func:`bcp.plan.read.copies.assign` makes it one rank's.
+:class:`BlockIndex` numbers the blocks of all data files, one file behind the other. Blocks are read and checked as a
+whole. Rank 0 calls :func:`share_reads`. Its time depends on the number of distinct requests, and not on the number of
+ranks with the same one: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for all ranks;
+:func:`bcp.plan.read.copies.assign` derives the work of one rank.
 
-All data files behind each other, in the blocks in which they are read and checked.
-
-Dividing what sets of ranks want over the ranks of each set, so that all take equally long to read it.
-
-Every set is a vessel: what it has to give is poured over its ranks, and fills up those with the least load first. Sets
-with the least choice go first; where sets have no rank in common, many are poured at once.
+:func:`fill` divides the blocks of each set of ranks over its members, so that all take equally long to read. A set
+fills up the members with the least load first. Sets with the least choice go first, and sets without a common rank go
+at once.
 """
 
 from __future__ import annotations
@@ -53,9 +51,9 @@ class BlockIndex:
 
     Attributes:
         block_bytes: bytes of a block; the last one of a file may be shorter.
-        base: int64[f + 1], where each file begins, and where the last one ends.
+        base: int64[f + 1], first block of each file; then the end of the last one.
         nbytes: int64[f], bytes of each file's data section.
-        kinds: where files of another kind begin than those before.
+        kinds: first blocks of files of another kind than the file before.
     """
 
     block_bytes: int
@@ -65,14 +63,14 @@ class BlockIndex:
 
     @classmethod
     def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockIndex:
-        """Put the files of a layout on a line; ``block_bytes``: what is read as one, if not the layout's blocks."""
+        """Put the files of a layout on a line; ``block_bytes``: bytes of a block, if not those of the layout."""
         block = block_bytes or layout.block_bytes
         base = np.concatenate(([0], np.cumsum(-(-layout.file_nbytes // block))))
         kinds = base[np.flatnonzero(np.diff(layout.file_kind)) + 1]
         return cls(block, base, layout.file_nbytes, kinds)
 
     def runs(self, ranges: Ints) -> Ints:
-        """int64[k, 2]: the runs of all blocks that hold some byte of these ranges, sorted, each as long as it can be.
+        """Return int64[k, 2]: the longest runs of blocks that hold some byte of these ranges, sorted.
 
         Args:
             ranges: rows (file, start, stop), disjoint, sorted.
@@ -102,7 +100,7 @@ class BlockIndex:
         return COUNT.pack(len(runs)) + packed
 
     def decode(self, data: bytes) -> Ints:
-        """Return what :meth:`encode` was given, not checked yet: see :meth:`check`.
+        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`.
 
         Raises:
             CorruptError: these are no runs.
@@ -133,7 +131,7 @@ class BlockIndex:
 
     @property
     def word(self) -> np.dtype[np.uint32] | np.dtype[np.uint64]:
-        """What the number of a block is sent as."""
+        """The integer type in which numbers of blocks are sent."""
         return np.dtype("<u4") if self.base[-1] < 1 << 32 else np.dtype("<u8")
 
 
@@ -145,7 +143,7 @@ the busiest has 1.47 times the mean after one sweep, 1.13 after two, 1.05 after 
 
 
 def begins(size: Ints) -> Ints:
-    """Return where rows of these sizes begin, one behind the other, and where the last one ends."""
+    """Return the begin of each row of these sizes, one behind the other, and the end of the last one."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size)))
 
 
@@ -158,12 +156,12 @@ class RankSets:
 
     @property
     def size(self) -> Ints:
-        """int64[g]: how many ranks are in each."""
+        """The number of ranks in each set: int64[g]."""
         return np.diff(self.begin)
 
     @property
     def owner(self) -> Ints:
-        """int64[m]: the set of each member."""
+        """The set of each member: int64[m]."""
         return np.repeat(np.arange(len(self.begin) - 1), self.size)
 
     def take(self, rows: Ints) -> RankSets:
@@ -175,11 +173,11 @@ class RankSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedBlocks:
-    """What all sets have to give, in runs of blocks laid end to end, those of a set together.
+    """The blocks that all sets of ranks want, in runs laid end to end, those of a set together.
 
     Attributes:
         block_bytes: bytes of a block; the last one of a run may be shorter.
-        blocks: int64[k + 1], where each run begins, in blocks; and where the last one ends.
+        blocks: int64[k + 1], begin of each run, in blocks; then the end of the last one.
         nbytes: int64[k + 1], the same in bytes.
         begin: int64[g + 1], first run of each set.
     """
@@ -202,16 +200,16 @@ class WantedBlocks:
 
 
 def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> Ints:
-    """Divide the strip: each member of a set gets a part of what the set has to give, in the order of its members.
+    """Divide the wanted blocks: each member of a set reads some of the set's blocks, in the order of its members.
 
     Args:
-        strip: what there is to divide, in the order of the sets.
-        sets: who may get it.
-        load: float64[world size], bytes that each rank has to read anyway; what it gets is added.
+        strip: the blocks to divide, in the order of the sets.
+        sets: the ranks that want them.
+        load: float64[world size], bytes that each rank has to read anyway; the bytes that it is given are added.
         speed: float64[world size], above 0: a rank of half the speed has as much to do with half the bytes.
 
     Returns:
-        int64[m + 1]: where the part of each member begins, in blocks of the strip, and where the last one ends.
+        int64[m + 1]: first block of the strip of each member; then the end of the last one.
 
     """
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
@@ -237,8 +235,8 @@ class _DisjointSets:
     """Sets that have no rank in common: their members one after another, set by set.
 
     Attributes:
-        sets: int64[b], which sets.
-        first: int64[b], where the members of each begin in the columns below.
+        sets: int64[b], rows of the sets.
+        first: int64[b], first member of each in the columns below.
         member: int64[n], rows in ``RankSets.rank``.
         rank: int64[n], the ranks.
         owner: int64[n], which of ``sets`` each is in.
@@ -311,14 +309,14 @@ HEAD = struct.Struct("<3q")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedReads:
-    """What ranks read for each other: c stretches of blocks in the order (reader, first), each wanted by a group.
+    """The blocks that ranks read for each other: c runs of blocks in the order (reader, first), each wanted by a group.
 
     Attributes:
         run: int64[c, 2], first block and last block + 1 on the line.
-        parts: int64[c], in how many chunks it is read, one a round: at least one, at most one a block.
+        parts: int64[c], number of chunks in which it is read, one a round: at least one, at most one a block.
         reader: int64[c], the rank that reads it; one of the group.
         group: int64[c], row in ``groups``.
-        groups: the ranks that want all blocks of a stretch, the reader among them.
+        groups: the ranks that want all blocks of a run, the reader among them.
     """
 
     run: Ints
@@ -329,7 +327,7 @@ class SharedReads:
 
     @classmethod
     def nothing(cls) -> SharedReads:
-        """Share nothing: every rank reads what it wants by itself."""
+        """Share nothing: every rank reads all its blocks by itself."""
         none = np.empty(0, dtype=np.int64)
         return cls(none.reshape(0, 2), none, none, none, RankSets(np.zeros(1, dtype=np.int64), none))
 
@@ -340,7 +338,7 @@ class SharedReads:
         return int(np.add.reduceat(self.parts, heads).max()) if len(heads) else 0
 
     def rounds_of(self, rows: Ints) -> Ints:
-        """Return in which round the first chunk of these stretches travels: those of a reader take turns."""
+        """Return the round in which the first chunk of each of these runs travels: runs of a reader take turns."""
         before = np.cumsum(self.parts) - self.parts
         return before[rows] - before[np.searchsorted(self.reader, self.reader[rows])]
 
@@ -350,7 +348,7 @@ class SharedReads:
         return int((stop - start).sum())
 
     def of_rank(self, rank: int) -> Ints:
-        """Return the rows of the stretches that a rank wants, whoever reads them."""
+        """Return the rows of the runs that a rank wants, whoever reads them."""
         mine = np.zeros(len(self.groups.begin) - 1, dtype=np.bool_)
         mine[np.searchsorted(self.groups.begin, np.flatnonzero(self.groups.rank == rank), side="right") - 1] = True
         return np.flatnonzero(mine[self.group])
@@ -368,10 +366,10 @@ class SharedReads:
 
     @classmethod
     def decode(cls, data: bytes, line: BlockIndex, world_size: int) -> SharedReads:
-        """Return what :meth:`encode` was given.
+        """Undo :meth:`encode`.
 
         Raises:
-            CorruptError: this is no such table, or it names what does not exist.
+            CorruptError: this is no such table, or it names blocks or ranks that do not exist.
 
         """
         try:
@@ -395,7 +393,7 @@ class SharedReads:
 
 
 def _counts(data: bytes, blocks: int, world_size: int) -> tuple[int, int, int]:
-    """Return how many stretches, groups and members there are, before anything of that size is allocated."""
+    """Return the numbers of runs, groups and members, before anything of that size is allocated."""
     count, groups, members = HEAD.unpack_from(data)
     if not (0 <= groups <= count <= blocks and 0 <= members <= groups * world_size):
         raise ValueError(f"{count} stretches of {blocks} blocks for {groups} groups of {members} ranks")
@@ -403,7 +401,7 @@ def _counts(data: bytes, blocks: int, world_size: int) -> tuple[int, int, int]:
 
 
 def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:
-    """Undo the compression, and cut columns apart: the first two of ``word``, the others of four bytes a number."""
+    """Decompress the columns, and cut them apart: the first two of ``word``, the others of four bytes a number."""
     types = [word, word] + [np.dtype("<u4")] * (len(rows) - 2)
     sizes = [count * each.itemsize for count, each in zip(rows, types, strict=True)]
     whole = pa.decompress(data, sum(sizes), codec="zstd", asbytes=True)
@@ -417,9 +415,9 @@ def share_reads(
 ) -> SharedReads:
     """Divide the blocks that at least two ranks want over the ranks that want them. Pure: equal inputs, equal results.
 
-    A rank with much to read for itself reads less for others, and so does a slow one, which also sends less in each
-    round. What a rank receives in a round is at most ``exchange_bytes``, but never less than one block from each rank
-    that it shares with.
+    A rank with much to read for itself reads less for others. So does a slow one, which also sends less in each round.
+    A rank receives at most ``exchange_bytes`` in a round, but never less than one block from each rank that it shares
+    with.
 
     Args:
         line: the files.
@@ -446,7 +444,7 @@ def share_reads(
 
 
 def _senders(sets: RankSets, strip: WantedBlocks, world_size: int) -> Ints:
-    """int64[g]: from how many ranks a member of each set may receive in one round, of whatever set, at most."""
+    """Return int64[g]: the most ranks from which a member of each set may receive in one round, over all its sets."""
     blocks = np.diff(strip.blocks[strip.begin])
     each = np.minimum(sets.size - 1, blocks)  # a chunk has a block at least
     senders = np.bincount(sets.rank, weights=each[sets.owner], minlength=world_size).astype(np.int64)
@@ -455,7 +453,7 @@ def _senders(sets: RankSets, strip: WantedBlocks, world_size: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parties:
-    """Different things that ranks want: their runs, the party of each run, and the ranks of each party."""
+    """The distinct requests of ranks, called parties: the runs, the party of each run, and the ranks of each party."""
 
     runs: Ints
     party: Ints
@@ -485,7 +483,7 @@ class _Wanted:
         run: int64[k, 2], the intervals, sorted.
         nbytes: int64[k], their bytes.
         set: int64[k], row in ``sets``.
-        sets: who wants them.
+        sets: the ranks that want them.
     """
 
     run: Ints
@@ -497,8 +495,8 @@ class _Wanted:
     def of(cls, line: BlockIndex, parties: _Parties) -> _Wanted:
         """Sweep over the line: a random word for each party that is there, added up, tells sets of parties apart.
 
-        Two sets get one word with probability 2^-64. Then ranks read by themselves what this makes them
-        miss: :func:`bcp.plan.read.copies.assign` takes as their own whatever is not given to them.
+        Two sets get one word with probability 2^-64. Ranks then read the blocks that they miss by themselves, since
+        :func:`bcp.plan.read.copies.assign` reads all blocks that a rank is not given.
         """
         words = mix(parties.party, 2).view(np.int64)
         run, depth, here = sweep_intervals(parties.runs, np.ones_like(words), words)
@@ -536,7 +534,7 @@ def _members(parties: _Parties, at: Ints) -> RankSets:
 
 
 def _stretches(wanted: _Wanted, strip: WantedBlocks, cuts: Ints, most: Floats, speed: Floats) -> SharedReads:
-    """Cut the strip where an interval ends or another rank reads on.
+    """Cut the strip at the ends of intervals and at changes of the reader.
 
     A chunk has at most ``most`` blocks, by set, and less of a slow reader; but one block at least.
     """

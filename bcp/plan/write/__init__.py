@@ -56,7 +56,7 @@ class RankTable:
     Attributes:
         table: the shards.
         factored: the same, split into tensors, boxes and flat intervals.
-        encoded: the same as bytes: what the rank sends to rank 0.
+        encoded: the same as bytes, for messages to rank 0.
     """
 
     table: ShardTable

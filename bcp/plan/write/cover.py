@@ -1,4 +1,4 @@
-"""Do the ranks' shards tile every tensor exactly? Checked at every save, before a byte is written."""
+"""Prove that the ranks' shards tile every tensor exactly: at every save, before a byte is written."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
 
 
 def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
-    """Describe a shard: its box, and its flat interval where that is not the whole box."""
+    """Describe a shard: its box, and its flat interval unless that is the whole box."""
     box = _box(tensors, shards, shard)
     text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
     start, stop = int(shards.start[shard]), int(shards.stop[shard])

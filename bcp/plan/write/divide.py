@@ -1,8 +1,8 @@
-"""The writes of one rank: rank 0's answer, in terms of the rank's own table again.
+"""Divide the writing of a save: the writer and the place of every byte (paper sec. 3.3, 4.1). Pure.
 
-Who writes which replica: every byte once, and every rank about as many (paper sec. 4.1).
-
-Rank 0's half of planning a save: the writer and the place of every byte (paper sec. 3.3, 4.1). Pure.
+Rank 0 calls :func:`divide_writes`. It writes every replicated element once, and about equally many bytes on every rank:
+:func:`split` cuts replicated shards, and :func:`worst_fit` gives whole ones away. Each rank receives a
+:class:`RankShare`, and :func:`expand` turns it into :class:`Writes` in terms of the rank's own table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WHOLE_FLOOR = 256
 
 @dataclass(frozen=True, slots=True)
 class WriterIntervals:
-    """Who writes what: c flat intervals that tile the shards, in the order (shard, start).
+    """The writer of every element: c flat intervals that tile the shards, in the order (shard, start).
 
     Attributes:
         shard: int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing.
@@ -68,16 +68,16 @@ class WriterIntervals:
 def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
     """Cut replicated shards so that every rank writes equally much.
 
-    A rank that holds a replica holds every row of it, so cutting is free. The shards that the same ranks hold are laid
-    end to end, each rank is given its share of that line (water-fill over what it writes already, starting
-    with what only it holds), and the line is cut at the shares. Groups of few ranks come first: they have least choice.
-    Groups of equally many ranks, none of which is in two of them, are cut together.
+    A rank that holds a replica holds every row of it, so cutting is free. The shards of one group of ranks are laid end
+    to end, and this line is cut into a share for each rank. The shares level the ranks' loads (water-fill), starting
+    from the shards that only one rank holds. Groups of few ranks come first: they have least choice. Groups of equally
+    many ranks, none of which is in two of them, are cut together.
 
-    Cuts avoid splinters: one that is close to the end of a shard moves there, small shards stay whole, and other cuts
-    fall between whole rows (or the largest contiguous blocks that are small enough).
+    Cuts avoid splinters. A cut close to the end of a shard moves there, and small shards stay whole. Other cuts fall
+    between whole rows, or between the largest contiguous blocks that are small enough.
 
     Args:
-        shards: what can be written by whom.
+        shards: the distinct shards, and the ranks that hold each.
         weight: int64[s], bytes of one element of each shard, in all tensors that it stands for.
         world_size: how many ranks there are.
 
@@ -106,8 +106,8 @@ def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterInterv
 def worst_fit(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
     """Give whole shards, largest first, to the holder that writes least so far: the paper's algorithm (sec. 4.1).
 
-    What only one rank holds is counted before the first replica is given away. Balance is bounded by the largest
-    shard: 56 shards of 525 MB cannot be spread evenly over 70 ranks. Arguments as in :func:`split`.
+    Shards that only one rank holds are counted before the first replica is given away. Balance is bounded by the
+    largest shard: 56 shards of 525 MB cannot be spread evenly over 70 ranks. Arguments as in :func:`split`.
     """
     nbytes = (shards.stop - shards.start) * weight
     writer = shards.holder.copy()
@@ -132,7 +132,7 @@ def _single_load(shards: DistinctShards, single: Ints, nbytes: Ints, world_size:
 
 
 def _batches(groups: Sequence[Ints], total: Ints) -> Iterator[Ints]:
-    """Yield the groups, those of few ranks first; together where they have equally many ranks and none in common."""
+    """Yield the groups, those of few ranks first; together if they have equally many ranks and none in common."""
     sizes = np.array([len(ranks) for ranks in groups], dtype=np.int64)
     for size in np.unique(sizes).tolist():
         rows = np.flatnonzero(sizes == size)
@@ -168,7 +168,7 @@ def _water_fill(load: Ints, nbytes: Ints) -> Ints:
 def _cut_lines(
     shards: DistinctShards, members: Ints, count: Ints, weight: Ints, *, ranks: Ints, quota: Ints, scale: Ints
 ) -> WriterIntervals:
-    """Lay shards end to end and cut each line of bytes into one stretch for each rank.
+    """Lay shards end to end, and cut each line of bytes into one interval for each rank.
 
     Args:
         shards: all shards.
@@ -177,7 +177,7 @@ def _cut_lines(
         weight: int64[s], bytes of one element of every shard.
         ranks: int64[g, k], who writes the stretches of each line, in this order.
         quota: int64[g, k], bytes of each stretch before cuts are moved to better places.
-        scale: int64[g], bytes that a rank writes in all: what is small is measured against it.
+        scale: int64[g], bytes that a rank writes in all; the limits of small shards and moves depend on it.
 
     """
     size = weight[members]
@@ -244,7 +244,7 @@ class WriteDivision:
     """The work of a save, divided.
 
     Attributes:
-        layout: where every element will lie.
+        layout: the place of every element.
         rows: :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank.
         begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
         owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
@@ -259,7 +259,7 @@ class WriteDivision:
 
 
 def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
-    """Fold replicas, check that nothing is missing, balance, and lay out the files.
+    """Fold replicas, check the cover, balance the writing, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
 
@@ -290,10 +290,10 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
 
 @dataclass(frozen=True, slots=True)
 class _Planes:
-    """How files are divided. Families of one signature are a class; a file has a plane for each member of each class.
+    """The planes of files. Families of one signature are a class; a file has a plane for each member of each class.
 
-    ``of_class[t]`` is the class of leader t within its kind, ``plane[t]`` the plane of tensor t; plane p of kind k has
-    elements of ``itemsize[k][p]`` bytes, of the class ``owner[k][p]``. Wide elements come first: their sizes are
+    ``of_class[t]`` is the class of leader t within its kind, and ``plane[t]`` the plane of tensor t. Plane p of kind k
+    has elements of ``itemsize[k][p]`` bytes, of the class ``owner[k][p]``. Wide elements come first. Their sizes are
     powers of two, so every element is aligned to its size without padding, and none straddles a multiple of 4 KiB.
     """
 
@@ -305,7 +305,7 @@ class _Planes:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files, and where the cuts lie: ``file``, element ``at`` of a plane; ``order``: by rank, in file order."""
+    """The files, and the place of each cut: ``file``, element ``at`` of a plane; ``order``: by rank, in file order."""
 
     file: Ints
     at: Ints
@@ -331,7 +331,7 @@ def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Int
 
 
 def _planes(merged: MergedTensors) -> _Planes:
-    """Number classes and planes within each kind, by facts that every rank can find out by itself."""
+    """Number classes and planes within each kind, by facts that every rank knows by itself."""
     tensors, leader = merged.tensors, merged.leader
     n = len(tensors)
     signatures = signature(tensors.itemsize, leader, merged.number, n)
@@ -386,7 +386,7 @@ def _files(
 def _rows(
     shards: DistinctShards, cuts: WriterIntervals, files: _Files, world_size: int
 ) -> tuple[npt.NDArray[np.void], Ints]:
-    """Tell every rank its cuts in terms of its own slots."""
+    """Return the cuts of every rank, in terms of its own slots, and the first row of each rank."""
     slot, member = shards.stated(cuts.shard, cuts.rank)
     rows = np.empty(len(slot), dtype=SHARE)
     for name, column in (("slot", slot), ("member", member), ("start", cuts.start), ("stop", cuts.stop)):
@@ -395,7 +395,7 @@ def _rows(
 
 
 def _owners(world: AllTables) -> dict[tuple[str, str], int]:
-    """Give every leaf that is no tensor to the lowest rank that has it."""
+    """Assign every leaf that is no tensor to the lowest rank that has it."""
     owner: dict[tuple[str, str], int] = {}
     for catalogue, rank in zip(world.catalogues, world.lowest_ranks().tolist(), strict=True):
         for key in catalogue.objects:
@@ -404,7 +404,7 @@ def _owners(world: AllTables) -> dict[tuple[str, str], int]:
 
 
 def _owned(world: AllTables, owners: Mapping[tuple[str, str], int]) -> dict[int, Ints]:
-    """Tell every rank which objects of its own table it owns."""
+    """Return, for every rank, the objects of its own table that it owns."""
     keys: dict[int, list[tuple[str, str]]] = {}
     for key, rank in sorted(owners.items()):
         keys.setdefault(rank, []).append(key)
@@ -417,7 +417,7 @@ def _owned(world: AllTables, owners: Mapping[tuple[str, str], int]) -> dict[int,
 
 
 def _units(world: AllTables, owners: Mapping[str, int]) -> dict[int, Ints]:
-    """Tell every rank which of the paths that its claims name it writes."""
+    """Return, for every rank, the paths in its claims that it writes, as numbers."""
     chosen = {
         rank: np.flatnonzero([owners[path] == rank for claim in claims for path in claim.paths()])
         for rank, claims in world.claims.items()
@@ -436,7 +436,7 @@ def _layout(
     files: _Files,
     block_bytes: int,
 ) -> Layout:
-    """Write down where everything lies; ``objects``: rank whose receipt has the value."""
+    """Build the layout; ``objects``: rank whose receipt has the value."""
     sorted_objects = sorted(objects.items())
     found = world.template_catalogue[world.template]
     extras = sorted(
@@ -508,7 +508,7 @@ class Writes:
 
 
 def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.void]) -> Writes:
-    """Say which rows of its table a rank writes, and where to.
+    """Return the writes of a rank, in terms of its own table.
 
     The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
     signature and the member's number. In a plane the order is that of the share. :mod:`bcp.plan.write.divide` lays out

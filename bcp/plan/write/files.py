@@ -1,9 +1,7 @@
-"""A rank's data files, cut into the parts that go through the save pipeline.
+"""The data files of one rank: their safetensors headers, and the parts that go through the save pipeline.
 
-The head of a data file: a safetensors header, so that any safetensors reader can open what bcp writes.
-
-Eight bytes of length (little-endian), then JSON, padded with spaces so that the data section starts at a
-multiple of 4096.
+Any safetensors reader opens a data file. Its header is eight bytes of length (little-endian), then JSON, padded with
+spaces so that the data section starts at a multiple of 4096.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class HeaderEntry:
     """One tensor of a safetensors file.
 
     Attributes:
-        name: what it is found by.
+        name: its key in the file.
         dtype: torch's name without the ``torch.``.
         shape: its shape in this file.
         nbytes: its size.
@@ -77,8 +75,8 @@ class HeaderEntry:
 def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return everything that comes before the data section.
 
-    Entries are packed in the given order. A dtype that safetensors has no code for is stored as bytes (``U8``, one
-    dimension) and noted in ``__metadata__`` under ``bcp.dtype.<entry name>``. An entry whose name is
+    Entries are packed in the given order. A tensor whose dtype has no code in safetensors is stored as bytes (``U8``,
+    one dimension). Its dtype is noted in ``__metadata__`` under ``bcp.dtype.<entry name>``. An entry whose name is
     taken is renamed ``<name>#2``, ``#3`` ...
     """
     notes = dict(metadata)
@@ -111,8 +109,8 @@ def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> HeaderEntry:
 def entry_name(fqn: str, shape: tuple[int, ...], box: Box, start: int, stop: int) -> str:
     """Name the elements [start, stop) of a box of a tensor of that global shape.
 
-    ``fqn`` for the whole tensor, ``fqn[0:4,8:16]`` for a block of it (also one that is a flat interval of the box),
-    and ``fqn[0:4,8:16]{5:17}``, the box and the flat interval inside it, for anything else.
+    The whole tensor is named ``fqn``. A block of it is named ``fqn[0:4,8:16]``, also if it is a flat interval of the
+    box. Any other interval is named after the box and itself: ``fqn[0:4,8:16]{5:17}``.
     """
     return _name_of_entry(fqn, shape, box, _block(box, start, stop), f"{start}:{stop}")
 
@@ -125,7 +123,7 @@ def _name_of_entry(fqn: str, shape: tuple[int, ...], box: Box, block: Box | None
 
 
 def _block(box: Box, start: int, stop: int) -> Box | None:
-    """Return the flat interval as a block in global coordinates, or None where it is not one."""
+    """Return the flat interval as a block in global coordinates, or None if it is not one."""
     if (start, stop) == (0, box.numel):
         return box
     blocks = [block for _, block in flat_boxes(box.lengths, start, stop)]
@@ -168,14 +166,14 @@ class PartInterval:
 
 @dataclass(frozen=True)  # no slots: cached_property
 class Part:
-    """A byte range of one data file: what one item of the save pipeline carries.
+    """A byte range of one data file: one item of the save pipeline.
 
     Attributes:
         kind: one of :data:`~bcp.plan.shards.KINDS`.
         index: 0, 1, 2 ... in file order.
         start: first byte in the file; 0 for part 0, which begins with the file's header.
         stop: one past the last.
-        spans: what fills it, in order and without holes; after the header in part 0.
+        spans: the intervals that fill it, in order and without holes; after the header in part 0.
         name: for people: kind, number, first tensor and how many more.
     """
 
@@ -221,8 +219,8 @@ def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int)
     A large tensor spans several parts and small ones share one; no element straddles two.
 
     Args:
-        table: what the rank holds.
-        writes: what it has to write of that.
+        table: the shards of the rank.
+        writes: the intervals of them that it writes.
         rank: this rank; noted in the headers.
         part_bytes: bytes of data in a part, a multiple of 4096; the last part of a file may be smaller.
 
@@ -268,7 +266,7 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
 
 
 def _entries(table: ShardTable, writes: Writes) -> list[HeaderEntry]:
-    """Return the entries of what is written. Those of whole tensors, most of 20,000 as a rule, need no boxes."""
+    """Return the header entries of the writes. Those of whole tensors, most of 20,000 as a rule, need no boxes."""
     row, tensors = writes.row, table.tensors
     tensor, length = table.tensor[row], table.length[row]
     whole = (writes.start == 0) & (writes.stop == length.prod(axis=1)) & (length == tensors.shape[tensor]).all(axis=1)

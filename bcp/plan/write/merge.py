@@ -1,9 +1,7 @@
-"""What all ranks hold together: their tensors merged by name, and their shards with the replicas folded (sec. 4.1).
+"""Merge the tables of all ranks: tensors by name, and shards with their replicas folded (paper sec. 4.1).
 
-Nothing here is done once per rank, only once per template and once per flat interval; a replica on
-782 ranks costs as much as one on 2.
-
-The tensors of all ranks, merged by name; and which of them are one family everywhere.
+:func:`merge_tensors` also finds the families that are one on all ranks. Nothing here is done once per rank, only once
+per template and once per flat interval. So a replica on 782 ranks costs as much as one on 2.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ class MergedTensors:
 def merge_tensors(world: AllTables) -> MergedTensors:
     """Merge the ranks' tensors by (kind, FQN).
 
-    Where ranks differ in stride, device or requires_grad, the lowest rank's value is taken.
+    If ranks differ in stride, device or requires_grad, the lowest rank's value is taken.
 
     Raises:
-        StateError: ranks (or rows of one rank) disagree about a tensor's shape, dtype or tie; a tie leads nowhere or
-            to another tied tensor; or elements have a size that is not a power of two.
+        StateError: ranks, or rows of one rank, disagree about a tensor's shape, dtype or tie. Or a tie leads nowhere,
+            or to another tied tensor. Or elements have a size that is not a power of two.
 
     """
     parts = [catalogue.tensors for catalogue in world.catalogues]
@@ -113,7 +111,7 @@ def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged
 
 
 def _split(tensors: int, family: Ints, members: Ints, lead: Ints, size: Ints) -> npt.NDArray[np.bool_]:
-    """Mark the families of which some member is in another family elsewhere, and what hangs together with these.
+    """Mark the families that have a member in another family elsewhere, and all families connected to these.
 
     ``family[i]`` has ``members[i]``; it is led by ``lead[family]`` and has ``size[family]`` members.
     """
@@ -155,7 +153,7 @@ def _check_agreement(tensors: TensorTable, first: Ints, ranks: Ints) -> None:
 
 
 def _check_ties(tensors: TensorTable, index: Sequence[dict[str, int]]) -> None:
-    """Raise where a tied tensor's target is unknown, or is tied itself."""
+    """Raise StateError if a tied tensor's target is unknown, or is tied itself."""
     for row in np.flatnonzero(tensors.tied).tolist():
         meta = tensors[row]
         target = index[int(tensors.kind[row])].get(meta.tied_to)
@@ -171,7 +169,7 @@ def _check_ties(tensors: TensorTable, index: Sequence[dict[str, int]]) -> None:
 
 
 def _check_itemsizes(tensors: TensorTable) -> None:
-    """Raise where elements could not be aligned in a file."""
+    """Raise StateError if elements could not be aligned in a file."""
     size = tensors.itemsize
     wrong = np.flatnonzero((size <= 0) | (size & (size - 1) != 0))
     if wrong.size:
@@ -201,10 +199,11 @@ def _concat_tensors(parts: Sequence[TensorTable]) -> TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class DistinctShards:
-    """The distinct shards of all ranks, and who holds each.
+    """The distinct shards of all ranks, and the ranks that hold each.
 
-    p pieces (distinct boxes) in the order (tensor, offset); s shards (distinct flat intervals of pieces) in the order
-    (piece, start, stop); h statements of a shard by a template or by a rank, in the order (shard, source).
+    p pieces are the distinct boxes, in the order (tensor, offset). s shards are the distinct flat intervals of pieces,
+    in the order (piece, start, stop). h statements, in the order (shard, source), say which template or rank has
+    which shard.
 
     Attributes:
         piece_tensor: int64[p], row in the merged tensor table, of a leader; not decreasing.
@@ -213,10 +212,10 @@ class DistinctShards:
         piece: int64[s], the piece of each shard; not decreasing.
         start: int64[s], first flat position inside the piece.
         stop: int64[s], one past the last; always above ``start``.
-        holder: int64[s], who holds it: a rank, or behind all ranks the number of a group in ``groups``.
+        holder: int64[s], the rank that holds it; or, behind all ranks, the number of a group in ``groups``.
         groups: the ranks of each group, ascending, at least two.
         source_begin: int64[s + 1]; the statements of shard i are ``source_begin[i]`` to ``source_begin[i + 1]``.
-        source: int64[h], who states it: a template, or behind all templates a rank.
+        source: int64[h], the template that states it; or, behind all templates, a rank.
         slot: int64[h], the slot of that template.
         member: int64[h], which of the slot's family it is; -1 for all of them.
         template: int64[N], the template of each rank.
@@ -243,12 +242,12 @@ class DistinctShards:
 
     @property
     def tensor(self) -> Ints:
-        """int64[s]: the tensor of each shard, a leader."""
+        """The tensor of each shard, a leader: int64[s]."""
         return self.piece_tensor[self.piece]
 
     @property
     def line(self) -> Ints:
-        """int64[s]: where each shard begins, in elements, where all pieces lie end to end."""
+        """The first element of each shard, with all pieces laid end to end: int64[s]."""
         numel = self.length.prod(axis=1)
         return np.asarray((np.cumsum(numel) - numel)[self.piece] + self.start, dtype=np.int64)
 
@@ -315,7 +314,7 @@ def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
 class _Boxes:
     """All templates' slots, one below the other; b rows.
 
-    A slot is one row, or one row for each member where its family is not one everywhere (``MergedTensors.split``).
+    A slot is one row, or one row for each member if its family is split (``MergedTensors.split``).
     Rows ``begin[i]`` to ``begin[i + 1]`` are slot i, counted over all templates; template k begins at slot ``base[k]``.
     """
 
@@ -357,7 +356,7 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
 
 
 def _statements(world: AllTables, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (row in the boxes, start, stop, source) of everything that is held: templates first, ranks behind."""
+    """Return (row in the boxes, start, stop, source) of every statement: templates first, ranks behind."""
     whole = np.flatnonzero(boxes.regular)
     numel = boxes.length[whole].prod(axis=1)
     own = boxes.base[world.template][world.flat_rank] + world.flat_slot
@@ -390,7 +389,7 @@ def _pieces(boxes: _Boxes, at: Ints, merged: MergedTensors) -> tuple[Ints, Ints]
 
 
 def _holders(world: AllTables, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
-    """Return the holder of every shard, of which ``source[begin[i]:begin[i + 1]]`` state shard i, and the groups."""
+    """Return the holder of every shard, and the groups; ``source[begin[i]:begin[i + 1]]`` state shard i."""
     templates, size = len(world.template_slots), np.diff(begin)
     order = grouped(world.template, templates)
     of_template = np.split(order, np.cumsum(np.bincount(world.template, minlength=templates))[:-1])

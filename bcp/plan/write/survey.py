@@ -1,10 +1,9 @@
-"""How rank 0 learns all ranks' tables in few bytes: digests first, then one copy of each distinct table.
+"""Messages of planning a save: rank 0 learns all ranks' tables in few bytes.
 
-64 bytes from each rank tell which ranks hold the same; one rank for each distinct catalogue and slots sends
-them; and each rank sends its own flat intervals, 20 bytes each, and its units of sharded states. For 405B parameters
-on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
-
-Ranks' tables and their shares of the writing, as bytes to send; and digests that tell layouts apart.
+Each rank first sends 64 bytes of digests, which tell the ranks with equal tables. One rank for each distinct catalogue
+and for each distinct slots then sends these. Each rank sends its own flat intervals, 20 bytes each, and its units of
+sharded states. For 405B parameters on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
+Rank 0 answers each rank with its share of the writing.
 
 Tables with names are Arrow IPC, all else is plain little-endian integers; there is no pickle. No message is trusted to
 be well-formed: it comes from another process.
@@ -69,7 +68,7 @@ def encode_catalogue(catalogue: Catalogue) -> bytes:
 
 
 def decode_catalogue(data: bytes) -> Catalogue:
-    """Decode a catalogue of :func:`encode_catalogue`. Columns are read-only views of ``data`` where that is possible.
+    """Decode a catalogue of :func:`encode_catalogue`. Columns are read-only views of ``data`` if possible.
 
     Raises:
         CorruptError: these are not the bytes of a catalogue, or another version of bcp made them.
@@ -178,7 +177,8 @@ def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def digest(table: ShardTable) -> bytes:
     """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
-    Independent of machine, process and library versions, so that ranks can compare theirs. Worked out once for a table.
+    The digest does not depend on machine, process and library versions, so ranks can compare theirs. It is computed
+    once for a table.
     """
     if (known := _digests.get(table)) is None:
         known = _digests[table] = _digest(table)
@@ -203,7 +203,7 @@ def _digest(table: ShardTable) -> bytes:
 
 
 def _columns(table: ShardTable) -> dict[str, Column]:
-    """Name everything in a table, flattened to one dimension."""
+    """Return all columns of a table by name, flattened to one dimension."""
     units: dict[str, Column] = {"units": [table.units]} if table.units else {}
     return (
         _names(table.tensors, table.objects, table.extras)
@@ -219,7 +219,7 @@ def _columns(table: ShardTable) -> dict[str, Column]:
 
 
 def _names(tensors: TensorTable, objects: Sequence[tuple[str, str]], extras: Sequence[str]) -> dict[str, Column]:
-    """Name everything that has names, flattened to one dimension."""
+    """Return the columns of tensors and objects by name, flattened to one dimension."""
     return {
         "width": np.array([tensors.shape.shape[1]], dtype=np.int64),
         "kind": tensors.kind,
@@ -329,7 +329,7 @@ class EncodedTable:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Who holds the same as whom.
+    """The groups of ranks with equal tables.
 
     Attributes:
         key: :func:`~bcp.plan.cache.plan_id` of all ranks' tables.
@@ -392,7 +392,7 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
 
 
 def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
-    """Put together the tables of all ranks.
+    """Assemble the tables of all ranks.
 
     Args:
         plan: the survey that the messages answer.
@@ -435,7 +435,7 @@ def _take_apart(message: bytes) -> tuple[bytes, bytes, bytes, bytes]:
 
 
 def _check(world: AllTables) -> None:
-    """Raise where numbers point to nothing."""
+    """Raise CorruptError if numbers point to nothing."""
     families = np.array([int(each.family.max(initial=-1)) + 1 for each in world.catalogues], dtype=np.int64)
     family = concat([each.family for each in world.template_slots])
     sizes = np.array([len(each.family) for each in world.template_slots], dtype=np.int64)

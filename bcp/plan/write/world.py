@@ -1,11 +1,10 @@
-"""The tables of all ranks, each distinct part once: rank 0 plans with them.
-
-Tables that many ranks share, apart from each rank's own intervals: so thousands of ranks are planned for at once.
+"""Factored tables: the parts that many ranks share, apart from each rank's own intervals.
 
 The ranks of one data-parallel group hold the same boxes of the same tensors, and differ in flat intervals at most
-(ZeRO, FSDP1: the paper's irregular tensors, sec. 4.4). So a rank's table is written as a :class:`Catalogue` (tensors by
-name, equal in a pipeline stage), :class:`Slots` (boxes, equal in a data-parallel group) and its own flat intervals of
-some of the slots. Of each catalogue and of all slots, rank 0 needs one copy only.
+(ZeRO, FSDP1: the paper's irregular tensors, sec. 4.4). So a rank's table has three factors. The :class:`Catalogue`
+names the tensors, and is equal in a pipeline stage. The :class:`Slots` are boxes, and are equal in a data-parallel
+group. The rank's own flat intervals lie in some of the slots. Rank 0 needs each catalogue and each slots once
+(:class:`AllTables`), and so plans for thousands of ranks at once.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Catalogue:
 
     Attributes:
         tensors: n tensors, sorted by (kind, FQN).
-        family: int64[n], number of each tensor's family: states of one parameter of which a rank holds the same. They
-            are planned, and laid out, as one. 0, 1, 2 ... in the order of their first members.
+        family: int64[n], number of each tensor's family: states of one parameter with equal shards. They are planned
+            and laid out as one. Numbers count 0, 1, 2 ... in the order of their first members.
         objects: (kind, path) of the leaves that are not tensors, sorted.
         extras: kinds of which the rank writes one opaque object of its own.
     """
@@ -46,7 +45,7 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where a rank has shards: m boxes, D dimensions.
+    """The boxes of a rank's shards: m boxes, D dimensions.
 
     Attributes:
         family: int64[m], number in the catalogue; not decreasing.
@@ -83,7 +82,7 @@ class FactoredTable:
 
 
 def factor(table: ShardTable) -> FactoredTable:
-    """Take a rank's table apart; loses nothing but the order of its tensors."""
+    """Split a rank's table into catalogue, slots and flat intervals; only the order of its tensors is lost."""
     names = list(zip(table.tensors.kind.tolist(), table.tensors.fqn, strict=True))
     order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
     place = np.empty_like(order)
@@ -113,8 +112,8 @@ def factor(table: ShardTable) -> FactoredTable:
 def _regular(table: ShardTable, row: Ints) -> npt.NDArray[np.bool_]:
     """Mark the rows that are whole boxes, unless the rank holds anything of their kind in part.
 
-    A small tensor of a ZeRO buffer is whole on one rank of its group by chance; as a regular one it would make that
-    rank's slots different from all others'. Scalars cannot be cut: they count neither way.
+    A small tensor of a ZeRO buffer is whole on one rank of its group by chance. As a regular one it would make the
+    slots of that rank different from all others. Scalars cannot be cut: they count neither way.
     """
     kind, scalar = table.tensors.kind[table.tensor[row]], table.tensors.ndim[table.tensor[row]] == 0
     whole = (table.start[row] == 0) & (table.stop[row] == table.length[row].prod(axis=1)) & (table.stop[row] > 0)
@@ -166,7 +165,7 @@ def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints
     Args:
         itemsize: int64[n], of each member, a power of two.
         family: int64[n], the family of each.
-        number: int64[n], which member it is: 0, 1, 2 ...
+        number: int64[n], number of the member in its family: 0, 1, 2 ...
         families: how many there are.
 
     """
