@@ -1,26 +1,34 @@
 """Kill a training job at every file event of its saves, resume it, and compare its last weights bit by bit.
 
 The killing and the judging are ``ckpt-chaos``'s, a tool of others. It runs the job once without a fault and records
-every file that is opened for writing, renamed, removed, or made. A fresh copy of the job dies at each of these events;
-files written through Python's ``open`` are also cut in half. The resumed job has to end with the weights of the run
-without a fault, from the newest complete checkpoint. ``benchmarks/chaos_job.py`` is the job.
+every file that is opened for writing, renamed, removed, or made. A fresh copy of the job dies at each of these events,
+in every mode of the tool (:data:`MODES`). The resumed job has to end with the weights of the run without a fault, from
+the newest complete checkpoint. ``benchmarks/chaos_job.py`` is the job.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos_job import WAYS
+from benchmarks.chaos_job import GRACE, RUNS, STOPPED, WAYS
 from benchmarks.figures import Figures, parser
 
 ROOT = Path(__file__).parents[1]
 FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
+MODES = {
+    "before": "the job dies before the event",
+    "torn": "a file that Python's open() has made is cut in half when it is closed, and the job dies",
+    "unsynced": "the job dies before the event, and files that Python's open() has made lose bytes without fsync",
+    "term": "SIGTERM at the event, and the death of the job some seconds later unless it has ended",
+}
+"""All modes of ckpt-chaos 0.1.8. A loop without a handler of SIGTERM dies at once, as in the mode ``before``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +48,94 @@ class Case:
     def __str__(self) -> str:
         return f"{self.way}, 1 rank" if self.ranks == 1 else f"{self.way}, {self.ranks} ranks, rank {self.victim} dies"
 
+    @property
+    def modes(self) -> list[str]:
+        """The modes that tell something about this way: a run that hangs does so after SIGTERM only."""
+        if self.way == "run-hung":
+            return ["term"]
+        return [mode for mode in MODES if mode != "term" or self.way in RUNS]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One kill point, and the end of the resumed job.
+
+    Attributes:
+        event: number of the file event, from 1.
+        mode: of :data:`MODES`.
+        verdict: ckpt-chaos's, or "UNREACHED" for a job that passed and never came to the event. Ranks and threads race,
+            so not every job has as many events.
+        status: exit status of the job at which the kill was aimed.
+        step: the step from which the resumed job went on; None if it failed.
+    """
+
+    event: int
+    mode: str
+    verdict: str
+    status: int
+    step: int | None
+
 
 CASES = [Case(way, ranks, victim) for way in WAYS for ranks, victim in ((1, 0), (2, 0), (2, 1))]
+QUICK = [Case("sync"), Case("lazy", 2, 1), Case("run", 2), Case("run-standby")]
 
 
-def kill_and_resume(case: Case, work: Path, *, points: int, jobs: int) -> Counter[str]:
-    """Run ckpt-chaos over one case, and count its verdicts.
+def kill_and_resume(case: Case, work: Path, *, points: int, jobs: int) -> list[Kill]:
+    """Run ckpt-chaos over one case.
 
     Args:
-        case: what to run.
+        case: the case to run.
         work: an empty folder for the runs' files.
-        points: at how many events to kill, evenly spaced over all.
+        points: at how many events to kill, evenly spaced over all in every mode.
         jobs: how many runs at a time.
 
-    Returns:
-        How many kill points got which verdict. "UNREACHED" are those at which the job was never killed, and passed:
-        ranks race to make folders, so not every run of several has as many events.
-
     Raises:
-        RuntimeError: ckpt-chaos could not run the job; the message ends with its output.
+        RuntimeError: ckpt-chaos could not run the job, or the job without a fault failed; the message ends with the
+            tool's output.
 
     """
     from ckpt_chaos.runner import rejudge  # noqa: PLC0415 -- of the extra dev
 
-    command = [
-        sys.executable,
-        "-m",
-        "ckpt_chaos",
-        "run",
-        "--work",
-        str(work),
-        "--step-regex",
-        r"resumed from step (\d+)",
-    ]
-    command += ["--result-file", "{out}/digest", "--checkpoint-glob", "{out}/ckpt-*", "--fail-on", FAIL_ON]
-    command += ["--ranks", str(case.ranks), "--crash-rank", str(case.victim)]
+    name = "step" if case.way in RUNS else "ckpt"
+    command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--fail-on", FAIL_ON]
+    # sizes vary with the times in the files; a file that has its final name is whole
+    command += ["--checkpoint-glob", f"{{out}}/{name}-*", "--ckpt-ignore-size", "--result-file", "{out}/digest"]
+    command += ["--step-regex", r"(?m)^resumed from step (\d+)", "--modes", ",".join(case.modes)]
+    command += ["--grace", str(GRACE), "--ranks", str(case.ranks), "--crash-rank", str(case.victim)]
     command += ["--max-points", str(points), "--jobs", str(jobs), "--"]
     command += [sys.executable, "-m", "benchmarks.chaos_job", "--out", "{out}", "--way", case.way]
     # ckpt-chaos 0.1.8 arms the rank that --crash-rank names, but asks this variable, 0 by default, whether to crash it
     env = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(case.victim), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # noqa: S603 -- our own job
-    rows = rejudge(work)
-    if done.returncode not in (0, 1) or not rows:
+    control, *rows = rejudge(work) or [None]
+    if done.returncode not in (0, 1) or control is None or control.verdict != "PASS":
         raise RuntimeError(f"ckpt-chaos ended with {done.returncode} over {case}:\n{done.stdout}{done.stderr}")
     print(done.stdout, flush=True)
-    kills = [row for row in rows if not row.label.startswith("no crash")]
-    return Counter("UNREACHED" if row.verdict == "PASS" and not row.crashed else row.verdict for row in kills)
+    return [_kill(work / f"pt_{number:03d}", row.verdict, case) for number, row in enumerate(rows, 1)]
+
+
+def _kill(folder: Path, verdict: str, case: Case) -> Kill:
+    """Read the files of one kill point."""
+    found = json.loads((folder / "result.json").read_text())
+    event, mode = found["point"]
+    events = (folder / f"events.log.rank{case.victim}").read_text().count("\n")
+    if verdict == "PASS" and events < event:
+        verdict = "UNREACHED"
+    return Kill(event, mode, verdict, found["rc"], found["outcome"]["resumed_from_step"])
+
+
+def report(figures: Figures, case: Case, found: Sequence[Kill]) -> None:
+    """Add the figures of a case."""
+    kills = [kill for kill in found if kill.verdict != "UNREACHED"]
+    figures.add(f"{case}: kills", len(kills))
+    figures.add(f"{case}: any other verdict than PASS", sum(kill.verdict != "PASS" for kill in kills), goal=0)
+    if case.way in RUNS:
+        signalled = [kill for kill in kills if kill.mode == "term"]
+        figures.add(f"{case}: SIGTERM", len(signalled))
+        figures.add(f"{case}: ended in the notice", sum(kill.status in (0, STOPPED) for kill in signalled))
+    if case.way == "run-hung":
+        saved = {0, *RUNS["run-hung"]["save"].steps}
+        figures.add(f"{case}: resumed from a standby snapshot", sum(kill.step not in saved for kill in kills))
 
 
 def main() -> int:
@@ -93,15 +143,19 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--jobs", type=int, default=2, help="runs at a time")
     options.add_argument("--points", type=int, default=1000, help="most kill points of a case")
+    options.add_argument("--ways", default="", help=f"some of {','.join(WAYS)}; default: all")
+    options.add_argument("--work", type=Path, help="keep the files of all runs in this folder; default: delete them")
     chosen = options.parse_args()
+    ways = chosen.ways.split(",") if chosen.ways else WAYS
+    if not set(ways) <= set(WAYS):
+        options.error(f"--ways takes some of {','.join(WAYS)}")
     figures = Figures()
     figures.head("ckpt-chaos")
-    for case in CASES[:: 5 if chosen.quick else 1]:
-        with tempfile.TemporaryDirectory() as work:
-            verdicts = kill_and_resume(case, Path(work), points=4 if chosen.quick else chosen.points, jobs=chosen.jobs)
-        killed = verdicts.total() - verdicts["UNREACHED"]
-        figures.add(f"{case}: kills", killed)
-        figures.add(f"{case}: any other verdict than PASS", killed - verdicts["PASS"], goal=0)
+    for case in [each for each in (QUICK if chosen.quick else CASES) if each.way in ways]:
+        with tempfile.TemporaryDirectory() as passing:
+            work = chosen.work / str(case).replace(", ", "-").replace(" ", "-") if chosen.work else Path(passing)
+            points = 2 * len(case.modes) if chosen.quick else chosen.points
+            report(figures, case, kill_and_resume(case, work, points=points, jobs=chosen.jobs))
     return figures.close(chosen)
 
 

@@ -294,7 +294,7 @@ class Meetings:
             raise PeerError(0, self._silence())
         try:
             if not (self._left or self._lost):
-                speaker.call_blocking(lambda: speaker.store.compare_set(key, "", text), seconds=seconds)
+                speaker.call_blocking(lambda: _set_first(speaker.store, key, text), seconds=seconds)
         finally:
             self._speaking.release()
 
@@ -317,7 +317,7 @@ class Meetings:
             self._speaker.call_blocking(lambda: self._speaker.store, seconds=self._timeout)  # not in an alarm
             self._connected.set()
             if self._closing.is_set():
-                line.compare_set(self._key("alarm"), "", self._last_words())
+                _set_first(line, self._key("alarm"), self._last_words())
             line.wait([self._key("alarm")], _FOREVER)
             words = json.loads(line.get(self._key("alarm")))
             if "left" in words:
@@ -397,6 +397,14 @@ class Meetings:
         for name in ("alarm", "stood", "stop", "gone", *(f"stand/{rank}" for rank in range(self._world_size))):
             line.delete_key(self._key(name))
         line.set(self._key("over"), "")
+
+
+def _set_first(store: Store, key: str, text: str) -> None:
+    """Set a key unless it is set, and wake everybody who waits for it.
+
+    The server of stores that torch has with ``USE_LIBUV=0`` wakes nobody after ``compare_set``.
+    """
+    store.set(key, store.compare_set(key, "", text).decode())
 
 
 _open: set[Meetings] = set()
