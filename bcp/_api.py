@@ -97,7 +97,7 @@ async def asave(
         snapshot: ``"lazy"`` with ``async_checkpoint=True``: return at once and copy while forward and backward run.
             The optimizer's next step waits for the copy. Overrides ``options.snapshot``.
         options: options of the job's saves.
-        coordinator: agreement between the ranks. None: over the default process group's store, or one rank alone.
+        coordinator: agreement between the ranks. None: a tree over the default process group, or one rank alone.
         task_status: for ``await tg.start(partial(bcp.asave, path, states))``, which returns once the snapshot is safe.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A save that goes on while training goes on."""
+"""The handle of a save in the background."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """What an asynchronous save returns: the snapshot is safe, storage is still being written.
+    """A save in the background: its snapshot is safe, and storage is still being written.
 
-    Wait for it with ``wait()`` from ordinary code, ``await`` from a coroutine, or a ``with`` block around the training
-    steps meanwhile. One that nobody waits for is finished at exit all the same, and its failure is logged.
+    Wait for it with ``wait()`` from ordinary code, with ``await`` from a coroutine, or by a ``with`` block around the
+    training steps meanwhile. A save that nobody waits for is finished before the process exits, and its failure is
+    logged.
+
+    Example::
+
+        with bcp.save_async("ckpt/step-200", states):
+            optimizer.step()  # leaving the block waits for the save
+
+        pending = bcp.save_async("ckpt/step-300", states)
+        report = pending.wait(timeout=600)
+        assert pending.done()
+
     """
 
     def __init__(self, background: Background[T]) -> None:
@@ -30,9 +41,16 @@ class Pending(Generic[T]):
         return f"<Pending {self._background.what}: {state}>"
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the checkpoint is committed and return the report, or raise what went wrong.
+        """Block until the checkpoint is committed, and return the report.
 
-        ``TimeoutError`` after ``timeout`` seconds leaves the save running.
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Raises:
+            TimeoutError: the save has not ended by then; it goes on.
+            CancelledError: the save was cancelled.
+            BcpError: the save failed; its errors are those of :func:`bcp.asave`.
+
         """
         try:
             return self._background.wait(timeout)
@@ -40,14 +58,14 @@ class Pending(Generic[T]):
             raise plain(error) from error.__cause__
 
     def done(self) -> bool:
-        """Say whether it has ended, well or not; never blocks, never raises."""
+        """Return whether the save has ended, well or not. It never blocks and never raises."""
         return self._background.done()
 
     def cancel(self) -> None:
-        """Ask it to stop; ``wait`` then raises ``CancelledError``.
+        """Ask the save to stop; :meth:`wait` then raises ``CancelledError``.
 
-        What was written is removed. One that is cancelled while its commit is under way may be committed, whole, or
-        not at all; then its files stay until the next save to the path, because they may belong to a checkpoint.
+        Written files are removed. A save that is cancelled during its commit is committed as a whole or not at all. Its
+        files then stay until the next save to the path, because they may belong to a checkpoint.
         """
         self._background.cancel()
 

@@ -122,9 +122,9 @@ def report(
     Raises:
         StorageError: storage failed.
 
-    Example:
-        >>> import bcp
-        >>> print(bcp.report("/ckpt/run/step-300").text())
+    Example::
+
+        print(bcp.report("ckpt/step-100").text())
 
     """
     if last < 1:

@@ -3,12 +3,12 @@
 ::
 
     BcpError
-    ├── InputError (ValueError)        what the caller passed cannot be saved or loaded
+    ├── InputError (ValueError)        an argument cannot be saved or loaded
     │   ├── StateError                 a leaf of ``states`` (duplicate FQN, meta tensor, partial placement ...)
     │   ├── StateChangedError          the state was written to while its snapshot was being taken
     │   ├── RunTakenError              the folder of a run belongs to another run, or another job has taken it
     │   └── MissingExtraError          an optional dependency is not installed; names the extra
-    ├── CheckpointError                what lies in storage
+    ├── CheckpointError                the stored checkpoint is unusable
     │   ├── NotACheckpointError        nothing at that path that bcp wrote (also a FileNotFoundError)
     │   ├── UncommittedError           a save began there and never committed
     │   ├── ExistsError                a committed checkpoint is already there (also a FileExistsError)
@@ -26,7 +26,7 @@
 
 :class:`NothingLoadedWarning` (UserWarning) is the one warning.
 
-Every message names what it can of: tensor, rank, file, numbers; and ends with what to do.
+Messages name tensor, rank, file and numbers where they apply, and end with the remedy.
 """
 
 from __future__ import annotations
@@ -59,17 +59,25 @@ __all__ = [
 
 
 class BcpError(Exception):
-    """The root: ``except bcp.BcpError`` catches everything that bcp raises on purpose.
+    """The root of all errors: ``except bcp.BcpError`` catches everything that bcp raises on purpose.
 
     Attributes:
         of_all_ranks: whether all ranks have agreed on it, so that none of them is to blame.
+
+    Example::
+
+        try:
+            bcp.load("ckpt/step-0", states)
+        except bcp.BcpError as error:
+            print(error)
+
     """
 
     of_all_ranks = False
 
 
 class InputError(BcpError, ValueError):
-    """What the caller passed cannot be saved or loaded. Raised before any byte is written."""
+    """An argument cannot be saved or loaded. Raised before any byte is written."""
 
 
 class StateError(InputError):
@@ -89,7 +97,7 @@ class MissingExtraError(InputError, ImportError):
 
 
 class CheckpointError(BcpError):
-    """Something is wrong with what lies in storage."""
+    """The checkpoint in storage is missing, unfinished, damaged or in the way."""
 
 
 class NotACheckpointError(CheckpointError, FileNotFoundError):
@@ -161,7 +169,7 @@ class PeerError(BcpError):
 
     Attributes:
         rank: the rank that is to blame.
-        cause: what that rank reported, or how its silence was noticed.
+        cause: the report of that rank, or how its silence was noticed.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
@@ -182,8 +190,12 @@ class StorageError(BcpError, OSError):
 class NothingLoadedWarning(UserWarning):
     """A load with ``strict=False`` found none of the names that a kind of the target wants, and left it as it was.
 
-    Example:
-        >>> import warnings
-        >>> warnings.simplefilter("error", NothingLoadedWarning)  # let such a load raise
+    Example::
+
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", bcp.NothingLoadedWarning)  # let such a load raise
+            bcp.load("ckpt/step-100", states, strict=False)
 
     """

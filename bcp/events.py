@@ -227,6 +227,12 @@ class SaveReport:
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this save borrowed some.
+
+    Example::
+
+        report = bcp.save("ckpt/step-200", states)
+        print(f"{report.nbytes} bytes in {report.seconds:.1f} s; stages: {dict(report.stage_seconds)}")
+
     """
 
     path: str
@@ -277,6 +283,12 @@ class LoadReport:
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this load borrowed some.
+
+    Example::
+
+        report = bcp.load("ckpt/step-100", states)
+        print(f"{report.nbytes} bytes loaded, {report.read_nbytes} read, {report.received_nbytes} received")
+
     """
 
     path: str

@@ -62,7 +62,7 @@ def unchanged(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How to save.
+    """Options of saves.
 
     Attributes:
         overwrite: replace a committed checkpoint at the same path, atomically; without it such a save is refused
@@ -75,7 +75,7 @@ class SaveOptions:
             every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded (sec. 4.1).
         budget_bytes: staging memory. None: the rank's own state where training goes on once that is copied, so that the
             snapshot never waits for storage; 8 parts where the caller waits for storage anyway. With less, training
-            waits longer and memory is saved; the report says by how much. What has room for all the data may be
+            waits longer and memory is saved; the report says by how much. A budget for all the data may be
             exceeded by the headers of the files, some hundred bytes a tensor.
         pinned_bytes: most of the staging memory that may be page-locked, per process, if tensors are on a device; 0
             for none. None: 16 GiB, and no more than a quarter of the host's memory for all ranks of the host together
@@ -89,7 +89,7 @@ class SaveOptions:
             that is 10 % faster than two.
         snapshot: ``"eager"``: an asynchronous save returns when the state is in host memory (sec. 4.2). ``"lazy"``: it
             returns at once; parameters and optimizer states are copied while forward and backward run, which do not
-            change them, and the optimizer's next step waits for what is left. Needs ``async_checkpoint=True`` and the
+            change them, and the optimizer's next step waits for the rest. Needs ``async_checkpoint=True`` and the
             optimizer in the states. Whatever else changes parameters before that step makes the save fail (see
             ``guard``).
         nice: added to the niceness of the threads that copy, digest and write, 0 to 19: with 19 they run where
@@ -113,6 +113,12 @@ class SaveOptions:
             same on every rank. True, unless ``$BCP_RECORD`` is 0.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
         observe: called with every :data:`~bcp.events.Event` on this rank.
+
+    Example::
+
+        options = bcp.SaveOptions(part_bytes=64 << 20, nice=10)
+        bcp.save("ckpt/step-200", states, options=options)
+
     """
 
     overwrite: bool = False
@@ -157,7 +163,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load.
+    """Options of loads.
 
     Attributes:
         strict: names must be the same in checkpoint and target, within the kinds that are loaded. In mappings of
@@ -165,8 +171,8 @@ class LoadOptions:
             the target lacks are added to it. Without ``strict``, common names are loaded and the report lists the
             rest; if a kind has none in common, a :class:`~bcp.errors.NothingLoadedWarning` says so.
         overlap_loading: ranks that want the same bytes share the reading and send them to each other while
-            reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads what it wants by itself.
-        rename: what the target calls the checkpoint's model tensors: a dict from names in the checkpoint to names in
+            reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads its own bytes by itself.
+        rename: the target's names of the checkpoint's model tensors: a dict from names in the checkpoint to names in
             the target, pairs of (regular expression, replacement) that are applied one after another with ``re.sub``,
             a function of a name, or an object with a method ``blocks`` that can also cut and join tensors
             (:class:`~bcp.plan.read.renames.Moves`). Names that a dict does not have stay; None in place of a name
@@ -181,10 +187,11 @@ class LoadOptions:
         codecs: those that the checkpoint was saved with; the order does not matter.
         budget_bytes: host memory for bytes between storage and tensors.
         read_bytes: the largest single read; a multiple of 1 MiB.
-        exchange: how ranks send each other what they read for each other. ``"sockets"``: over connections of bcp's own.
-            ``"gloo"``: over a gloo group that lives as long as the load. ``"nccl"``: a chunk is copied to the reader's
-            current CUDA device and sent from device to device. ``"nccl"`` has never been run. The last two need
-            ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one rank.
+        exchange: how ranks send each other the chunks that they read for each other. ``"sockets"``: over connections
+            of bcp's own. ``"gloo"``: over a gloo group that lives as long as the load. ``"nccl"``: a chunk is copied
+            to the reader's current CUDA device and sent from device to device. ``"nccl"`` has never been run. The
+            last two need ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one
+            rank.
         exchange_bytes: most bytes that one rank receives in one all-to-all round.
         io_workers: reads in flight, in as many threads. None: ``$BCP_IO_WORKERS``, else as many as suit the storage: 8
             for GCS and S3, 4 for all others.
@@ -200,6 +207,12 @@ class LoadOptions:
             ``$BCP_RECORD`` is 0.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
         observe: called with every :data:`~bcp.events.Event` on this rank.
+
+    Example::
+
+        options = bcp.LoadOptions(cast=True, read_bytes=64 << 20)
+        bcp.load("ckpt/step-100", states, options=options)
+
     """
 
     strict: bool = True

@@ -256,8 +256,8 @@ class Backend(Protocol):
         Example::
 
             found = await backend.version("metadata.arrow")
-            if await backend.put_if("metadata.arrow", data, found) is None:
-                ...  # another job was quicker
+            if await backend.put_if("metadata.arrow", b"new", found) is None:
+                print("another job was quicker")
 
         """
 
@@ -350,8 +350,10 @@ async def folders_of(backend: Backend, prefix: str = "") -> list[str]:
 
     Example::
 
-        await backend.put("step-00001000/metadata.arrow", data)
-        assert await folders_of(backend) == ["step-00001000"]
+        from bcp.protocols import folders_of
+
+        await backend.put("step-00001000/metadata.arrow", b"data")
+        assert "step-00001000" in await folders_of(backend)
 
     """
     if isinstance(backend, FolderLister):
@@ -380,7 +382,7 @@ class Concurrent(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many. Of an object store each waits for answers most of its time."""
+        """The number of parts or reads; large for an object store, whose requests mostly wait for answers."""
 
 
 def at_once_of(backend: object) -> int:
@@ -416,6 +418,12 @@ class RetryPolicy:
             each round of successes.
         hedge: seconds after which a read is also asked for a second time, and the first answer counts; None for never.
         on_retry: called with a :class:`~bcp.events.RetryEvent` before each pause, on the event loop.
+
+    Example::
+
+        policy = bcp.RetryPolicy(deadline=60.0, hedge=2.0, on_retry=print)
+        options = bcp.SaveOptions(retries=policy)
+
     """
 
     deadline: float = 300.0
@@ -522,6 +530,15 @@ class Codec:
         encode: the bytes of one part to the bytes that are stored.
         decode: the exact inverse.
         workers: how many parts may be encoded or decoded at once.
+
+    Example::
+
+        import zlib
+
+        codec = bcp.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)
+        bcp.save("ckpt/step-200", states, options=bcp.SaveOptions(codecs=[codec]))
+        bcp.load("ckpt/step-200", states, options=bcp.LoadOptions(codecs=[codec]))
+
     """
 
     name: str

@@ -24,8 +24,8 @@ def latest(
     """Return the path of the newest committed checkpoint of a run, for :func:`bcp.load`; None if there is none.
 
     The answer comes from a listing of the run's folder, not from a file that names a checkpoint. Storage is asked
-    whether the newest ones are committed. Nothing is written, so another job may train in the run meanwhile. That job
-    may delete the checkpoint later, as its policy says: :meth:`Run.pin` prevents it.
+    whether the newest ones are committed. Nothing is written, so another job may train in the run meanwhile. The
+    training job may delete the checkpoint later, as its policy says: :meth:`Run.pin` prevents it.
 
     Args:
         url: the run's folder, as for :class:`~bcp.Run`.
