@@ -1,8 +1,8 @@
-"""The division of the reading among all ranks, once per load (paper sec. 3.3 steps 3 and 4, 4.1).
+"""Plan the reading of a load once for all ranks, and exchange chunks (paper sec. 3.3 steps 3 and 4, 4.1).
 
-How fast each rank can send, as far as the division of the reading has to know it.
-
-``LoadOptions(exchange=...)`` chooses the transport on which ranks send chunks to each other.
+:func:`plan_reads` agrees on the plan: ranks exchange the messages between the steps of :func:`bcp.plan.read.plan_load`.
+If ranks share much, they first measure the rate at which each can send, and slow ranks read less for others.
+:func:`exchange` opens the transport on which ranks send chunks to each other, chosen by ``LoadOptions(exchange=...)``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def speeds(told: Sequence[bytes]) -> Floats | None:
         told: :func:`packed_rate` of every rank.
 
     """
-    rates = np.array([_RATE.unpack(each)[0] for each in told])
+    rates = np.array([_RATE.unpack(rate)[0] for rate in told])
     if np.isinf(rates).any():  # all ranks share a host
         return None
     relative = rates / np.quantile(rates, _FAST, method="nearest")
@@ -166,7 +166,7 @@ class LoadPlan:
 
 
 async def plan_reads(
-    agreement: Agreement, rank: int, mine: LoadRequest | BcpError, metadata: Metadata, options: LoadOptions
+    agreement: Agreement, rank: int, request: LoadRequest | BcpError, metadata: Metadata, options: LoadOptions
 ) -> tuple[LoadRequest, LoadPlan]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
 
@@ -175,34 +175,34 @@ async def plan_reads(
     """
     layout = metadata.layout
     line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
-    if isinstance(mine, BcpError):
-        await gather_broadcast(agreement, "reads", rank, mine, _nothing)
-        raise mine
+    if isinstance(request, BcpError):
+        await gather_broadcast(agreement, "reads", rank, request, _nothing)
+        raise request
 
-    asked_of: list[_RankRequest] = []  # on rank 0
+    requests: list[_RankRequest] = []  # on rank 0
 
     async def answer(messages: Sequence[bytes]) -> bytes:
-        asked_of.extend(_opened(message, mine.renamed, rank) for rank, message in enumerate(messages))
-        return await in_thread_gc_paused(_answer, mine, line, asked_of, options)
+        requests.extend(_opened(message, request.renamed, rank) for rank, message in enumerate(messages))
+        return await in_thread_gc_paused(_answer, request, line, requests, options)
 
     async def answer_again(rates: Sequence[bytes]) -> bytes:
         speed = speeds(rates)
-        return b"" if speed is None else await in_thread_gc_paused(_share, line, asked_of, options, speed)
+        return b"" if speed is None else await in_thread_gc_paused(_share, line, requests, options, speed)
 
-    runs = await in_thread_gc_paused(line.runs, mine.wants.ranges())
-    kinds = sum(1 << code for code in mine.kinds)
-    claims = encode_claims([read.claim for read in mine.units]).encode()
-    asked = _message(kinds, mine.rows, line.encode(runs) if options.overlap_loading else b"", claims)
-    found = _opened(await gather_broadcast(agreement, "reads", rank, asked, answer), mine.renamed, 0)
-    world_size = found.number
-    shared = await in_thread_gc_paused(SharedReads.decode, found.rest, line, world_size)
+    runs = await in_thread_gc_paused(line.runs, request.wants.ranges())
+    kinds = sum(1 << code for code in request.kinds)
+    claims = encode_claims([read.claim for read in request.units]).encode()
+    message = _message(kinds, request.rows, line.encode(runs) if options.overlap_loading else b"", claims)
+    agreed = _opened(await gather_broadcast(agreement, "reads", rank, message, answer), request.renamed, 0)
+    world_size = agreed.number
+    shared = await in_thread_gc_paused(SharedReads.decode, agreed.rest, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
         rate = packed_rate(await agreement.bandwidth())
         if table := await gather_broadcast(agreement, "speeds", rank, rate, answer_again):
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
-    return mine, LoadPlan(assignment, tuple(_names(mine.renamed, found.names)))
+    return request, LoadPlan(assignment, tuple(_names(request.renamed, agreed.names)))
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
@@ -226,26 +226,28 @@ def _opened(data: bytes, names: RenamedLayout, rank: int) -> _RankRequest:
     return _RankRequest(number, rows, data[middle:end], data[end:])
 
 
-def _answer(mine: LoadRequest, line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions) -> bytes:
+def _answer(request: LoadRequest, line: BlockIndex, requests: Sequence[_RankRequest], options: LoadOptions) -> bytes:
     """Find the names that no rank wants, and divide the reading; on rank 0."""
-    names = mine.renamed
-    kinds = reduce(or_, (each.number for each in asked))
-    unexpected = _unexpected(names, kinds, concat([each.names for each in asked]))
+    names = request.renamed
+    kinds = reduce(or_, (wanted.number for wanted in requests))
+    unexpected = _unexpected(names, kinds, concat([wanted.names for wanted in requests]))
     if len(unexpected) and options.strict:
         raise FqnMismatchError(
             f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(names, unexpected))}; "
             "pass strict=False to leave them out"
         )
-    claims = [(rank, decode_claims(each.claims.decode(errors="replace"))) for rank, each in enumerate(asked)]
-    check_wanted(mine.saved_units, claims, strict=options.strict)
-    table = _share(line, asked, options) if options.overlap_loading else SharedReads.nothing().encode(line)
-    return _message(len(asked), unexpected, table)
+    claims = [(rank, decode_claims(wanted.claims.decode(errors="replace"))) for rank, wanted in enumerate(requests)]
+    check_wanted(request.saved_units, claims, strict=options.strict)
+    table = _share(line, requests, options) if options.overlap_loading else SharedReads.nothing().encode(line)
+    return _message(len(requests), unexpected, table)
 
 
-def _share(line: BlockIndex, asked: Sequence[_RankRequest], options: LoadOptions, speed: Floats | None = None) -> bytes:
+def _share(
+    line: BlockIndex, requests: Sequence[_RankRequest], options: LoadOptions, speed: Floats | None = None
+) -> bytes:
     """Divide the reading of the blocks that several ranks want; on rank 0."""
     limits = {"read_bytes": options.read_bytes, "exchange_bytes": options.exchange_bytes}
-    return divide_load(line, [request.rest for request in asked], **limits, speed=speed).encode(line)
+    return divide_load(line, [request.rest for request in requests], **limits, speed=speed).encode(line)
 
 
 def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:
@@ -393,7 +395,7 @@ def _first_name(wanted: LoadRequest, layout: Layout, chunk: Chunk) -> str:
 
 def _tensors_in(wanted: LoadRequest, chunk: Chunk) -> list[int]:
     """Return the tensors that this rank wants of a chunk, as rows of its table."""
-    table, mine = wanted.targets.shards.table, wanted.wants
-    first, last = rows_of(mine.file, chunk.file)
-    hits = first + np.flatnonzero((mine.start[first:last] < chunk.stop) & (mine.stop[first:last] > chunk.start))
-    return list(dict.fromkeys(table.tensor[mine.row[hits]].tolist()))
+    table, needed = wanted.targets.shards.table, wanted.wants
+    first, last = rows_of(needed.file, chunk.file)
+    hits = first + np.flatnonzero((needed.start[first:last] < chunk.stop) & (needed.stop[first:last] > chunk.start))
+    return list(dict.fromkeys(table.tensor[needed.row[hits]].tolist()))

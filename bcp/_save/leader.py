@@ -1,10 +1,8 @@
-"""A save that fails takes its files away again, as far as that cannot harm a checkpoint.
+"""Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
 
-Other jobs that save to the same path: their commit is the true reason of many a failure.
-
-The files that each rank says it has written, and whether storage has them.
-
-Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
+:class:`SaveLeader` holds its steps. Before the commit, :func:`check_written` compares the files that each rank says it
+has written with storage. :func:`not_replaced` raises the true reason of a failure if another job has committed to the
+same path. A failed save removes its own files, unless they may belong to a checkpoint (:func:`undone_on_error`).
 """
 
 from __future__ import annotations
@@ -373,8 +371,8 @@ class SaveLeader:
             return _is_of_a_save(key) and operation_of(key) != self.operation
 
         try:
-            left = [one for one in unfinished if _is_of_a_save(one.key) or one.key == METADATA_KEY]
-            left += [one for one in unfinished if one.key.startswith(TELEMETRY)]
+            left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
+            left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
             if left and isinstance(self.backend, Sweeper):
                 await self.backend.discard(left)
             keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
