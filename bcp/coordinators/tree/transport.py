@@ -14,6 +14,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+# Before the import, which reads it. gRPC's own handlers cannot work while a loop is polling: with them, every fork, as
+# of a dataloader's workers, prints "skipping fork() handlers" and nothing else happens (grpcio 1.85).
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 import grpc
 import grpc.aio
 
@@ -40,11 +44,6 @@ __all__ = [
     "server_credentials",
     "server_options",
 ]
-
-# Before the import, which reads it. gRPC's own handlers cannot work while a loop is polling: with them, every fork, as
-# of a dataloader's workers, prints "skipping fork() handlers" and nothing else happens (grpcio 1.85).
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
 
 SERVICE, METHOD = "bcp.Coordinator", "Join"
 
