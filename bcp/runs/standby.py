@@ -23,6 +23,7 @@ from bcp._log import log
 from bcp.events import SaveReport
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage, in_thread
+from bcp.runs.saves import Saves
 
 __all__ = ["Standby", "Watchdog"]
 
@@ -58,12 +59,26 @@ class Standby:
 
         return replace(options, edit=edit, record=False, budget_bytes=None)
 
-    def begin(self, step: int, call: Call[SaveReport]) -> Background[SaveReport]:
-        """Begin to hold a snapshot."""
+    @property
+    def holds(self) -> bool:
+        """Whether there is a snapshot that was not given up; the same on all ranks at one step."""
+        return self._held is not None
+
+    def begin(self, step: int, call: Call[SaveReport], saves: Saves) -> Background[SaveReport]:
+        """Begin to hold a snapshot; once it is written, it counts among the saves."""
         self.step, self.released = step, False
-        self._held = _bridge.start(
-            lambda started: call.run(on_snapshot=started, goes_on=True), what=call.what, daemon=True
-        )
+
+        async def hold(started: Callable[[], None]) -> SaveReport:
+            try:
+                report = await call.run(on_snapshot=started, goes_on=True)
+            except Exception as error:
+                if self.released:
+                    await saves.failed(step, error)
+                raise
+            await saves.committed(step, report)
+            return report
+
+        self._held = _bridge.start(hold, what=call.what, daemon=True)
         return self._held
 
     def release(self) -> bool:
