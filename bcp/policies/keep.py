@@ -329,16 +329,22 @@ def as_keep_policy(value: KeepPolicy | int) -> KeepPolicy:
     return Latest(value) if isinstance(value, int) else value
 
 
-def doomed(entries: Sequence[Entry], keep: KeepPolicy, now: float) -> list[int]:
+def doomed(
+    entries: Sequence[Entry], keep: KeepPolicy, now: float, distrusted: Collection[int] = frozenset()
+) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, oldest first.
 
     Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the newest one that is not
     suspect, and those that are pinned. All stay where the policy keeps none: its metric, say, is never noted.
 
+    Suspect and distrusted checkpoints take nobody's place: the policy and these rules choose once among all
+    checkpoints, and once among the others.
+
     Args:
         entries: the durable checkpoints of the run, in any order.
         keep: the policy.
         now: Unix seconds.
+        distrusted: steps that the run could not, or must not, resume from.
 
     Example:
         >>> entries = [Entry(step=step, committed=0.0) for step in (10, 20, 30)]
@@ -346,16 +352,22 @@ def doomed(entries: Sequence[Entry], keep: KeepPolicy, now: float) -> list[int]:
         [10, 20]
         >>> doomed(entries, Best("los"), now=0.0)
         []
+        >>> doomed(entries, Latest(1), now=0.0, distrusted={20, 30})
+        [20]
 
     """
     steps = {entry.step for entry in entries}
-    kept = keep.kept(entries, now) & steps
+    sound = [entry for entry in entries if entry.trust != "suspect" and entry.step not in distrusted]
+    kept = (set(keep.kept(entries, now)) | set(keep.kept(sound, now))) & steps
     if not kept:
         return []
-    kept |= {entry.step for entry in entries if entry.pinned} | {max(steps)}
+    kept |= {entry.step for entry in entries if entry.pinned}
     for chosen in (
+        steps,
         [entry.step for entry in entries if entry.trust == "verified"],
         [entry.step for entry in entries if entry.trust != "suspect"],
+        [entry.step for entry in sound if entry.trust == "verified"],
+        [entry.step for entry in sound],
     ):
         kept |= set(sorted(chosen)[-1:])
     return sorted(steps - kept)

@@ -21,6 +21,7 @@ __all__ = [
     "OnPreemption",
     "SavePolicy",
     "as_save_policy",
+    "divided",
     "elapsed",
 ]
 
@@ -334,3 +335,24 @@ def as_save_policy(value: SavePolicy | int) -> SavePolicy:
             "bcp.policies.EverySeconds(600)"
         )
     return cast("SavePolicy", value)
+
+
+def divided(policy: SavePolicy) -> tuple[SavePolicy | None, SavePolicy | None]:
+    """Return the parts of a policy that look at steps alone, and those that look at a clock; None for no such part.
+
+    The first give the same answer on every rank, so that no step that they name has to be announced.
+
+    Example:
+        >>> divided(AnyOf(AtSteps([20]), EverySeconds(600)))
+        (AnyOf(policies=(AtSteps(steps=frozenset({20})),)), AnyOf(policies=(EverySeconds(seconds=600),)))
+
+    """
+    simple = _flat(policy)
+    stepwise = [one for one in simple if not one.timed]
+    timed = [one for one in simple if one.timed]
+    return AnyOf(*stepwise) if stepwise else None, AnyOf(*timed) if timed else None
+
+
+def _flat(policy: SavePolicy) -> list[SavePolicy]:
+    """Return the policies that an :class:`AnyOf` is made of, in whatever depth; another one alone."""
+    return [one for part in policy.policies for one in _flat(part)] if isinstance(policy, AnyOf) else [policy]

@@ -14,7 +14,7 @@ from bcp._plain import plain
 from bcp.errors import BcpError
 from bcp.runtime import bridge as _bridge
 
-__all__ = ["Body", "adrive", "drive", "once"]
+__all__ = ["Body", "adrive", "drive", "noting", "once"]
 
 T = TypeVar("T")
 Body = Generator[Callable[[], Awaitable[Any]], Any, T]
@@ -68,3 +68,11 @@ def once(function: Callable[[], Awaitable[T]]) -> Body[T]:
     """Make a body of one function."""
     result: T = yield function
     return result
+
+
+def noting(errors: list[Exception], function: Callable[[], Awaitable[object]]) -> Body[None]:
+    """Make a body of one function, which adds its error to a list instead of raising it."""
+    try:
+        yield function
+    except Exception as error:  # noqa: BLE001 -- the caller raises it
+        errors.append(error)

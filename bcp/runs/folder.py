@@ -199,6 +199,17 @@ class Folder:
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
 
+    async def drop(self, step: int) -> None:
+        """Delete the empty directories of a save that has written nothing; objects, whoever wrote them, stay.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        name = step_name(step)
+        if not await self._backend.list(f"{name}/"):
+            await self._delete(name, is_whole=False)
+
     async def _delete(self, name: str, *, is_whole: bool) -> None:
         """Delete the objects below a folder, commit objects first, and the empty directories."""
         keys = _deletable([info.key for info in await self._backend.list(f"{name}/")])

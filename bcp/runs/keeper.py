@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from bcp._log import log
@@ -28,6 +28,9 @@ class Keeper:
 
     def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
         self._folder, self._keep = folder, keep
+        self._distrusted: set[int] = set()
+        self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
+        self._complained = False
         self.began = time.monotonic()
         self._tidied = False
 
@@ -59,12 +62,19 @@ class Keeper:
             else:
                 steps.append(entry.step)
         known = {entry.step for entry in ledger.entries}
-        uncommitted = [step for step in await self._folder.steps() if step not in known]
+        uncommitted = [step for step in self._folder.listed.folders if step not in known]
         others += [Choice(step, "not committed, or partly deleted") for step in uncommitted]
         return Candidates(steps, others, ledger.owner)
 
+    def distrust(self, steps: Iterable[int]) -> None:
+        """Remember the checkpoints that the run was not resumed from, until they are saved again."""
+        self._distrusted = set(steps)
+
     async def committed(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Enter a checkpoint into the ledger, then delete those that the policy gives up.
+        """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.
+
+        Newer ones are left alone: the run may be saving one of these steps again. An entry that cannot be stored now is
+        stored with the next one.
 
         The first one of a life also deletes the remains of killed writers of the ledger.
 
@@ -74,14 +84,17 @@ class Keeper:
         """
         now = time.time()
         unfinished = None if self._tidied else await self._unfinished()
-        ledger = await self._folder.change(
-            lambda ledger: ledger.with_checkpoint(step, now, metrics).observed(self.hours())
-        )
-        for old in doomed(ledger.entries, self._keep, now):
-            await self._folder.remove(old)
+        self._unnoted[step] = (now, metrics)
+        self._distrusted.discard(step)
+        ledger = await self._note()
+        self._complain_if_none(ledger, now)
+        for old in doomed(ledger.entries, self._keep, now, self._distrusted):
+            if old < step:
+                await self._folder.remove(old)
         for old in await self._folder.leftovers({step}):
-            log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
-            await self._folder.remove(old)
+            if old < step:
+                log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
+                await self._folder.remove(old)
         if unfinished is not None:
             await self._folder.discard(unfinished)
             self._tidied = True
@@ -94,19 +107,43 @@ class Keeper:
             log.warning("unfinished writes of the ledger were not listed", error=repr(error))
             return None
 
-    async def remove(self, step: int) -> None:
-        """Delete the folder of a step that was never committed."""
-        await self._folder.remove(step)
+    async def _note(self, how: Callable[[Ledger], Ledger] = lambda ledger: ledger) -> Ledger:
+        """Store the entries that are not stored yet, and a change."""
+        unnoted = dict(self._unnoted)
+
+        def note(ledger: Ledger) -> Ledger:
+            for step, (committed, metrics) in unnoted.items():
+                ledger = ledger.with_checkpoint(step, committed, metrics)
+            return how(ledger.observed(self.hours()) if unnoted else ledger)
+
+        ledger = await self._folder.change(note)
+        for step in unnoted:
+            self._unnoted.pop(step, None)
+        return ledger
+
+    def _complain_if_none(self, ledger: Ledger, now: float) -> None:
+        """Warn, once, of a policy that keeps none of the checkpoints."""
+        if self._complained or self._keep.kept(ledger.entries, now):
+            return
+        self._complained = True
+        log.warning(
+            "the policy %r keeps none of the checkpoints, so none is deleted; check its metric, steps or days",
+            self._keep,
+        )
+
+    async def drop(self, step: int) -> None:
+        """Delete the empty folders that a save has made which wrote nothing."""
+        await self._folder.drop(step)
 
     async def change(self, how: Callable[[Ledger], Ledger]) -> None:
         """Change the ledger."""
-        await self._folder.change(how)
+        await self._note(how)
 
     async def close(self, end: End) -> None:
         """Record how this life of the job ended, so that the next one counts failures only; close the connections."""
         try:
             if self._folder.ledger is not None:
-                await self._folder.change(lambda ledger: ledger.observed(self.hours()).ended(end))
+                await self._note(lambda ledger: ledger.observed(self.hours()).ended(end))
         finally:
             await self._folder.aclose()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from bcp.errors import CorruptError, FormatVersionError, InputError
 from bcp.policies import Entry
 
-__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal"]
+__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "numbers"]
 
 T = TypeVar("T")
 Trust = Literal["unknown", "verified", "suspect"]
@@ -123,7 +123,7 @@ class Ledger:
         """
         if type(step) is not int or not 0 <= step <= LARGEST_STEP:
             raise InputError(f"step={step!r} has to be a whole number of 0 or more")
-        noted = {name: value for name, value in _numbers(metrics).items() if math.isfinite(value)}
+        noted = {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
         pinned = any(entry.pinned for entry in self.entries if entry.step == step)
         return self.with_entries([Entry(step=step, committed=float(committed), metrics=noted, pinned=pinned)])
 
@@ -385,8 +385,21 @@ def _fields(entry: Entry) -> dict[str, object]:
     }
 
 
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as plain floats: a scalar of torch or numpy is one, too."""
+def numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as plain floats: a scalar of torch or numpy is one, too.
+
+    Raises:
+        InputError: they are no mapping, or one has no proper name or is no number.
+
+    Example:
+        >>> numbers({"loss": 2})
+        {'loss': 2.0}
+
+    """
+    if not isinstance(metrics, Mapping):
+        raise InputError(
+            f"metrics={str(metrics)[:100]} are a {type(metrics).__name__}; pass a dict, as {{'loss': 2.5}}"
+        )
     found = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_name(name):

@@ -130,6 +130,7 @@ class Plans:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._asked = 0
+        self._stale = False
         self._asking: Background[Plan] | None = None
         self._plan: Plan | None = None
 
@@ -137,11 +138,16 @@ class Plans:
         """Return whether a save is planned for this step. All ranks give the same answer."""
         if self._asking is not None and step >= self._asked + 2:  # no plan is for an earlier step
             asking, self._asking = self._asking, None
-            self._plan = asking.wait() if asking.done() else (yield asking.result)
+            plan = asking.wait() if asking.done() else (yield asking.result)
+            self._plan, self._stale = None if self._stale else plan, False
         if self._plan is None or step < self._plan.step:
             return False
         plan, self._plan = self._plan, None
         return plan.saves
+
+    def forget(self) -> None:
+        """Drop the plan that holds or is being made: a save begins before it. All ranks do so at one step."""
+        self._plan, self._stale = None, self._asking is not None
 
     def renew(self, ranks: Coordinator, step: int, make: Callable[[], Plan]) -> None:
         """Ask rank 0 for the next plan in the background, unless one holds. Called after a save has begun.

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bcp.errors import BcpError, CheckpointError, FormatVersionError, MissingCodecError, PeerError
+from bcp.errors import BcpError, CheckpointError, CorruptError, FormatVersionError, MissingCodecError, PeerError
 from bcp.protocols import Coordinator
 
 __all__ = ["Candidates", "Choice", "Resumed", "Trust", "resume"]
@@ -95,6 +95,7 @@ async def resume(
         load: loads a step, collectively.
 
     Raises:
+        CorruptError: all checkpoints that were tried are damaged. The states may hold parts of them.
         BcpError: an error that every checkpoint would raise.
 
     """
@@ -104,16 +105,28 @@ async def resume(
 
     async with ranks.begin(name, patience) as agreement:
         found = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them))
-    passed_over = list(found.others)
-    chosen = 0
+    chosen, damaged = 0, []
     for step in found.steps:
         reason = await _reason_against(ranks, f"{name}: step {step}", patience, step, load)
         if not reason:
             chosen = step
             break
-        passed_over.append(Choice(step, reason))
+        damaged.append(Choice(step, reason))
+    else:
+        _refuse_if_damaged(damaged)
+    passed_over = [*found.others, *damaged]
     newer = sorted((one for one in passed_over if one.step > chosen), key=lambda one: -one.step)
     return Resumed(chosen, tuple(newer), found.life)
+
+
+def _refuse_if_damaged(damaged: Sequence[Choice]) -> None:
+    """Refuse to begin anew where checkpoints were tried: their work, and the states as they were, would be lost."""
+    if damaged:
+        reasons = "; ".join(f"step {one.step}: {one.reason}" for one in damaged)
+        raise CorruptError(
+            f"none of {len(damaged)} checkpoints can be loaded, and the states may hold parts of them. Repair one, or "
+            f"make a new model and begin in another folder: {reasons}"
+        )
 
 
 async def _reason_against(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,11 +21,13 @@ from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions
 from bcp.planners import Framework
 from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
+from bcp.policies.save import divided
 from bcp.protocols import Coordinator, States
-from bcp.runs.calls import Body, adrive, drive, once
+from bcp.runs.arguments import check_arguments, place_of, whole_step
+from bcp.runs.calls import Body, adrive, drive, noting, once
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.keeper import End, Keeper
-from bcp.runs.ledger import Ledger
+from bcp.runs.ledger import Ledger, numbers
 from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.plans import Clock, Plan, Plans, agreed, horizon_of, next_plan
 from bcp.runs.preemption import Preemption
@@ -66,7 +69,7 @@ class Run:
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         states: States,
         *,
         save: SavePolicy | int = 1_000,
@@ -107,15 +110,11 @@ class Run:
             InputError: a policy, a number or the states cannot be used.
 
         """
-        if while_saving not in ("wait", "skip"):
-            raise InputError(f"while_saving={while_saving!r}: pass 'wait' or 'skip'")
-        if standby is not None and standby < 1:
-            raise InputError(f"standby={standby}: pass a number of steps of at least 1, or None")
-        if tolerate < 0:
-            raise InputError(f"tolerate={tolerate}: pass 0 or a number of failed saves in a row")
-        self._url, self._framework, self._given = str(url), framework, coordinator
-        self._states = RunStates(states)
-        self._policy, self._keep = as_save_policy(save), as_keep_policy(keep)
+        check_arguments(while_saving, standby, tolerate, preemption, on_commit=on_commit, on_failure=on_failure)
+        self._url, self._framework, self._given = place_of(url), framework, coordinator
+        self._states, self._pid, self._closed = RunStates(states), os.getpid(), False
+        self._stepwise, self._timed = divided(as_save_policy(save))
+        self._keep = as_keep_policy(keep)
         self._run_id, self._while_saving, self._standby_every = run_id, while_saving, standby
         self._save_options = save_options or SaveOptions()
         self._load_options = load_options or LoadOptions()
@@ -145,8 +144,9 @@ class Run:
 
         Raises:
             RunTakenError: the folder belongs to another run.
+            CorruptError: there are checkpoints, and all that were tried are damaged.
             MismatchError: the states are not those of the checkpoint. Older checkpoints are not tried.
-            InputError: the run was resumed already.
+            InputError: the run was resumed already, or is closed.
 
         """
         return drive(self._resume(trust), f"resume the run at {shown(self._url)}")
@@ -158,9 +158,10 @@ class Run:
     def _resume(self, trust: Trust) -> Body[int]:
         if self._meetings is not None:
             raise InputError("resume() was called already; make a new Run to resume again")
+        self._refuse_if_closed()
         ranks, began = self._ranks, time.monotonic()
         place = meeting_place(ranks.world_size)
-        if ranks.rank == 0:
+        if ranks.rank == 0 and self._keeper is None:  # else an earlier resume() has failed
             options = self._save_options
             folder = Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
             self._keeper = Keeper(folder, self._keep)
@@ -168,8 +169,10 @@ class Run:
         self.resumed = yield lambda: resume(
             ranks, f"resume the run at {shown(self._url)}", patience, partial(self._candidates, trust), self._load
         )
-        if ranks.rank == 0:
-            log.info("run at %s: %s", shown(self._url), self.resumed)
+        if self._keeper is not None:
+            tell = log.warning if self.resumed.passed_over else log.info
+            tell("run at %s: %s", shown(self._url), self.resumed)
+            self._keeper.distrust(choice.step for choice in self.resumed.passed_over)
         step, life = self.resumed.step, self.resumed.life
         rank, size, waits = ranks.rank, ranks.world_size, ANSWER_SECONDS
         self._meetings = Meetings(rank, size, place, life, self._preemption, timeout=waits, on_alarm=self._alarmed)
@@ -197,7 +200,8 @@ class Run:
 
         Args:
             step: the step that has ended; larger than the one before.
-            metrics: values of the step for :class:`~bcp.policies.Best`, equal on all ranks.
+            metrics: values of the step for :class:`~bcp.policies.Best`, equal on all ranks. They are looked at if a
+                save begins.
 
         Returns:
             The save, which need not be waited for; None if none has begun.
@@ -205,18 +209,20 @@ class Run:
         Raises:
             BcpError: the save before this one failed in the background.
             RunTakenError: another job has taken the folder since.
-            InputError: the step is not larger than the one before, or :meth:`resume` was not called.
+            InputError: the step is not larger than the one before, a metric is no number, :meth:`resume` was not
+                called, or the run is closed.
 
         """
-        background = drive(self._maybe_save(step, metrics or {}), f"save step {step}")
+        background = drive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
         return None if background is None else Pending(background)
 
     async def amaybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveReport] | None:
         """Do the same from a coroutine."""
-        background = await adrive(self._maybe_save(step, metrics or {}), f"save step {step}")
+        background = await adrive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
         return None if background is None else Pending(background)
 
     def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveReport] | None]:
+        step = whole_step(step)
         self._saves.raise_failure()
         stopping = yield from self._at(step)
         if step <= self._clock.step:
@@ -225,33 +231,33 @@ class Run:
                 f"resume the next step is {self._clock.step + 1}"
             )
         self._clock.step = step
-        self._metrics[step] = metrics
         if stopping:
+            self._metrics[step] = numbers(metrics)
             return (yield from self._save_last(step))
         background = None
         if (yield from self._is_due(step)):
+            self._metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
+            self._plans.forget()
             background = yield from self._save(step)
-        else:
-            self._metrics.pop(step)
-            if self._standby_every is not None and step % self._standby_every == 0:
-                yield from self._hold(step)
+        elif self._standby_every is not None and step % self._standby_every == 0:
+            yield from self._hold(step)
         self._renew_plan(step)
         return background
 
     def _renew_plan(self, step: int) -> None:
-        if self._policy.timed:
+        if self._timed is not None:
             self._plans.renew(self._ranks, step, self._next_plan)
 
     def _next_plan(self) -> Plan:
         clock = self._clock
         horizon = horizon_of(clock.steps, clock.step_seconds, busy=self._saves.running)
-        return next_plan(clock.step, horizon, lambda steps: self._policy.due(self._moment(steps)))
+        timed = self._timed
+        return next_plan(clock.step, horizon, lambda steps: timed is not None and timed.due(self._moment(steps)))
 
     def _is_due(self, step: int) -> Body[bool]:
-        """Ask the policy; one that looks at a clock is asked on rank 0, which announces a step."""
-        if self._policy.timed:
-            return (yield from self._plans.due(step))
-        if not self._policy.due(self._moment(0)):
+        """Ask the policies; one that looks at a clock is asked on rank 0, which announces a step."""
+        due = self._timed is not None and (yield from self._plans.due(step))
+        if not due and (self._stepwise is None or not self._stepwise.due(self._moment(0))):
             return False
         if self._while_saving == "wait":
             return True
@@ -260,7 +266,7 @@ class Run:
 
     def _save(self, step: int) -> Body[Background[SaveReport]]:
         """Begin a save, once the one before has ended; return when training may go on."""
-        yield self._drop_standby
+        yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
         background = self._saves.begin(step, self._call(step, self._save_options))
@@ -272,15 +278,21 @@ class Run:
 
     def _hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
-        yield self._drop_standby
+        yield from self._replace_standby(step)
         options = self._standby.options(self._save_options)
-        yield self._standby.begin(step, self._call(step, options)).astarted
+        yield self._standby.begin(step, self._call(step, options), self._saves).astarted
+
+    def _replace_standby(self, step: int) -> Body[None]:
+        """Give up the held snapshot once all ranks have come to this step: one that hangs before it still needs it."""
+        if self._standby.holds and self._ranks.world_size > 1:
+            yield partial(agreed, self._ranks, f"replace the standby at step {step}", self._patience, lambda: True)
+        yield self._drop_standby
 
     async def _drop_standby(self) -> None:
         """Give up the held snapshot, if any, and the empty folder that its save has made."""
         dropped = await self._standby.drop()
         if dropped is not None and self._keeper is not None:
-            await self._keeper.remove(dropped)
+            await self._keeper.drop(dropped)
 
     def _call(self, step: int, options: SaveOptions) -> Any:
         """Take this rank's place in a save, in the caller's thread.
@@ -304,11 +316,12 @@ class Run:
             last_step=self._saves.step,
             last_seconds=begun,
             saving=self._saves.running and not (ahead and saved_by_then),
-            costs=self._costs(),
+            costs=self.costs,
         )
 
-    def _costs(self) -> Costs:
-        """Return the measured costs; those of failures are known on rank 0 only."""
+    @property
+    def costs(self) -> Costs:
+        """What the run has measured, as for :meth:`bcp.policies.Tuned.explain`. Rank 0 alone knows of failures."""
         keeper = self._keeper
         return Costs(
             stall=self._saves.stall,
@@ -329,11 +342,13 @@ class Run:
     def should_stop(self, step: int) -> bool:
         """Return whether training ends after this step, on all ranks alike; then its checkpoint is durable.
 
-        It costs less than a microsecond until a rank is asked to stop. Call it in long evaluations, too, with the step
-        that has ended last: training then ends there.
+        It costs less than a microsecond until a rank is asked to stop. The answer for a step never changes: a signal
+        that comes after it was given ends training at a later step. ``standby`` covers the time until then. Nothing is
+        saved if no step was made yet.
 
         Raises:
-            BcpError: the last save failed.
+            BcpError: the last save failed, whatever ``tolerate`` is.
+            InputError: a later step has ended already, or the run is closed.
 
         """
         return drive(self._should_stop(step), f"stop after step {step}")
@@ -349,16 +364,22 @@ class Run:
             InputError: :meth:`resume` was not called.
 
         """
-        self._started.alarm(reason)
+        if self._meetings is None:
+            self._refuse_if_closed()
+        if not self._closed:
+            self._started.alarm(reason)
 
     def _should_stop(self, step: int) -> Body[bool]:
+        step = whole_step(step)
+        if step < self._clock.step:
+            raise InputError(f"should_stop({step}) after step {self._clock.step}: pass the step that has ended last")
         if not (yield from self._at(step)):
             return False
         if self._last is None:
             self._clock.step = step
             yield from self._save_last(step)
         yield self._saves.ended
-        self._saves.raise_failure()
+        self._saves.raise_failure(last=True)
         return True
 
     def _at(self, step: int) -> Body[bool]:
@@ -371,11 +392,11 @@ class Run:
     def _save_last(self, step: int) -> Body[Background[SaveReport] | None]:
         """Save for the last time, or let a running save be the last one if the notice is too short for another."""
         self._last = step
-        if self._watchdog is not None:
-            self._watchdog.step_ended()
-        if self._saves.step == step:
+        if step in (0, self._saves.step):
             return None
         fits = yield partial(agreed, self._ranks, f"last save at step {step}", self._patience, self._fits)
+        if self._watchdog is not None:
+            self._watchdog.step_ended()  # on all ranks: one that hangs needs the standby snapshots of all
         if not fits:
             log.warning("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
             return None
@@ -423,6 +444,7 @@ class Run:
         self._change(f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
 
     def _change(self, name: str, how: Callable[[Ledger], Ledger]) -> None:
+        _ = self._started
         if self._keeper is not None:
             drive(once(self._saves.kept), name)
             drive(once(partial(self._keeper.change, how)), name)
@@ -443,17 +465,24 @@ class Run:
         await adrive(self._close("finished"), f"close the run at {shown(self._url)}")
 
     def _close(self, end: End) -> Body[None]:
-        self._preemption.close()
-        yield self._drop_standby
-        yield self._saves.ended
-        yield self._saves.kept
-        yield self._plans.ended
-        if self._keeper is not None:
-            keeper, self._keeper = self._keeper, None
-            yield partial(keeper.close, "preempted" if self._last is not None else end)
-        if self._meetings is not None:
-            self._meetings.close()
+        """Close one part after the other, whichever of them fails. A signal that comes meanwhile stops no save."""
+        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to close
+            return
+        self._closed = True
+        errors: list[Exception] = []
+        end = "preempted" if self._last is not None else end
+        try:
+            for part in (self._drop_standby, self._saves.ended, self._saves.kept, self._plans.ended):
+                yield from noting(errors, part)
+            if self._keeper is not None:
+                yield from noting(errors, partial(self._keeper.close, end))
+        finally:
+            if self._meetings is not None:
+                self._meetings.close()
+            self._preemption.close()
         self._saves.raise_failure()
+        if errors:
+            raise errors[0]
 
     def _leave(self, error: BaseException | None) -> Body[None]:
         try:
@@ -487,8 +516,15 @@ class Run:
     def _patience(self) -> float:
         return self._save_options.timeout
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise InputError("the run is closed; make a new Run and resume() it")
+        if os.getpid() != self._pid:
+            raise InputError(f"the run belongs to process {self._pid}, and this is its forked child; use it there")
+
     @property
     def _started(self) -> Meetings:
+        self._refuse_if_closed()
         if self._meetings is None:
             raise InputError("call resume() before the first step: it takes the run's folder and listens for signals")
         return self._meetings

@@ -70,6 +70,7 @@ class Saves:
         """
         self._housekeeping, self._on_commit, self._on_failure = housekeeping, on_commit, on_failure
         self._tolerate, self._failed_in_a_row = tolerate, 0
+        self._tolerated: BaseException | None = None
         self._newest: Background[SaveReport] | None = None
         self._keeping: set[Background[None]] = set()
         self._order = anyio.Lock()
@@ -85,26 +86,35 @@ class Saves:
 
     def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
-        self.step, self.begun = step, time.monotonic()
+        self.step, self.begun, self._tolerated = step, time.monotonic(), None
         self._newest = _bridge.start(partial(self._save, step, call), what=call.what)
         return self._newest
 
-    def raise_failure(self) -> None:
+    def raise_failure(self, *, last: bool = False) -> None:
         """Raise the error of the newest save, once. Errors of a tolerated number of saves in a row are logged.
 
         An :class:`InputError` is raised always: the next save would fail with it as well.
+
+        Args:
+            last: no save follows, so that no error is tolerated, and one that was logged is raised.
+
         """
         if self._taken is not None:
             raise self._taken
+        if last and self._tolerated is not None:
+            raise self._tolerated
         if self._newest is None or not self._newest.done():
             return
         error, self._newest = self._newest.exception(), None
         if error is None:
             self._failed_in_a_row = 0
             return
+        if last:
+            raise error
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._tolerate or isinstance(error, InputError):
             raise error
+        self._tolerated = error
         log.warning(
             "the save of step %s failed, %d of %d tolerated in a row; training goes on",
             self.step,
@@ -128,14 +138,22 @@ class Saves:
         try:
             report = await call.run(started)
         except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await self._tell(self._on_failure, step, error)
+            await self.failed(step, error)
             raise
         self.stall, self.durable = report.blocking_seconds + report.step_wait_seconds, report.seconds
+        await self.committed(step, report)
+        return report
+
+    async def failed(self, step: int, error: BaseException) -> None:
+        """Call the user's callback for a failed save."""
+        with anyio.CancelScope(shield=True):
+            await self._tell(self._on_failure, step, error)
+
+    async def committed(self, step: int, report: SaveReport) -> None:
+        """Begin the housekeeping after a commit, and call the user's callback."""
         keeping = _bridge.start(lambda _: self._keep(step), what=f"housekeeping after step {step}")
         self._keeping = {each for each in self._keeping if not each.done()} | {keeping}
         await self._tell(self._on_commit, step, report)
-        return report
 
     async def _keep(self, step: int) -> None:
         """Do the housekeeping, one commit after the other. Its failure costs no checkpoint, so training goes on."""
@@ -187,10 +205,26 @@ class Standby:
 
         return replace(options, edit=edit, record=False, budget_bytes=None)
 
-    def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
-        """Begin to hold a snapshot."""
+    @property
+    def holds(self) -> bool:
+        """Whether there is a snapshot that was not given up; the same on all ranks at one step."""
+        return self._held is not None
+
+    def begin(self, step: int, call: SaveCall[SaveReport], saves: Saves) -> Background[SaveReport]:
+        """Begin to hold a snapshot; once it is written, it counts among the saves."""
         self.step, self.released = step, False
-        self._held = _bridge.start(call.run, what=call.what, daemon=True)
+
+        async def hold(started: Callable[[], None]) -> SaveReport:
+            try:
+                report = await call.run(started)
+            except Exception as error:
+                if self.released:
+                    await saves.failed(step, error)
+                raise
+            await saves.committed(step, report)
+            return report
+
+        self._held = _bridge.start(hold, what=call.what, daemon=True)
         return self._held
 
     def release(self) -> bool:

@@ -23,7 +23,7 @@ class RunStates:
     for each save, and get the loaded values of each load.
 
     Raises:
-        InputError: the extra states are no mapping.
+        InputError: the states, or the extra states, are no mapping.
 
     Example:
         >>> states = RunStates({"model": {}, "extra_states": {"epoch": 3}})
@@ -34,6 +34,8 @@ class RunStates:
 
     def __init__(self, states: States) -> None:
         """Check the states; they are read at each save and load."""
+        if not isinstance(states, Mapping):
+            raise InputError(f"states is a {type(states).__name__}; pass a dict, as {{'model': model}}")
         self._states = states
         self._added = RngState()
         self.now()

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -126,7 +127,8 @@ def test_every_marking_of_four_checkpoints_leaves_the_guarded_ones_and_no_others
             ]
             expected = {1, 4} | {step for step, pin in enumerate(pins, 1) if pin}
             expected |= set([step for step, trust in enumerate(trusts, 1) if trust == "verified"][-1:])
-            expected |= set([step for step, trust in enumerate(trusts, 1) if trust != "suspect"][-1:])
+            sound = [step for step, trust in enumerate(trusts, 1) if trust != "suspect"]
+            expected |= {*sound[:1], *sound[-1:]}  # the policy is asked about these alone, too
             assert doomed(entries, Oldest(), NOW) == sorted({1, 2, 3, 4} - expected)
 
 
@@ -271,3 +273,12 @@ def test_a_number_is_the_newest_so_many_and_others_are_as_they_are() -> None:
 def test_a_policy_that_cannot_work_is_refused(make: Any, arguments: list[Any] | dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         make(**arguments) if isinstance(arguments, dict) else make(*arguments)
+
+
+def test_checkpoints_that_a_run_did_not_resume_from_take_no_place() -> None:
+    entries = [Entry(step=step, committed=0.0) for step in (10, 15, 20, 30, 40)]
+    assert doomed(entries, Latest(3), NOW) == [10, 15]
+    assert doomed(entries, Latest(3), NOW, distrusted={20, 30, 40}) == []
+    assert doomed(entries, Latest(1), NOW, distrusted={20, 30, 40}) == [10, 20, 30]
+    verified = [replace(entry, trust="verified") if entry.step in (10, 40) else entry for entry in entries]
+    assert doomed(verified, Latest(1), NOW, distrusted={40}) == [15, 20]

@@ -17,7 +17,8 @@ from torch import nn
 import bcp
 from bcp import policies
 from bcp.format.metadata import METADATA_KEY
-from bcp.runs.folder import step_name
+from bcp.runs.folder import Folder, step_name
+from bcp.runs.ledger import Ledger
 
 STEPS = 12
 
@@ -356,6 +357,10 @@ def test_calls_in_a_wrong_order_are_refused(tmp_path: Path) -> None:
         {"tolerate": -1},
         {"while_saving": "never"},
         {"keep": policies.Latest},
+        {"standby": 1.5},
+        {"tolerate": None},
+        {"preemption": 30},
+        {"on_commit": None},
     ],
 )
 def test_wrong_arguments_are_refused_before_a_byte_is_written(tmp_path: Path, wrong: dict[str, Any]) -> None:
@@ -377,3 +382,219 @@ def test_extra_states_that_change_between_saves_are_saved_and_come_back(tmp_path
     with bcp.Run(str(tmp_path / "run"), {"model": nn.Linear(2, 2), "extra_states": fresh}, save=1) as run:
         assert run.resume() == 2
     assert fresh == {"epoch": 2, "seen": [1, 1, 2], "late": 2}
+
+
+def _damage(url: Path, *steps: int) -> None:
+    for step in steps:
+        data = next((url / step_name(step) / "model").iterdir())
+        data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    _damage(tmp_path, 2, 4)
+    run = bcp.Run(str(tmp_path), Training().states)
+    with pytest.raises(bcp.CorruptError, match=r"none of 2 checkpoints .* another folder: step 4: "):
+        run.resume()
+    run.close()
+    assert committed(tmp_path) == [2, 4]
+
+
+def test_checkpoints_that_were_passed_over_take_no_place_of_new_ones(tmp_path: Path) -> None:
+    trained(tmp_path, 8, keep=10)
+    _damage(tmp_path, 4, 6, 8)
+    remains = tmp_path / step_name(7) / "model" / "part"
+    remains.parent.mkdir(parents=True)
+    remains.write_bytes(b"of a save that may be running again")
+    with bcp.Run(str(tmp_path), Training().states, save=1, keep=2) as run:
+        assert run.resume() == 2
+        run.maybe_save(3)
+        with pytest.raises(bcp.InputError):
+            run.maybe_save(3)
+    assert committed(tmp_path) == [2, 3, 4, 6, 8]
+    assert remains.exists()
+    trained(tmp_path, 10, keep=2, resumed_from=3)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(8), step_name(10)]
+
+
+def test_a_standby_snapshot_that_is_given_up_takes_no_checkpoint_with_it(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        run.resume()
+        run.mark(2, "verified")
+    with bcp.Run(str(tmp_path), Training().states, save=100, standby=1) as run:
+        assert run.resume(trust="verified") == 2
+        for step in (3, 4, 5):
+            run.maybe_save(step)
+    assert committed(tmp_path) == [2, 4]
+
+
+def test_a_standby_snapshot_that_is_written_is_told(tmp_path: Path) -> None:
+    commits: list[int] = []
+    with bcp.Run(
+        str(tmp_path), Training().states, standby=1, on_commit=lambda step, _report: commits.append(step)
+    ) as run:
+        run.resume()
+        run.maybe_save(1)
+        run.maybe_save(2)
+        run._standby.release()
+    assert (commits, committed(tmp_path)) == ([2], [2])
+    assert '"step": 2' in (tmp_path / "run.json").read_text()
+
+
+@pytest.mark.parametrize("stage", ["d2h", "checksum"])
+def test_a_last_save_that_fails_is_not_tolerated(tmp_path: Path, stage: str) -> None:
+    options = bcp.SaveOptions(edit=_Failing(1, stage).edit)
+    with bcp.Run(str(tmp_path), Training().states, tolerate=2, save_options=options) as run:
+        run.resume()
+        assert not run.should_stop(1)
+        run.stop()
+        with pytest.raises(bcp.StageError, match="the disk is gone"):
+            run.should_stop(2)
+
+
+def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with bcp.Run(str(tmp_path), Training().states) as run:
+            assert run.resume() == 0
+            run.stop()
+            assert run.should_stop(0)
+    assert committed(tmp_path) == []
+
+
+def test_a_step_that_is_over_cannot_be_the_last(tmp_path: Path) -> None:
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        run.resume()
+        run.maybe_save(6)
+        run.stop()
+        with pytest.raises(bcp.InputError, match=r"should_stop\(2\) after step 6"):
+            run.should_stop(2)
+    assert committed(tmp_path) == []
+
+
+def test_a_run_is_used_between_its_resumption_and_its_end(tmp_path: Path) -> None:
+    run = bcp.Run(str(tmp_path), Training().states, save=1)
+    with pytest.raises(bcp.InputError, match=r"resume\(\)"):
+        run.mark(1, "verified")
+    run.resume()
+    run.maybe_save(1)
+    run.close()
+    for call in (lambda: run.maybe_save(2), lambda: run.should_stop(1), lambda: run.pin(1)):
+        with pytest.raises(bcp.InputError, match="closed"):
+            call()
+    run.stop()
+
+
+@pytest.mark.parametrize("wrong", [True, 2.0, 2.5, "2", None, -1, float("nan")])
+def test_steps_are_whole_numbers(tmp_path: Path, wrong: Any) -> None:
+    with bcp.Run(str(tmp_path), Training().states, save=1) as run:
+        run.resume()
+        run.maybe_save(torch.tensor(1))  # type: ignore[arg-type]  # as range() of torch and numpy have it
+        with pytest.raises(bcp.InputError, match="is no step"):
+            run.maybe_save(wrong)
+    assert committed(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("wrong", [2.5, [("loss", 1.0)], {"loss": "low"}, {1: 2.0}, {"loss": torch.ones(2)}])
+def test_metrics_that_cannot_be_noted_are_refused_by_the_call(tmp_path: Path, wrong: Any) -> None:
+    with bcp.Run(str(tmp_path), Training().states, save=1) as run:
+        run.resume()
+        with pytest.raises(bcp.InputError, match="metrics"):
+            run.maybe_save(1, wrong)
+
+
+def test_metrics_are_those_of_the_call(tmp_path: Path) -> None:
+    metrics = {"loss": 1.0}
+    with bcp.Run(str(tmp_path), Training().states, save=1) as run:
+        run.resume()
+        run.maybe_save(1, metrics)
+        metrics["loss"] = 9.0
+    assert '"loss": 1.0' in (tmp_path / "run.json").read_text()
+
+
+def test_steps_of_a_policy_beside_a_clock_are_exact(tmp_path: Path) -> None:
+    save = policies.AnyOf(policies.EverySeconds(0.01), policies.AtSteps([9, STEPS]))
+    with bcp.Run(str(tmp_path), Training().states, save=save, keep=policies.Everything()) as run:
+        run.resume()
+        for step in range(1, STEPS + 1):
+            time.sleep(0.003)
+            run.maybe_save(step)
+    assert {9, STEPS} <= set(committed(tmp_path))
+
+
+def test_a_run_stays_where_it_is_if_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with bcp.Run("run", Training().states, save=1) as run:
+        run.resume()
+        run.maybe_save(1)
+        monkeypatch.chdir("elsewhere")
+        run.maybe_save(2)
+    assert committed(tmp_path / "run") == [1, 2]
+
+
+def test_a_signal_during_the_end_of_a_run_stops_no_save(tmp_path: Path) -> None:
+    async def slow(part: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        return part
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("slow", slow)))
+    heard: list[int] = []
+    earlier = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        run = bcp.Run(str(tmp_path), Training().states, save=1, save_options=options)
+        run.resume()
+        run.maybe_save(1)
+        run.close()
+        assert run._preemption.reason == "SIGTERM"
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+    assert committed(tmp_path) == [1]
+
+
+def test_a_forked_child_that_leaves_the_block_closes_nothing(tmp_path: Path) -> None:
+    with bcp.Run(str(tmp_path), Training().states, save=1) as run:
+        run.resume()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            run.close()
+            try:
+                run.maybe_save(1)
+            except bcp.InputError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        run.maybe_save(1)
+    assert committed(tmp_path) == [1]
+
+
+def test_a_policy_that_keeps_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, 6, keep=policies.Best("los"))
+    assert committed(tmp_path) == [2, 4, 6]
+    assert len([record for record in caplog.records if "keeps none" in record.getMessage()]) == 1
+
+
+def test_an_entry_that_could_not_be_stored_is_stored_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, failing = Folder.change, [True, True]
+
+    async def changed(folder: Folder, how: Any) -> Any:
+        if failing and folder.ledger is not None:
+            failing.pop()
+            raise bcp.StorageError("not now")
+        return await change(folder, how)
+
+    monkeypatch.setattr(Folder, "change", changed)
+    with bcp.Run(str(tmp_path), Training().states, save=1) as run:
+        run.resume()
+        for step in (1, 2, 3):
+            pending = run.maybe_save(step, {"loss": float(step)})
+            assert pending is not None
+            pending.wait()
+    ledger = Ledger.from_bytes((tmp_path / "run.json").read_bytes(), "run.json")
+    assert [(entry.step, dict(entry.metrics)) for entry in ledger.entries] == [
+        (s, {"loss": float(s)}) for s in (1, 2, 3)
+    ]

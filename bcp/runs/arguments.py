@@ -1,0 +1,79 @@
+"""The arguments of a run, as its users pass them."""
+
+from __future__ import annotations
+
+import operator
+import os
+from typing import SupportsIndex
+
+from bcp.errors import InputError
+from bcp.runs.ledger import LARGEST_STEP
+from bcp.runs.preemption import Preemption
+
+__all__ = ["check_arguments", "place_of", "whole_step"]
+
+
+def place_of(url: object) -> str:
+    """Return a URL, or an absolute path: the process may change its directory.
+
+    Raises:
+        InputError: it is neither.
+
+    Example:
+        >>> place_of("s3://bucket/run-7")
+        's3://bucket/run-7'
+
+    """
+    if not isinstance(url, str | os.PathLike):
+        raise InputError(f"url={url!r} is a {type(url).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
+    place = os.fspath(url)
+    if not isinstance(place, str) or not place:
+        raise InputError(f"url={url!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
+    return place if "://" in place else os.path.abspath(place)  # noqa: PTH100 -- links stay
+
+
+def whole_step(step: SupportsIndex) -> int:
+    """Return a step as an int; integers of numpy and torch are steps, too.
+
+    Raises:
+        InputError: it is no whole number of 0 or more.
+
+    Example:
+        >>> whole_step(7)
+        7
+
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= LARGEST_STEP:
+        raise InputError(f"step={step!r} is no step; pass a whole number from 0 to {LARGEST_STEP}")
+    return number
+
+
+def check_arguments(
+    while_saving: object, standby: object, tolerate: object, preemption: object, **callbacks: object
+) -> None:
+    """Check the arguments of a run that no other place checks.
+
+    Raises:
+        InputError: one cannot be used.
+
+    """
+    if while_saving not in ("wait", "skip"):
+        raise InputError(f"while_saving={while_saving!r}: pass 'wait' or 'skip'")
+    if standby is not None and not _is_whole(standby, 1):
+        raise InputError(f"standby={standby!r}: pass a whole number of steps of at least 1, or None")
+    if not _is_whole(tolerate, 0):
+        raise InputError(f"tolerate={tolerate!r}: pass 0 or a whole number of failed saves in a row")
+    if preemption is not None and not isinstance(preemption, Preemption):
+        raise InputError(f"preemption={preemption!r}: pass a bcp.Preemption, as bcp.Preemption(grace=30), or None")
+    for name, callback in callbacks.items():
+        if not callable(callback):
+            raise InputError(f"{name}={callback!r} cannot be called; pass a function of two arguments")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    """Whether a value is an int of at least so much; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
