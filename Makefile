@@ -64,7 +64,7 @@ clients: venv  ## Measure the storage backends beside plain clients of GCS, S3 a
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[clients]'
 	$(BIN)/python -m benchmarks.storage $(ARGS)
 
-chaos: venv  ## Kill a training job at every file event of its saves; let requests to object stores fail; half an hour.
+chaos: venv  ## Kill a training job at every file event of its saves; let requests to object stores fail; hours, or --quick.
 	$(BIN)/python -m benchmarks.chaos --check $(ARGS)
 	$(BIN)/python -m benchmarks.chaos_storage --check $(filter --quick,$(ARGS))
 
