@@ -87,7 +87,18 @@ def accelerators(kind: str = "cuda", devices: int = 2, seed: int = 0, slow: floa
 def _forget() -> None:
     """Let bcp forget the streams and the buffers that it keeps."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(("bcp.stages", "bcp._save", "bcp._load", "bcp._calls", "bcp._workflow")):
+        if name.startswith(
+            (
+                "bcp.stages",
+                "bcp.runtime.staging",
+                "bcp.runtime.device",
+                "bcp.runtime.accelerator",
+                "bcp._save",
+                "bcp._load",
+                "bcp._calls",
+                "bcp._workflow",
+            )
+        ):
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == name:
                     value.cache_clear()
