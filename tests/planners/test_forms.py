@@ -78,7 +78,7 @@ def boxes(shards: LocalShards) -> list[Box]:
 def test_dtensors_of_one_form_are_worked_out_once(mesh, monkeypatch):
     worked_out = []
     real = forms._inspect_closely
-    monkeypatch.setattr(forms, "_worked_out", lambda *given: worked_out.append(given[0]) or real(*given))
+    monkeypatch.setattr(forms, "_inspect_closely", lambda *given: worked_out.append(given[0]) or real(*given))
     many = {f"w{i}": dtensor(torch.zeros(4, 3), mesh, Replicate(), Shard(0), shape=(8, 3)) for i in range(20)}
     first = FSDP2.local_shards({"model": many})
     assert len(worked_out) == 1

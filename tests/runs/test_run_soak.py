@@ -18,7 +18,7 @@ from benchmarks.soak.verdict import verdict
 from benchmarks.soak.watch import Change, Watch
 
 STEPS = 120
-KILLS = 4
+KILLS = 3
 SEED = 8
 """With it rank 0 dies in a save, and others after a commit, in a resumption and in a step."""
 
