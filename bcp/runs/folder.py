@@ -273,7 +273,8 @@ class Folder:
         """Make this job the one that writes, and bring the ledger in line with storage.
 
         Checkpoints that are gone leave the ledger, and committed ones that it does not have are added. Only for the
-        latter are commit objects asked for. A ledger that cannot be read is kept as ``run.json.broken-TIME``.
+        latter are commit objects asked for. A ledger that cannot be read is kept as ``run.json.broken-TIME``. Without a
+        ledger that can be read, every checkpoint is pinned: one of them may have been pinned or verified.
 
         Args:
             run_id: name of the run; None takes the folder's, or makes one for an empty folder.
@@ -304,7 +305,8 @@ class Folder:
                         f"run_id={found.run_id!r} to go on with that run, or choose another folder"
                     )
                 before = found or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
-                ledger = replace(await self._reconciled(before), owner=owner).with_life(life)
+                reconciled = await self._reconciled(before, is_lost=found is None)
+                ledger = replace(reconciled, owner=owner).with_life(life)
                 if await self._put(ledger, version):
                     return ledger
                 await _pause()
@@ -360,8 +362,14 @@ class Folder:
             raise InputError(f"{self._url}: take() the folder of the run first")
         return self._ledger
 
-    async def _reconciled(self, ledger: Ledger) -> Ledger:
-        """Bring a ledger in line with storage. It was read first: a folder that is missing now has left since."""
+    async def _reconciled(self, ledger: Ledger, *, is_lost: bool) -> Ledger:
+        """Bring a ledger in line with storage. It was read first: a folder that is missing now has left since.
+
+        Args:
+            ledger: as it was read, or a new one.
+            is_lost: the folder has no ledger that can be read.
+
+        """
         steps = await self.steps()
         known = {entry.step for entry in ledger.entries}
         commits = await self._commits([step for step in steps if step not in known])
@@ -369,10 +377,17 @@ class Folder:
         added = [step for step, commit in commits.items() if commit and commit != removing.get(step)]
         if gone := sorted(known.difference(steps)):
             log.warning("checkpoints of the ledger are gone", run=self._url, steps=gone)
-        if added:
+        if added and is_lost:
+            log.warning(
+                "the folder has checkpoints and no ledger that can be read: all of them are pinned, because marks and "
+                "pins are lost; call run.pin(step, pinned=False) for those that the policy may delete",
+                run=self._url,
+                steps=sorted(added),
+            )
+        elif added:
             log.info("committed checkpoints were not in the ledger", run=self._url, steps=sorted(added))
         # a policy of days counts from now: the true time is not known, and they must not go at once
-        entries = [Entry(step=step, committed=float(self._clock())) for step in added]
+        entries = [Entry(step=step, committed=float(self._clock()), pinned=is_lost) for step in added]
         return ledger.only(set(steps)).with_entries(entries)
 
     async def _stored(self) -> tuple[bytes | None, Version | None]:
@@ -392,7 +407,7 @@ class Folder:
         except CorruptError as error:
             copy = f"{LEDGER_KEY}.broken-{_moment(self._clock(), '%Y%m%dT%H%M%S%f')}"
             log.warning(
-                "the ledger of a run cannot be read and is made anew, without metrics, marks and pins",
+                "the ledger of a run cannot be read and is made anew, without metrics and marks",
                 run=self._url,
                 error=str(error),
                 copy=copy,

@@ -388,10 +388,32 @@ async def test_a_broken_ledger_is_kept_aside_and_made_anew(backend: Backend) -> 
     assert entries(ledger) == [10, 20]
     assert ledger.run_id == "pretrain"
     assert bytes(await backend.get("run.json.broken-20231114T221320500000")) == half
-    (line,) = [line for line in lines if line["log_level"] == "warning"]
-    assert line["copy"] == "run.json.broken-20231114T221320500000"
-    assert line["run"] == URL
-    assert "is no ledger of a run" in line["error"]
+    broken, pinned = [line for line in lines if line["log_level"] == "warning"]
+    assert broken["copy"] == "run.json.broken-20231114T221320500000"
+    assert broken["run"] == URL
+    assert "is no ledger of a run" in broken["error"]
+    assert pinned["steps"] == [10, 20]
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{"])
+async def test_checkpoints_whose_ledger_is_lost_are_pinned(backend: Backend, damage: bytes | None) -> None:
+    await taken(backend, 10, 20)
+    if damage is None:
+        await backend.delete(["run.json"])
+    else:
+        await backend.put("run.json", damage)
+    folder = Folder(backend, URL)
+    ledger = await folder.take("pretrain")
+    assert [(entry.step, entry.pinned) for entry in ledger.entries] == [(10, True), (20, True)]
+    again = await Folder(backend, URL).take("pretrain")
+    assert [entry.pinned for entry in again.entries] == [True, True], "the next job keeps them, too"
+
+
+async def test_a_checkpoint_that_its_ledger_lacks_is_not_pinned(backend: Backend) -> None:
+    folder = await taken(backend, 10, 20)
+    await folder.change(lambda ledger: ledger.without(10).without(20))
+    ledger = await Folder(backend, URL).take(None)
+    assert [(entry.step, entry.pinned) for entry in ledger.entries] == [(10, False), (20, False)]
 
 
 async def test_a_ledger_of_a_newer_version_is_left_alone(backend: Backend) -> None:

@@ -400,6 +400,27 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     assert committed(tmp_path) == [2, 4]
 
 
+@pytest.mark.parametrize("damage", ["gone", "broken"])
+def test_a_lost_ledger_costs_no_checkpoint_that_was_pinned_or_verified(tmp_path: Path, damage: str) -> None:
+    with bcp.Run(str(tmp_path), Training().states, save=2, keep=10) as run:
+        run.resume()
+        for step in (2, 4, 6):
+            run.maybe_save(step)
+        run.pin(2)
+        run.mark(4, "verified")
+    if damage == "gone":
+        (tmp_path / "run.json").unlink()
+    else:
+        (tmp_path / "run.json").write_bytes(b"{")
+    trained(tmp_path, 10, keep=1, resumed_from=6)
+    assert committed(tmp_path) == [2, 4, 6, 10]
+    with bcp.Run(str(tmp_path), Training().states, save=2, keep=1) as run:
+        run.resume()
+        run.pin(2, pinned=False)
+        run.maybe_save(12)
+    assert committed(tmp_path) == [4, 6, 12]
+
+
 def test_checkpoints_that_were_passed_over_take_no_place_of_new_ones(tmp_path: Path) -> None:
     trained(tmp_path, 8, keep=10)
     _damage(tmp_path, 4, 6, 8)
