@@ -1,8 +1,10 @@
 """A job of torchrun that trains in a :class:`bcp.Run` and is asked to stop in some situation.
 
-``run_jobs.py FOLDER STEPS [SITUATION STEP]``. At the end rank 0 writes ``FOLDER/outcome.json``: the step from which the
-run was resumed, the last step, whether it was stopped, and a digest of the weights. The weights depend on the random
-state of every rank at every step.
+``run_jobs.py FOLDER STEPS [SITUATION]``. Rank 0 writes ``FOLDER/asked.json`` before the signal: the step from which the
+run was resumed, and the step in which the signal comes. At the end it writes ``FOLDER/outcome.json``: the first of
+these, the last step, whether the run was stopped, and a digest of the weights. A job that comes to the last step
+trains once more without bcp, and adds the digest of those weights. The weights depend on the random state of every
+rank at every step.
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import bcp
+from bcp.format.metadata import METADATA_KEY
 
-SITUATIONS = ("step", "eval", "compile", "loader", "one rank", "save")
+SITUATIONS = ("step", "eval", "compile", "loader", "one rank", "save", "hang")
 SAVE_EVERY = 10
+STEPS_BEFORE = 4
+"""Steps between the resumption and the signal, but for ``save`` and ``hang``."""
+GRACE_SECONDS = 8.0
+"""Of the situation ``hang``: its standby snapshot is written when half of them have passed."""
 UPLOAD_SECONDS = 1.0
 """Of the save that is in flight when the signal comes."""
 
@@ -69,10 +76,30 @@ def disturb(situation: str) -> None:
                 torch.rand(64, 64, generator=torch.Generator()) @ torch.ones(64, 64)
     elif situation == "compile":
         threading.Timer(0.3, ask_to_stop, (situation,)).start()
+        # four C++ compilers at once may take longer than the 30 s that torchrun leaves after the signal
+        backend = "inductor" if dist.get_world_size() <= 2 else "aot_eager"
         with torch.random.fork_rng():
-            torch.compile(lambda tensor: tensor.sin().cos().sum())(torch.ones(8))
+            torch.compile(lambda tensor: tensor.sin().cos().sum(), backend=backend)(torch.ones(8))
     else:
         ask_to_stop(situation)
+
+
+def hang(held: Path) -> None:
+    """Hang on the last rank, in the step, until its job is killed: once the held snapshot is committed."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        while not (held / METADATA_KEY).exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_step(situation: str, first: int) -> int:
+    """Return the step in which the signal comes, of a run that was resumed from step ``first``; 0 for none."""
+    if not situation:
+        return 0
+    if situation == "save":  # a save begins behind the step before
+        return (first // SAVE_EVERY + 1) * SAVE_EVERY + 1
+    at = first + STEPS_BEFORE
+    return at + (situation == "hang" and at % SAVE_EVERY == 1)  # else the step before it is saved, not held
 
 
 def slow_upload(graph: bcp.Graph) -> bcp.Graph:
@@ -95,21 +122,44 @@ def batches(situation: str, first: int, last: int) -> Iterator[Tensor]:
     return iter(loader)
 
 
-def train(out: Path, steps: int, situation: str, at: int) -> dict[str, Any]:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    """Train one step."""
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def undisturbed(steps: int) -> str:
+    """Train to the last step without bcp; return the digest of the weights."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches("", 1, steps):
+        step_of(model, optimizer, batch)
+    return digest(model)
+
+
+def train(out: Path, steps: int, situation: str) -> dict[str, Any]:
     """Train to the last step, or until the run stops."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = bcp.SaveOptions(edit=slow_upload) if situation == "save" else bcp.SaveOptions()
+    options: dict[str, Any] = {}
+    if situation == "save":
+        options = {"save_options": bcp.SaveOptions(edit=slow_upload)}
+    elif situation == "hang":
+        options = {"standby": 1, "preemption": bcp.Preemption(grace=GRACE_SECONDS)}
     stopped = False
-    with bcp.Run(str(out), {"model": model, "optimizer": optimizer}, save=SAVE_EVERY, save_options=options) as run:
+    with bcp.Run(str(out), {"model": model, "optimizer": optimizer}, save=SAVE_EVERY, **options) as run:
         first = step = run.resume()
+        at = signal_step(situation, first)
+        if dist.get_rank() == 0:
+            (out / "asked.json").write_text(json.dumps({"resumed": first, "at": at}))
         for batch in batches(situation, first + 1, steps):
             step += 1
-            model(batch).square().sum().backward()
             if step == at:
                 disturb(situation)
-            optimizer.step()
-            optimizer.zero_grad()
+                if situation == "hang":
+                    hang(out / f"step-{step - 1:08d}")
+            step_of(model, optimizer, batch)
             time.sleep(0.01)
             run.maybe_save(step)
             stopped = run.should_stop(step)
@@ -121,10 +171,12 @@ def train(out: Path, steps: int, situation: str, at: int) -> dict[str, Any]:
 def main() -> None:
     """Join the group, train, write the outcome, leave."""
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
-    situation, at = (sys.argv[3], int(sys.argv[4])) if len(sys.argv) > 3 else ("", 0)
+    situation = sys.argv[3] if len(sys.argv) > 3 else ""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    outcome = train(out, steps, situation, at)
+    outcome = train(out, steps, situation)
+    if outcome["last"] == steps:
+        outcome["undisturbed"] = undisturbed(steps)
     if dist.get_rank() == 0:
         (out / "outcome.json").write_text(json.dumps(outcome))
     dist.barrier()
