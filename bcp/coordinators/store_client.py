@@ -64,8 +64,8 @@ STORE_ERRORS = (RuntimeError, OSError)
 _LEAST_SECONDS = 1.0  # a store that answers after less is slow, not dead, whatever the operation's timeout
 _LOOKS = 10  # parts of a wait: a process that was itself stopped loses one of them, not all
 _EXIT_SECONDS = 5.0
-"""Longest wait of the end of the process for calls: a thread that returns from torch's C++ during it aborts the process.
-A connection on an overloaded host has taken more than a second."""
+"""Longest wait of the end of the process for calls: a thread that returns from torch's C++ during it may abort the
+process. A connection on an overloaded host has taken more than a second."""
 
 _clients: WeakSet[StoreClient] = WeakSet()
 
