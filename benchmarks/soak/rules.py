@@ -38,7 +38,7 @@ class Retention:
     - A committed checkpoint loses no file before its commit object. Files of a killed save of the same step are not its
       own: names of files end in the id of their save, and the save that wrote the last receipt has committed.
     - Without a commit object there are only the next step, and steps older than all committed ones.
-    - Seconds after a commit there are ``keep`` checkpoints, unless the life has ended; a later commit makes up for it.
+    - Seconds after a commit there are ``keep`` checkpoints, unless rank 0 has ended; a later commit makes up for it.
 
     Attributes:
         committed: steps whose commit object is there.
@@ -99,8 +99,8 @@ class Retention:
                 going_on.append((since, doomed))
         self._sweeps = going_on
 
-    def life_ended(self) -> None:
-        """Wait no longer for deletions: who would make them has died."""
+    def deleter_ended(self) -> None:
+        """Wait no longer for deletions: the process that makes them has ended."""
         self._sweeps.clear()
 
     def run_ended(self, last_step: int) -> None:

@@ -161,6 +161,8 @@ class _Soak:
             if retention.see(change, time.monotonic()) is not None and life is not None:
                 life.commits += 1
                 self._aim("sweep", life.commits)
+        if 0 in gone:  # rank 0 alone deletes; the others may take seconds to end after it
+            retention.deleter_ended()
         retention.look(time.monotonic())
         for line in self._lines():
             self._hear(line)
@@ -220,6 +222,5 @@ class _Soak:
         if len(gone) < RANKS or not life.complete:
             return
         life.ended_at, life.newest_at_end = time.monotonic(), self._outcome.retention.newest
-        self._outcome.retention.life_ended()
         self._due = None
         life.close()

@@ -86,7 +86,7 @@ def test_a_run_as_it_has_to_be_is_not_found_fault_with() -> None:
 
 def test_a_kill_before_the_deletions_leaves_them_to_the_next_commit() -> None:
     retention = judged(FIRST)
-    retention.life_ended()
+    retention.deleter_ended()
     for word in [*committed(40), *deleted(10), *deleted(20)]:
         retention.see(Change(word[1:], made=word[0] == "+"), 1000.0)
     retention.look(2000.0)
