@@ -18,6 +18,42 @@ __all__ = ["End", "Keeper", "reason_against"]
 
 End = Literal["finished", "preempted", "failed"]
 
+JUMP_SECONDS = 60.0
+"""A host's clock that is further off was set: NTP slews smaller errors."""
+
+
+class RunClock:
+    """Unix seconds of one life of a job, which no change of the host's clock moves.
+
+    Retention compares times of commits. If it followed a clock that is set forward, it would delete young checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._steady = time.time(), time.monotonic()
+        self._complained = False
+
+    def now(self) -> float:
+        """Return the host's time at the start of the life, plus the seconds since; warn, once, if the host differs."""
+        now = self._start + time.monotonic() - self._steady
+        ahead = time.time() - now
+        if abs(ahead) > JUMP_SECONDS and not self._complained:
+            self._complained = True
+            log.warning(
+                "the host's clock was set %s by %.0f s while the run was going on; the run counts its own seconds",
+                "forward" if ahead > 0 else "back",
+                abs(ahead),
+            )
+        return now
+
+    def complain_of_future(self, newest: float) -> None:
+        """Warn if the newest checkpoint was committed later than now, in Unix seconds."""
+        if newest > self._start + JUMP_SECONDS:
+            log.warning(
+                "the newest checkpoint was committed %.0f s later than this host's time: the clock of one of the hosts "
+                "is wrong. Policies of days keep checkpoints of the future",
+                newest - self._start,
+            )
+
 
 class Keeper:
     """Writes ``run.json`` and deletes checkpoints that the policy gives up. Exists on rank 0 only.
@@ -31,6 +67,7 @@ class Keeper:
         self._distrusted: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._complained = False
+        self._clock = RunClock()
         self.began = time.monotonic()
         self._tidied = False
 
@@ -53,6 +90,8 @@ class Keeper:
 
         """
         ledger = await self._folder.take(run_id)
+        self._clock = RunClock()
+        self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
         self.began = time.monotonic()
         steps, others = [], []
         for entry in sorted(ledger.entries, key=lambda entry: -entry.step):
@@ -82,7 +121,7 @@ class Keeper:
             RunTakenError: another job has taken the folder since.
 
         """
-        now = time.time()
+        now = self._clock.now()
         unfinished = None if self._tidied else await self._unfinished()
         self._unnoted[step] = (now, metrics)
         self._distrusted.discard(step)

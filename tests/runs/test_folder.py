@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ import bcp.runs.folder
 from bcp.backends import LocalBackend, MemoryBackend, child
 from bcp.backends.objects import ObjectBackend, RetryPolicy
 from bcp.errors import FormatVersionError, InputError, RunTakenError, StorageError
-from bcp.policies import Entry, Latest
+from bcp.policies import Entry, LastDays, Latest
 from bcp.protocols import Backend, Buffer, Unfinished, Version
 from bcp.runs.folder import Folder, step_name, step_of
 from bcp.runs.keeper import Keeper
@@ -567,6 +568,35 @@ async def test_remains_that_cannot_be_listed_cost_no_retention(tmp_path: Path) -
         await keeper.committed(step, {})
     assert backend.failed
     assert names_in(tmp_path) == [f".run.json.{30:024}.bcp-tmp", "run.json", step_name(30)]
+
+
+@pytest.mark.parametrize("days", [30.0, -30.0])
+async def test_a_clock_that_is_set_during_a_run_deletes_nothing_and_is_told(
+    memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch, days: float
+) -> None:
+    keeper = Keeper(Folder(memory, URL), LastDays(7))
+    await keeper.candidates(None, "any")
+    hosts_time = time.time
+    with captured_logs() as lines:
+        for step in (10, 20, 30):
+            await save(memory, step)
+            await keeper.committed(step, {})
+            monkeypatch.setattr(time, "time", lambda: hosts_time() + days * 86_400)
+    ledger = await stored(memory)
+    assert entries(ledger) == [10, 20, 30]
+    assert max(entry.committed for entry in ledger.entries) < hosts_time() + 60
+    assert min(entry.committed for entry in ledger.entries) > hosts_time() - 60
+    (line,) = [line for line in lines if line["log_level"] == "warning"]
+    assert f"set {'forward' if days > 0 else 'back'} by 2592000 s" in line["event"]
+
+
+async def test_a_checkpoint_of_the_future_is_told(memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    await taken(memory, 10)
+    hosts_time = time.time
+    monkeypatch.setattr(time, "time", lambda: hosts_time() - 86_400)
+    with captured_logs() as lines:
+        await Keeper(Folder(memory, URL), LastDays(7)).candidates(None, "any")
+    assert any("committed 86" in line["event"] and "later than this host's time" in line["event"] for line in lines)
 
 
 async def test_a_folder_that_stays_is_not_tried_for_ever(tmp_path: Path) -> None:
