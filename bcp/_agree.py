@@ -111,8 +111,8 @@ def unwrap_stage_errors() -> Iterator[None]:
 def _let_go(error: BaseException) -> None:
     """Forget the way of an error that goes no further: another one is raised instead, and is known along that way.
 
-    An error that leads back to itself, by its traceback and a frame's variables, keeps the target's tensors alive until
-    Python collects garbage: too late for a job that now loads an older checkpoint into new ones.
+    An error in a reference cycle, by its traceback and a frame's variables, keeps the target's tensors alive until
+    Python collects garbage. This is too late for a job that now loads an older checkpoint into new tensors.
     """
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None

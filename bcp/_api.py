@@ -153,7 +153,7 @@ async def aload(
     options: LoadOptions | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into live states from a coroutine, whatever parallelism saved it.
+    """Load a checkpoint of any parallel layout into live states, from a coroutine.
 
     The call is collective, as :func:`asave`. Tensors are filled in place. Optimizer states that do not exist yet are
     created, which changes no parameter and no hyper-parameter. Values that are not tensors are set when every rank has
@@ -367,7 +367,7 @@ def save_async(
 ) -> Pending[SaveReport]:
     """Save a checkpoint in the background, from ordinary code.
 
-    It blocks until the snapshot is safe: training may then change the states. A save that nobody waits for is finished
+    It blocks until the snapshot is safe: training may then change the states. A save without a waiter is finished
     before the process exits. Arguments and errors are those of :func:`asave`; the :class:`~bcp.Pending` raises errors
     of the background. ``bcp.save(..., async_checkpoint=True)`` is the same call, in the paper's spelling.
 

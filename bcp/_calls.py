@@ -301,14 +301,14 @@ def _common(
 
 
 def _words(path: Path) -> str:
-    """Name the place: the same on every rank, so without what a backend's repr may say of this one."""
+    """Return a name of the location that is equal on all ranks: a path, a URL, or the class of a backend."""
     if isinstance(path, Backend):
         return type(path).__name__
     return shown(str(path)) if "://" in str(path) else str(pathlib.Path(path).absolute())
 
 
 def require_asyncio() -> None:
-    """Say what is wrong where a coroutine of bcp runs on another loop than asyncio's."""
+    """Raise InputError if a coroutine of bcp runs on another event loop than asyncio's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError as error:
@@ -345,7 +345,7 @@ def _check_states(states: States) -> None:
 def _place(
     path: Path, role: str | None, options: SaveOptions | LoadOptions
 ) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
-    """Return where the checkpoint is, in words and as storage, and what closes it; after a look at the arguments."""
+    """Check the arguments; return the checkpoint's name, its backend, and the context that closes the backend."""
     if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "

@@ -19,8 +19,7 @@ class Pending(Generic[T]):
     """A save in the background: its snapshot is safe, and storage is still being written.
 
     Wait for it with ``wait()`` from ordinary code, with ``await`` from a coroutine, or by a ``with`` block around the
-    training steps meanwhile. A save that nobody waits for is finished before the process exits, and its failure is
-    logged.
+    training steps meanwhile. A save without a waiter is finished before the process exits, and its failure is logged.
 
     Example::
 

@@ -35,7 +35,7 @@ def plain(error: BcpError) -> BcpError:
 
 
 def warn_if_nothing(report: LoadReport, stacklevel: int) -> None:
-    """Warn of each kind of which nothing was loaded.
+    """Warn of each kind without a loaded tensor.
 
     Args:
         report: of the load.

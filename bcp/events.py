@@ -32,7 +32,7 @@ PHASES = frozenset({"plan", "snapshot", "write", "commit", "open", "read", "fini
 """Phases of saves and loads. Every other name in a :class:`PhaseEvent` is one of :func:`bcp.telemetry.measure`."""
 
 Status = Literal["ok", "again", "failed"]
-"""Of one attempt of a request: answered, made again after a failure, or failed for good."""
+"""Result of one attempt of a request: answered, repeated after a failure, or failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +176,14 @@ logged, and it is not called again.
 
 
 def ignore(event: object) -> None:
-    """Be the observer that nobody asked for."""
+    """Ignore an event: the default observer."""
 
 
 _observer: ContextVar[Observer] = ContextVar("bcp observer", default=ignore)
 
 
 def emit(event: Event) -> None:
-    """Tell the observer of the save or load that this code runs for; nobody, if it runs for none."""
+    """Pass an event to the observer of the save or load that runs this code, if there is one."""
     _observer.get()(event)
 
 
@@ -277,7 +277,7 @@ class LoadReport:
         stage_seconds: wall seconds from the first start to the last end of each stage.
         missing: names that the target has and the checkpoint lacks (``strict=False`` only).
         unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
-        unmatched: kinds of which this rank wanted names and the checkpoint has none of them (``strict=False`` only); a
+        unmatched: kinds without a common name between checkpoint and target (``strict=False`` only); a
             :class:`~bcp.errors.NothingLoadedWarning` names them as well.
         retries: how many requests to storage were made again.
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.

@@ -71,36 +71,36 @@ class SaveOptions:
         edit: takes the save graph and returns the one to run, as in ``lambda g: g.after("d2h", my_stage)``. The
             stages are ``d2h``, ``serialize``, one per codec, ``upload`` and ``checksum``.
         codecs: applied to every part in this order, before it is stored.
-        balance: how replicated tensors are divided over the ranks that hold them: ``"split"`` cuts them so that
-            every rank writes equally much; ``"worst-fit"`` gives whole shards to the least loaded (sec. 4.1).
-        budget_bytes: staging memory. None: the rank's own state where training goes on once that is copied, so that the
-            snapshot never waits for storage; 8 parts where the caller waits for storage anyway. With less, training
-            waits longer and memory is saved; the report says by how much. A budget for all the data may be
-            exceeded by the headers of the files, some hundred bytes a tensor.
-        pinned_bytes: most of the staging memory that may be page-locked, per process, if tensors are on a device; 0
-            for none. None: 16 GiB, and no more than a quarter of the host's memory for all ranks of the host together
+        balance: how replicated tensors are divided over the ranks that hold them. ``"split"`` cuts them, and every rank
+            writes the same number of bytes. ``"worst-fit"`` gives whole shards to the least loaded rank (sec. 4.1).
+        budget_bytes: staging memory. None: the size of the rank's own state for an asynchronous save, so the snapshot
+            never waits for storage; 8 parts for a synchronous save. A smaller budget saves memory, and training waits
+            longer; the report has the waiting time. A budget for all the data may be exceeded by the headers of the
+            files, some hundred bytes a tensor.
+        pinned_bytes: most of the staging memory that may be page-locked, per process, if tensors are on a device; 0 for
+            none. None: 16 GiB, and no more than a quarter of the host's memory for all ranks of the host together
             (``$LOCAL_WORLD_SIZE``). Parts beyond it go to ordinary memory. Copies to locked memory run at the speed of
-            the bus, others at a third to a half of it, but locked memory is lost to everybody else on the host. It is
-            kept for the next save (see ``docs/gpu.md``).
+            the bus, others at a third to a half of it. Other processes of the host cannot use locked memory. It is kept
+            for the next save (see ``docs/gpu.md``).
         part_bytes: data files are staged and written in parts of this size; a multiple of 1 MiB, 32 to 64 MiB is best.
         io_workers: parts that are written at once, by as many threads. None: ``$BCP_IO_WORKERS``, else as many as suit
             the storage: 8 for GCS and S3, 4 for all others.
         copy_workers: parts that are copied to the host at once. With three, two cores have always something to copy:
             that is 10 % faster than two.
         snapshot: ``"eager"``: an asynchronous save returns when the state is in host memory (sec. 4.2). ``"lazy"``: it
-            returns at once; parameters and optimizer states are copied while forward and backward run, which do not
-            change them, and the optimizer's next step waits for the rest. Needs ``async_checkpoint=True`` and the
-            optimizer in the states. Whatever else changes parameters before that step makes the save fail (see
-            ``guard``).
+            returns at once. Parameters and optimizer states are copied while forward and backward run, and the
+            optimizer's next step waits for the remaining copies. Needs ``async_checkpoint=True`` and the optimizer in
+            the states. Any other change of parameters before that step makes the save fail (see ``guard``).
         nice: added to the niceness of the threads that copy, digest and write, 0 to 19: with 19 they run where
             training leaves a core idle.
         ionice: I/O priority of these threads: ``"best-effort"`` (its lowest level), ``"idle"``, None for the
             process's. For local disks whose scheduler knows priorities.
         timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
         guard: raise :class:`~bcp.errors.StateChangedError` if a tensor is written to while its snapshot is taken. All
-            writes that autograd counts are seen. Other writes (through ``.data``, numpy, a raw pointer) are seen in
-            host memory if they change a byte of a sample: 2 to 64 blocks of 64 bytes, evenly spaced in each tensor. An
-            optimizer step is seen, a write to a few rows of a large tensor may not be. False: nothing is compared.
+            writes that autograd counts are seen. Other writes (through ``.data``, numpy, a raw pointer) to host memory
+            are seen if they change a byte of a sample. The sample of a tensor has 2 to 64 blocks of 64 bytes, evenly
+            spaced. An optimizer step is seen; a write to a few rows of a large tensor may go unseen. False: nothing is
+            compared.
         trust: pickle objects of any class in extra states, dataloader states and values. The load then needs
             ``LoadOptions(trust=True)``. Without it such an object is a :class:`~bcp.errors.StateError`.
         storage_options: for the file system of a URL, by the names that fsspec and its packages give them, as in
@@ -168,16 +168,16 @@ class LoadOptions:
     Attributes:
         strict: names must be the same in checkpoint and target, within the kinds that are loaded. In mappings of
             ``extra_states`` and ``dataloader``, the checkpoint must have all top-level keys of the target; those that
-            the target lacks are added to it. Without ``strict``, common names are loaded and the report lists the
-            rest; if a kind has none in common, a :class:`~bcp.errors.NothingLoadedWarning` says so.
-        overlap_loading: ranks that want the same bytes share the reading and send them to each other while
-            reading goes on (paper sec. 4.1, Fig. 10). False: every rank reads its own bytes by itself.
-        rename: the target's names of the checkpoint's model tensors: a dict from names in the checkpoint to names in
-            the target, pairs of (regular expression, replacement) that are applied one after another with ``re.sub``,
-            a function of a name, or an object with a method ``blocks`` that can also cut and join tensors
+            the target lacks are added to it. Without ``strict``, common names are loaded and the report lists the rest;
+            if a kind has none in common, a :class:`~bcp.errors.NothingLoadedWarning` says so.
+        overlap_loading: ranks that need the same bytes read them once, and send them to each other while reading goes
+            on (paper sec. 4.1, Fig. 10). False: every rank reads all its bytes itself.
+        rename: the target's names of the checkpoint's model tensors. A dict maps names in the checkpoint to names in
+            the target. Pairs of (regular expression, replacement) are applied one after another with ``re.sub``. A
+            function takes a name and returns one. An object with a method ``blocks`` can also cut and join tensors
             (:class:`~bcp.plan.read.renames.Moves`). Names that a dict does not have stay; None in place of a name
             leaves the tensor out. Optimizer states and hyper-parameters follow. The same on every rank.
-        cast: convert where the dtype differs; without it that is an error.
+        cast: convert dtypes that differ. False: a different dtype is an error.
         verify: check the checksum of every block that is read.
         trust: unpickle objects of any class, which may run code. Only for checkpoints that you wrote, with
             ``SaveOptions(trust=True)``.
@@ -187,11 +187,10 @@ class LoadOptions:
         codecs: those that the checkpoint was saved with; the order does not matter.
         budget_bytes: host memory for bytes between storage and tensors.
         read_bytes: the largest single read; a multiple of 1 MiB.
-        exchange: how ranks send each other the chunks that they read for each other. ``"sockets"``: over connections
-            of bcp's own. ``"gloo"``: over a gloo group that lives as long as the load. ``"nccl"``: a chunk is copied
-            to the reader's current CUDA device and sent from device to device. ``"nccl"`` has never been run. The
-            last two need ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one
-            rank.
+        exchange: transport of the chunks that ranks read for each other. ``"sockets"``: connections of bcp's own.
+            ``"gloo"``: over a gloo group that lives as long as the load. ``"nccl"``: a chunk is copied to the reader's
+            current CUDA device and sent from device to device. ``"nccl"`` has never been run. The last two need
+            ``torch.distributed``, and are not encrypted. The same on every rank. Without effect for one rank.
         exchange_bytes: most bytes that one rank receives in one all-to-all round.
         io_workers: reads in flight, in as many threads. None: ``$BCP_IO_WORKERS``, else as many as suit the storage: 8
             for GCS and S3, 4 for all others.
@@ -265,7 +264,7 @@ def _whole_mib(options: object, name: str) -> None:
 
 
 def _codecs(codecs: Sequence[Codec]) -> None:
-    """Refuse what is no codec."""
+    """Raise InputError for an object that is no codec."""
     for codec in codecs:
         if not isinstance(codec, Codec):
             raise InputError(f"codecs has {codec!r}, which is no bcp.Codec; pass bcp.Codec(name, encode, decode)")

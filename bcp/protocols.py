@@ -130,9 +130,9 @@ class LocalShards:
 
     Attributes:
         table: one row a shard (box of the global tensor, flat interval inside the box).
-        tensors: ``tensors[i]`` is the live memory of row ``i``: it has the shape of the row's box, or is
-            1-D with ``stop - start`` elements where the row is a flat interval of its box. Never copies, and nothing
-            that autograd tracks; need not be contiguous. For loading they are written in place.
+        tensors: ``tensors[i]`` is the live memory of row ``i``. It has the shape of the row's box, or is 1-D with
+            ``stop - start`` elements if the row is a flat interval of its box. The tensors are never copies, are not
+            tracked by autograd, and need not be contiguous. A load writes them in place.
         objects: leaves of model and optimizer that are not tensors; by contract equal on all ranks that have them.
         address: int64[n], for a planner that knows: where the first byte of each row is, which is one tensor of the
             CPU, row-major and neither lazily conjugated nor negated. Otherwise the tensors are asked.
@@ -392,7 +392,7 @@ def at_once_of(backend: object) -> int:
 
 @runtime_checkable
 class ScatterReader(Protocol):
-    """A backend of which one read can fill many buffers: tensors, without a copy in between."""
+    """A backend that can fill many buffers with one read: tensors, without a copy in between."""
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, with the object's bytes from ``start``.
@@ -446,15 +446,15 @@ class RetryPolicy:
 # -- agreement between ranks ------------------------------------------------------------------
 
 REFUSED = "a call whose arguments were refused"
-"""Passed as ``what`` to :meth:`Coordinator.begin` by a rank that cannot say what it would have done."""
+"""The ``what`` that a rank with refused arguments passes to :meth:`Coordinator.begin`."""
 
 
 class Agreement(Protocol):
     """One operation that all ranks take part in (one save, one load).
 
-    The verbs are collective and are called in the same order on every rank. If any rank leaves the operation
-    with an error, dies, or falls silent for ``timeout`` seconds, every other rank gets
-    :class:`~bcp.errors.PeerError`, in a verb or, by cancellation of the ``async with`` block's body, between verbs.
+    The verbs are collective and are called in the same order on every rank. If any rank leaves the operation with an
+    error, dies, or falls silent for ``timeout`` seconds, every other rank gets :class:`~bcp.errors.PeerError`. A verb
+    raises it; between verbs the body of the ``async with`` block is cancelled.
     """
 
     async def gather_scatter(
@@ -507,10 +507,10 @@ class Coordinator(Protocol):
     def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
         """Take this rank's place in the next operation, at once: the n-th ``begin`` of every rank belong together.
 
-        Entering the context starts the exchange of signs of life. Leaving it with an error tells all
-        others (a :class:`PeerError` is not told again). ``what`` says what is being done ("save /ckpt/1"): ranks that
-        disagree about it get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes
-        to tell the others its error. ``timeout`` is in seconds of silence.
+        Entering the context starts the exchange of signs of life. Leaving it with an error tells all others (a
+        :class:`PeerError` is not told again). ``what`` names the operation ("save /ckpt/1"). Ranks with different names
+        get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes to tell the others
+        its error. ``timeout`` is in seconds of silence.
         """
 
 

@@ -139,7 +139,7 @@ def checked(job: LoadJob, stored: Stored) -> torch.Tensor:
 
 
 async def check_stored(backend: Backend, items: Iterable[ReadItem], most: int, workers: int) -> None:
-    """Read the last byte of every file of which more than ``2 * most`` bytes are to be read at once.
+    """Read the last byte of every file with more than ``2 * most`` bytes to read at once.
 
     Blocks as ``bcp.save`` makes them are far smaller, so that an honest checkpoint costs no read.
 
@@ -172,7 +172,7 @@ RECEIPTS_AT_ONCE = 16
 
 
 async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
-    """Let rank 0 read the metadata, check it, and give it to everyone: one GET for the whole job."""
+    """Let rank 0 read the metadata, check it, and send it to all ranks: one GET for the whole job."""
 
     async def answer(_: Sequence[bytes]) -> bytes:
         data = await _read_metadata(job.backend, job.path)

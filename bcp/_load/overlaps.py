@@ -36,9 +36,9 @@ def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[
         names: the checkpoint, as the target calls it.
 
     Returns:
-        The shards; behind the tensors that were there stands one for each pair of a tensor that is put together and
-        a tensor of the checkpoint, by the name of the first and in the shape of the second. And for all of these,
-        int64[m], the row in the checkpoint's layout, or -1.
+        The shards, and int64[m]: the row in the checkpoint's layout of each tensor, or -1. One tensor is appended for
+        each pair of an assembled tensor and a tensor of the checkpoint. It has the name of the first and the shape of
+        the second.
 
     """
     table, layout = shards.table, names.layout

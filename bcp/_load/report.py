@@ -29,7 +29,7 @@ __all__ = ["everyone_is_done", "lay_out", "load_context", "report", "say_if_half
 
 @contextmanager
 def say_if_half_loaded(context: LoadContext) -> Iterator[None]:
-    """Add a note to whatever goes wrong once bytes have been put into the target."""
+    """Add a note to every error after the first bytes have been written to the target."""
     try:
         yield
     except BaseException as error:

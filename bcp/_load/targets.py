@@ -95,7 +95,7 @@ class LoadRequest:
         renamed: the checkpoint's names, as the target has them.
         receipts: of the ranks that own values of these kinds.
         objects: these values, by the target's names.
-        unmatched: kinds that this rank loads, of which the checkpoint has none of the wanted names.
+        unmatched: kinds that this rank loads without any of their names in the checkpoint.
         extras: the opaque objects of this rank, by kind.
         sources: the ranks that saved them.
         extras_nbytes: bytes that were read for them.
@@ -181,7 +181,7 @@ def _advice(missing: Sequence[str], names: RenamedLayout) -> str:
 def _unmatched(
     states: States, names: RenamedLayout, found: Ints, shards: LocalShards, layout: Layout
 ) -> tuple[str, ...]:
-    """Return the kinds of which something is wanted and nothing was found; ``found``: kinds of the found tensors."""
+    """Return the requested kinds without any found tensor; ``found``: kinds of the found tensors."""
     wanted = {KINDS[code] for code in set(shards.table.tensors.kind.tolist())} | {kind for kind, _ in shards.objects}
     there = {KINDS[code] for code in set(found.tolist())} | {
         kind for kind, path in shards.objects if (kind, path) in names.objects

@@ -215,7 +215,7 @@ def check_wanted(
     Args:
         saved: the checkpoint's units, by :func:`saved_units`.
         claims: rank, and the units that it wants.
-        strict: units that nobody wants are an error.
+        strict: units without a reader are an error.
 
     Raises:
         StateError: they are not; the message names the state, and ranks or units.

@@ -33,7 +33,7 @@ class SavePlan:
     """The writes of this rank, the same for every save of one layout.
 
     Attributes:
-        key: digest of the whole job's layout: equal keys on all ranks mean that everyone has the plan.
+        key: digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
         files: its data files of model and optimizer.
         objects: the leaves that are not tensors and whose values go into its receipt.
         units: paths of the units that it writes, and of shared parts of sharded states.

@@ -235,15 +235,14 @@ def _in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 class OptimizerOwnedMemory:
-    """The memory of the parameters that change in a step of some optimizers only.
+    """Address ranges of parameters that only a step of some optimizers modifies.
 
-    These are their own, but for frozen ones, which no step changes and a forward pass may. Wrappers (Megatron-LM's,
-    DeepSpeed's) may let them step copies, from which they write all parameters of the model that need gradients. That
-    is assumed of those whose optimizers step anything but whole parameters of the model, or nothing (ZeRO-3 fills its
-    groups in a step, and keeps the local memory in ``ds_tensor``).
+    Frozen parameters are excluded: no step changes them, but a forward pass may. Wrappers (Megatron-LM's, DeepSpeed's)
+    may let their optimizers step copies, and write all parameters of the model that need gradients from these. A
+    wrapper is assumed to do so if its optimizer steps anything but whole parameters of the model, or nothing. ZeRO-3,
+    for example, fills its groups in a step, and keeps the local memory in ``ds_tensor``.
 
-    Stretches of addresses are compared, not storages: a storage may hold more, as those of FSDP1 do, of which another
-    optimizer may step a part.
+    Address ranges are compared, not storages: another optimizer may step a part of a storage, as with FSDP1.
     """
 
     def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:

@@ -41,8 +41,8 @@ def resolve(
     """Return the backend for a path.
 
     Args:
-        path: a local path or ``file://`` URL; ``gs://``, ``s3://`` or ``hdfs://``; ``memory://name/prefix``; a URL of a
-            registered scheme, or of any other that fsspec knows; or a backend, which is returned as it is.
+        path: a local path or ``file://`` URL; ``gs://``, ``s3://`` or ``hdfs://``; ``memory://name/prefix``; or a URL
+            of a registered scheme, or of any other that fsspec knows. A backend is returned as it is.
         storage_options: for the file system of a URL, by the names that fsspec and its packages give them.
         retries: how a backend of a URL makes failed requests again; None for the defaults.
 

@@ -56,9 +56,9 @@ class DirectFile:
     the methods say how far they came, and the rest is the caller's to do, through the page cache.
 
     Attributes:
-        block: what offsets and lengths are multiples of. At least a page, and a block of the file system: so what is
+        block: offsets and lengths are multiples of it. At least a page, and a block of the file system: so what is
             written here and what goes through the page cache never share one.
-        memory: what addresses are multiples of.
+        memory: addresses are multiples of it.
         refused: whether direct I/O has turned out to be impossible.
     """
 
@@ -74,7 +74,7 @@ class DirectFile:
 
     @classmethod
     def reopen(cls, fd: int, flags: int) -> DirectFile | None:
-        """Open an open file a second time, whatever its name is by now; None where the file system refuses."""
+        """Open an open file a second time, even if it was renamed; None if the file system refuses."""
         alignment = _alignment(fd)  # before there is a descriptor that an error would leave open
         try:
             return cls(os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC), *alignment)
@@ -176,7 +176,7 @@ def _huge_pages(nbytes: int) -> Bytes:
 
 
 def _alignment(fd: int) -> tuple[int, int]:
-    """Return what addresses, and what offsets and lengths, have to be multiples of."""
+    """Return the alignments of direct I/O: for addresses, and for offsets and lengths."""
     page = max(mmap.PAGESIZE, 4096)
     memory, offset = direct_alignment(fd)
     block = os.fstat(fd).st_blksize

@@ -284,7 +284,7 @@ def create_empty(path: Path) -> None:
 
 
 def open_new(path: Path) -> int:
-    """Create an empty file whose name nobody else uses; return a descriptor to write to it."""
+    """Create an empty file with a unique name; return a descriptor to write to it."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
@@ -293,7 +293,7 @@ def open_new(path: Path) -> int:
 
 
 def write_new(path: Path, data: memoryview) -> None:
-    """Create a file whose name nobody else uses, with these flat bytes, durably. Its name is not yet durable."""
+    """Create a file with a unique name and these flat bytes, durably. Its name is not yet durable."""
     fd = open_new(path)
     try:
         written = 0

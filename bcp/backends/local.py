@@ -228,7 +228,7 @@ class LocalBackend:
         files.unlink_all(self._root, [self._path(key) for key in keys])
 
     def _discard(self, names: Sequence[str]) -> None:
-        """Remove temporary files; a symbolic link itself, whatever it leads to. Blocks."""
+        """Remove temporary files; of a symbolic link the link itself, not its target. Blocks."""
         paths = [self._root / check_key(name) for name in names if name.endswith(files.TEMP_SUFFIX)]
         for folder in {path.parent for path in paths}:
             self._check_inside(folder)

@@ -28,7 +28,7 @@ __all__ = ["PrefixedBackend", "child"]
 def child(backend: Backend, prefix: str) -> Backend:
     """Return the part of a backend below ``prefix``: one role's objects, or one step's.
 
-    Closing the view does nothing; whoever opened the whole backend closes it.
+    Closing the view does nothing; the owner of the whole backend closes it.
     """
     check_key(prefix)
     if isinstance(backend, PrefixedBackend):

@@ -1,8 +1,8 @@
 """Compare and swap of one local file, between processes and hosts that share its directory. Everything here blocks.
 
 A new file takes its name by a hard link, which fails if the name is taken. To replace version V a writer claims V: it
-makes a symbolic link, ``.NAME.V-0.bcp-tmp``, to its temporary file. That fails if V is claimed already. Only the
-writer of the claim renames its temporary file over the old one, and only if the old one is still V.
+makes a symbolic link, ``.NAME.V-0.bcp-tmp``, to its temporary file. This fails if V is claimed already. Only the writer
+of the claim renames its temporary file over the old one, and only if the old one is still V.
 
 Whoever finds V claimed waits a moment, then removes the temporary file that the claim names, and makes the next claim,
 ``V-1``. The removal and the claimant's rename exclude each other: one of them finds the file gone. So neither a dead

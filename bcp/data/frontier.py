@@ -46,9 +46,9 @@ class Frontier:
     to virtual shard ``o % shards``, and this to reader ``o % shards % readers``. All methods are thread-safe.
 
     Args:
-        prompts: a sequence, of which ordinal ``o`` is item ``o % len(prompts)``; or an iterable whose item ``o`` is
-            ordinal ``o``. Both have the same items in the same order after a restart. A restart reads an iterable from
-            its beginning.
+        prompts: a sequence with ordinal ``o`` at item ``o % len(prompts)``; or an iterable with ordinal ``o`` as its
+            item ``o``. Both have the same items in the same order after a restart. A restart reads an iterable from its
+            beginning.
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are.
         shards: how many virtual shards, fixed for the life of a run.

@@ -240,8 +240,8 @@ class TokenLoader(Closing):
         """Return the state of each of this reader's units, by id.
 
         Ids are the number of the virtual shard, and the part if shards are split: ``"00003"``, ``"00003.0of2"``. A
-        state is a dict of two integers and of int64 tensors, which nothing else changes: counters, the tokens that were
-        read and are not consumed, and the samples they belong to.
+        state is a dict of two integers and of int64 tensors. It has counters, the tokens that were read and are not
+        consumed, and the samples of these tokens. The loader does not change a returned state.
 
         Raises:
             StageError: a worker process has died, and its state with it.

@@ -1,7 +1,7 @@
 """The state of a unit, outside of any stream: as plain values, cut, split and merged.
 
-A unit is a virtual shard, or one part of it. Parts exist if the readers do not divide the virtual shards: then every
-shard is split by whole samples, and no sample is lost, cut or fed twice (paper section 3.3, Fig. 9).
+A unit is a virtual shard, or one part of it. Parts exist if the number of readers does not divide the virtual shards.
+Every shard is then split by whole samples, and no sample is lost, cut or fed twice (paper section 3.3, Fig. 9).
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ __all__ = ["EXPERTS", "MegatronNames"]
 
 DECODER = "decoder.layers"
 BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""What old versions of transformers saved, and is computed."""
+"""Buffers that old versions of transformers saved; they are computed."""
 OBJECTS = ("._extra_state", "rng_state/")
-"""What Megatron and ``MegatronRng`` save beside the weights, and Hugging Face's models have not."""
+"""Objects that Megatron and ``MegatronRng`` save beside the weights; Hugging Face's models lack them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ class ShardTable:
         start: int64[n], first flat position inside the box.
         stop: int64[n], one past the last.
         objects: (kind, path) of the leaves that are not tensors, sorted.
-        extras: kinds of which this rank writes one opaque object of its own (``dataloader``, ``extra_states``).
+        extras: kinds with one opaque object of this rank (``dataloader``, ``extra_states``).
         units: units of sharded states that it has, by :func:`bcp.plan.units.encode_claims`.
     """
 
@@ -296,7 +296,7 @@ class ShardTable:
     ) -> ShardTable:
         """Make columns of records.
 
-        ``more`` are tensors of which this rank holds no element (tied ones, or an empty shard).
+        ``more`` are tensors without an element on this rank (tied ones, or an empty shard).
         """
         index: dict[TensorMeta, int] = {}
         for meta in [*(row.tensor for row in rows), *more]:

@@ -38,7 +38,7 @@ _PARALLEL_SIZES = (
     "get_slice_parallel_world_size",
     "get_model_parallel_world_size",
 )
-"""What the versions of Megatron call the number of tensor-parallel ranks."""
+"""Names of the number of tensor-parallel ranks in the versions of Megatron."""
 
 
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
@@ -300,15 +300,15 @@ _NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
 """By module and class: what has to be there for the rest to be where it is read."""
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a dynamic loss scaler."""
+"""Attributes of a dynamic loss scaler that change."""
 
 
 class DeepSpeedPlanner(PlainPlanner):
     """``states["model"]`` is the engine or the model inside it, ``states["optimizer"]`` the engine or its optimizer.
 
     Under ZeRO-3 the weights are the intervals of this rank, otherwise they are whole. fp32 masters and states are read
-    from the 1-D partition that the inner torch optimizer steps, and loaded into it, so that neither the number of
-    ranks nor the stage has to be that of the save, before the first step or after. Nothing is gathered.
+    from the 1-D partition that the inner torch optimizer steps, and loaded into it. The number of ranks and the stage
+    may differ from those of the save, before and after the first step. Nothing is gathered.
 
     A load without ``states["optimizer"]`` fills the masters with the weights: the next step would undo it otherwise.
     A dynamic loss scale belongs to the optimizer; counters of the engine and schedulers are the caller's extra states.

@@ -40,7 +40,7 @@ _FLAT = (
     *("_param_infos", "_shared_param_infos", "_shard_param_infos", "_fqns", "_shapes", "_strides", "_params"),
     *("_param_extensions", "_sharded_size", "_full_param_padded"),
 )
-"""What is used here of FSDP1's classes, all of it private."""
+"""Private attributes of FSDP1's classes that the planner uses."""
 
 _FLAT_NAME = "_flat_param"
 """By this name a module has its flat parameter among its parameters, where ``use_orig_params`` is false."""
@@ -52,10 +52,10 @@ _Managed = Mapping[int, Mapping[str, ShardedLeaf]]
 class Fsdp1Planner(PlainPlanner):
     """Parameters and optimizer states are views of FSDP's own sharded memory, in full precision.
 
-    ``state_dict()``, which gathers every unit, is not called: each module is asked for its own parameters, buffers and
-    extra state, and gets its extra state back by itself; hooks on ``state_dict`` and ``load_state_dict`` see nothing
-    of it. Any sharding strategy, mixed precision and either ``use_orig_params`` will do, before the first forward and
-    between forward and backward, too. Padding is never stored.
+    ``state_dict()``, which gathers every unit, is not called. The planner reads the parameters, buffers and extra state
+    of each module, and loads the extra state of each module by itself. Hooks on ``state_dict`` and ``load_state_dict``
+    do not run. Any sharding strategy, mixed precision and either ``use_orig_params`` will do, before the first forward
+    and between forward and backward, too. Padding is never stored.
 
     A load writes into the same views, and drops the unsharded copies that FSDP may have kept, as after a forward
     without gradients. Without ``use_orig_params`` the optimizer counts the steps of a whole unit as one.

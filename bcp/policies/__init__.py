@@ -1,6 +1,6 @@
 """Policies of a run: when to save, how often that pays, and which checkpoints to keep.
 
-They are pure: no input or output, no clock of their own. A run tells them the time and what it has measured.
+They are pure: no input or output, no clock of their own. A run passes them the time and its measurements.
 """
 
 from bcp.policies.frequency import Tuned, interval

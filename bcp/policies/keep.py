@@ -40,7 +40,7 @@ class Entry:
         metrics: values that the run has noted for the step, as for :class:`Best`.
         trust: the mark that it has in the run.
         reason: why.
-        pinned: whether it is kept whatever a policy says.
+        pinned: whether it is kept under any policy.
 
     Example:
         >>> Entry(step=300, committed=1_700_000_000.0, metrics={"loss": 2.5}).trust
@@ -334,11 +334,11 @@ def doomed(
 ) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, oldest first.
 
-    Whatever the policy says, these stay: the newest checkpoint, the newest verified one, the newest one that is not
-    suspect, and those that are pinned. All stay where the policy keeps none: its metric, say, is never noted.
+    These checkpoints stay under any policy: the newest, the newest verified one, the newest one that is not suspect,
+    and pinned ones. All checkpoints stay if the policy keeps none, because its metric, for example, is never noted.
 
-    Suspect and distrusted checkpoints take nobody's place: the policy and these rules choose once among all
-    checkpoints, and once among the others.
+    Suspect and distrusted checkpoints do not displace others: the policy and these rules choose once among all
+    checkpoints, and once among those that are neither.
 
     Args:
         entries: the durable checkpoints of the run, in any order.

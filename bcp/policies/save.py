@@ -354,5 +354,5 @@ def divided(policy: SavePolicy) -> tuple[SavePolicy | None, SavePolicy | None]:
 
 
 def _flat(policy: SavePolicy) -> list[SavePolicy]:
-    """Return the policies that an :class:`AnyOf` is made of, in whatever depth; another one alone."""
+    """Return the policies of an :class:`AnyOf`, at any depth; any other policy alone."""
     return [one for part in policy.policies for one in _flat(part)] if isinstance(policy, AnyOf) else [policy]

@@ -21,7 +21,7 @@ Trust = Literal["unknown", "verified", "suspect"]
 
 VERSION = 1
 MOST_BYTES = 16 << 20
-"""Of a file. 10,000 checkpoints with three metrics each take 3 MB."""
+"""Largest size of a ledger. 10,000 checkpoints with three metrics each take 3 MB."""
 
 KEPT_LIVES = 100
 LARGEST_STEP = (1 << 63) - 1
@@ -172,7 +172,7 @@ class Ledger:
         return self._with(step, trust=trust, reason=_storable(reason))
 
     def pinned(self, step: int, yes: bool = True) -> Ledger:  # noqa: FBT001, FBT002 -- reads as a sentence
-        """Keep a checkpoint whatever the policies say; ``yes=False`` gives it back to them.
+        """Keep a checkpoint under any policy; ``yes=False`` gives it back to the policies.
 
         Raises:
             InputError: the run has no checkpoint of that step.
@@ -261,7 +261,7 @@ class Ledger:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Ledger:
-        """Read the contents of ``run.json``, whoever wrote them. Unknown fields are left out.
+        """Read the contents of ``run.json``, which any program may have written. Unknown fields are left out.
 
         Args:
             data: the contents.

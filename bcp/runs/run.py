@@ -46,9 +46,9 @@ ANSWER_SECONDS = 15.0
 class Run:
     """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
 
-    The run loads the newest checkpoint that loads, saves in the background when its policy says so, deletes
-    checkpoints that it need not keep, and ends training on all ranks at one step when a signal comes. The folder holds
-    ``step-00001000/`` and so on, and a ledger ``run.json``.
+    The run resumes from the newest intact checkpoint, saves in the background by policy, and deletes checkpoints by
+    policy. After a signal it ends training on all ranks at one step. The folder holds ``step-00001000/`` and so on, and
+    a ledger ``run.json``.
 
     All ranks make the same calls in the same order, for the same steps. :meth:`stop` is the exception: one rank is
     enough.
@@ -321,7 +321,7 @@ class Run:
 
     @property
     def costs(self) -> Costs:
-        """What the run has measured, as for :meth:`bcp.policies.Tuned.explain`. Rank 0 alone knows of failures."""
+        """The measurements of the run, as for :meth:`bcp.policies.Tuned.explain`. Rank 0 alone knows of failures."""
         keeper = self._keeper
         return Costs(
             stall=self._saves.stall,
@@ -347,7 +347,7 @@ class Run:
         saved if no step was made yet.
 
         Raises:
-            BcpError: the last save failed, whatever ``tolerate`` is.
+            BcpError: the last save failed; ``tolerate`` does not cover the last save.
             InputError: a later step has ended already, or the run is closed.
 
         """
@@ -435,7 +435,7 @@ class Run:
         self._change(f"mark step {step}", lambda ledger: ledger.marked(step, trust, reason))
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
-        """Keep a checkpoint whatever the policy says, until it is unpinned. Rank 0 writes; other ranks do nothing.
+        """Keep a checkpoint under any policy, until it is unpinned. Rank 0 writes; other ranks do nothing.
 
         Raises:
             InputError: the run has no committed checkpoint of that step.

@@ -57,8 +57,8 @@ def start(function: Operation[T], *, what: str, daemon: bool = False) -> Backgro
 class Background(Generic[T]):
     """An operation on bcp's loop. Awaitable from any event loop.
 
-    If it fails and nobody asks, the failure is logged as an error when the object is forgotten or the process ends.
-    In a forked child it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
+    A failure without a waiter is logged as an error when the object is forgotten or the process ends. In a forked child
+    it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
 
     Attributes:
         what: names the operation in messages.
@@ -163,7 +163,7 @@ class Background(Generic[T]):
         cancelled: type[BaseException] = CancelledError,
         was_logged: Callable[[BaseException], bool] = was_logged,
     ) -> None:
-        """Log an error that nobody has asked for. A cancellation that was asked for is none."""
+        """Log an error that no caller has received. A cancellation that was asked for is none."""
         if self._error is None or self._seen:
             return
         self._seen = True
@@ -194,7 +194,7 @@ class Background(Generic[T]):
     # -- the caller's side ---------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        """Refuse in a forked child, where nobody would ever wake a waiter."""
+        """Refuse in a forked child, where no thread would ever wake a waiter."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"{self.what} was begun by process {self._pid}, and this is its forked child {os.getpid()}: "

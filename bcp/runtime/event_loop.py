@@ -39,7 +39,7 @@ class Running(Protocol):
         """Ask it to stop."""
 
     def tell_unseen(self) -> None:
-        """Log its error, if nobody has asked for it."""
+        """Log its error, if no caller has received it."""
 
 
 def wait_for(future: Future[Any], timeout: float | None = None) -> bool:

@@ -32,7 +32,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does no
 
 @dataclass(slots=True, eq=False)
 class _Free:
-    """A buffer that nobody uses, and how many saves have ended since somebody did."""
+    """An unused buffer, and the number of saves that have ended since its last use."""
 
     buffer: torch.Tensor
     idle: int = 0

@@ -36,7 +36,7 @@ class WriteItem:
         tensors: the live memory of those rows.
         address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
         edges: bytes of the part at which a block of checksums ends, besides those at equal distances; ascending.
-        is_steady: nobody changes the tensors, so that training need not wait for the copy.
+        is_steady: no code changes the tensors, so training need not wait for the copy.
     """
 
     part: Part
@@ -167,7 +167,7 @@ class ReadItem:
         name: file, byte range and first tensor.
         nbytes: bytes that it takes from the byte budget.
         chunk: the range, and who needs it. None: only take part in the round.
-        round: number of the all-to-all round; -1 for a chunk that nobody else needs.
+        round: number of the all-to-all round; -1 for a chunk that no other rank needs.
         key: the data file, or "" where there is nothing to read.
         file: its record in the writer's receipt; None if there is nothing to read.
         straight: whether it is read to where it belongs, without staging memory.

@@ -103,7 +103,7 @@ ALIKE = 64
 """So many pieces of one size are copied together."""
 
 CACHED_BYTES = 1 << 18
-"""What fits into a core's own cache."""
+"""Size of a core's own cache."""
 
 Memmove = Callable[[int, int, int], object]
 

@@ -44,7 +44,7 @@ class LoadBuffers:
 
         They are about to be written, which the guard of a save that is under way learns now: it looks when it is done.
 
-        Bytes that nobody wants go to memory of their own, which lives as long as the views.
+        Bytes without a target go to memory of their own, which lives as long as the views.
         """
         runs, outs, at = self.straight.of_chunk(chunk.number), [], start
         self._written(runs.row)

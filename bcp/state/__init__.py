@@ -1,1 +1,1 @@
-"""The engine that turns the states of a rank into a table of shards, whatever the framework."""
+"""The engine that turns the states of a rank into a table of shards, for every framework."""

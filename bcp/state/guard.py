@@ -27,7 +27,7 @@ _UNTRACKED = -1
 
 
 _loads: dict[int, Sequence[torch.Tensor]] = {}
-"""What the loads of this process are filling, by ``id``; changes atomically under the interpreter."""
+"""Tensors that the loads of this process are filling, by ``id``; changes atomically under the interpreter."""
 
 in_forked_child(_loads.clear)
 
@@ -175,7 +175,7 @@ class _Gate:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait until nobody does. The lock comes first: there torch.compile gives up tracing, without a warning."""
+        """Wait until there is no hold. The lock comes first: torch.compile stops tracing at it, without a warning."""
         with self.changed:
             began = time.monotonic()
             self.waiting.append(began)

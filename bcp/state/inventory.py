@@ -46,7 +46,7 @@ class Leaves:
         tensors: every tensor leaf as the user has it, or as a planner placed it; by kind, by FQN. Local shards of a
             ``ShardedTensor`` are placed ones.
         objects: every other leaf, by kind, by FQN.
-        groups: more of these, many of which have one value.
+        groups: further values, many of them equal.
         aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
         copies: further memory that a load fills with the values of a tensor; a save takes no notice of it.
         rank: this rank, for messages.

@@ -27,13 +27,13 @@ OPTIMIZER = "optimizer"
 """The kind of everything here."""
 
 STEP = "step"
-"""What the step count of a parameter is called among its states; there a 0-d tensor, whatever the optimizer has."""
+"""Name of a parameter's step count among its states; a 0-d tensor for every optimizer."""
 
 _STEPS_IN_GROUP = frozenset({"FusedAdam"})
 """Optimizer classes (Apex, Transformer Engine) that count steps per group, as an int."""
 
 _PER_PARAMETER = frozenset({"params", "param_names"})
-"""What a group lists for each parameter, and are no hyper-parameters of all of them."""
+"""Keys of a group with one item for each parameter; they are no hyper-parameters."""
 
 
 @dataclass(slots=True, eq=False)  # to make a frozen one of ten fields takes 4 us instead of 0.8
@@ -42,8 +42,8 @@ class Slot:
 
     Attributes:
         fqn: its name.
-        parameter: the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory of
-            which it is a part, as an FSDP1 flat parameter or a 1-D fp32 shard; of that then several slots are a part.
+        parameter: the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory
+            that contains it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
         group: the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters.
         state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
         tied: its further names.

@@ -40,7 +40,7 @@ __all__ = [
 
 ALIGNMENT = 64
 _END = struct.Struct("<3Q")
-"""Where the list of tensors begins, its bytes, and those of the archive behind it."""
+"""Start and bytes of the list of tensors, and bytes of the archive behind it."""
 
 _DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 

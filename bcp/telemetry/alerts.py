@@ -29,7 +29,7 @@ SMALL_NBYTES = 64 * MIB
 SMALL_PART_NBYTES = MIB
 FEWEST_PARTS = 4
 LEAST_SECONDS = 1.0
-"""Parts in less than this are no stragglers, whatever the others took."""
+"""Parts in less than this are no stragglers, for any median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,8 +188,8 @@ class Summary:
         retries: attempts of requests that failed and were made again.
         retries_by_rank: the same, of the ranks that have any.
         balance: None without figures.
-        overlap: seconds of all stages over the time in which parts were under way, of a mean rank: 1.0 if stages run
-            one after the other, and more if they overlap.
+        overlap: busy seconds of all stages over the seconds with parts in the graph, of a mean rank. It is 1.0 if
+            stages run one after the other, and more if they overlap.
         budget_wait: seconds that parts waited for staging memory, on the rank that waited longest.
         dropped: events that are not in the recording.
     """

@@ -30,7 +30,7 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
     Inside a save or load (in a stage of your own, a dataloader's state, a codec) the block becomes a
     :class:`~bcp.PhaseEvent`, and so part of traces, recordings and reports. Anywhere, if the group ``measure`` is among
     the spans of :func:`bcp.telemetry.configure`, it becomes an OpenTelemetry span ``bcp.measure.<name>``, which is the
-    parent of spans made inside. An error that ends the block is recorded, and passes. Blocks nest. If nobody listens,
+    parent of spans made inside. An error that ends the block is recorded, and passes. Blocks nest. Without a listener,
     a block costs less than two microseconds.
 
     Args:
@@ -87,7 +87,7 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
         self.__exit__(kind, error, trace_back)
 
     def __call__(self, function: F) -> F:
-        """Return the function, each call of which is a block of its own."""
+        """Return the function with each call as a block of its own."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise InputError(
                 f"measure({self._name!r}) cannot decorate generators; measure a block in {function.__qualname__}"

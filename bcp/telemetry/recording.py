@@ -101,7 +101,7 @@ class Recording:
         dropped: how many more events there were.
         failures: how it failed; empty if it did not.
         probed: bytes a second that the storage was found to write or read, if it was probed; else None.
-        more: whatever else there is to know.
+        more: further facts of the operation.
     """
 
     kind: Literal["save", "load"]

@@ -30,7 +30,7 @@ VERSION_KEY, ABOUT_KEY = b"bcp.telemetry", b"bcp.recording"
 MAGIC, END = b"ARROW1\0\0", b"ARROW1"
 
 MOST_BYTES = 64 << 20
-"""Of a file. One of 1,024 ranks with 150 events each has 1 MB."""
+"""Largest size of a recording. A recording of 1,024 ranks with 150 events each has 1 MB."""
 
 MOST_DECODED_BYTES = 512 << 20
 MOST_ABOUT_BYTES = 64 << 20
@@ -185,7 +185,7 @@ _FAILURE: Mapping[str, tuple[type, ...]] = {
 
 
 def _about(packed: bytes) -> Mapping[str, Any]:
-    """Return the facts, of whatever form. Raises ValueError."""
+    """Return the facts, of any form. Raises ValueError."""
     inflate = zlib.decompressobj()
     text = inflate.decompress(base64.b64decode(packed, validate=True), MOST_ABOUT_BYTES)
     if not inflate.eof or inflate.unconsumed_tail or inflate.unused_data:

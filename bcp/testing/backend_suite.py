@@ -254,7 +254,7 @@ class BackendSuite:
         await self._only_the_old(backend)
 
     async def test_appears_at_the_end(self, backend: Backend) -> None:
-        """While it is being written nobody sees the object or a temporary one."""
+        """While it is being written no reader sees the object or a temporary one."""
         async with backend.open_write("a/key", 2) as writer:
             await writer.write_part(0, 0, b"xy")
             assert await self.reopen(backend).list() == []

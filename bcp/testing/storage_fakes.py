@@ -37,7 +37,7 @@ OPERATIONS = (
     "unfinished",
     "discard",
 )
-"""What can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
+"""Operations that can be counted and made to fail; ``commit`` is the good end of an ``open_write`` context."""
 
 
 class CountingBackend:
@@ -60,7 +60,7 @@ class CountingBackend:
         return f"{type(self).__name__}({self.inner!r})"
 
     async def before(self, operation: str, key: str) -> None:
-        """Be called before every operation; what this raises is what the operation raises."""
+        """Hook before every operation; its error is raised by the operation."""
         del key
         self.calls[operation] += 1
 
@@ -178,7 +178,7 @@ class FaultyBackend(CountingBackend):
         nth: int = 1,
         key: str = "",
     ) -> None:
-        """Say what goes wrong.
+        """Return the message of the error.
 
         Args:
             inner: the backend that does the work.

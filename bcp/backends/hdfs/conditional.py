@@ -1,9 +1,9 @@
 """Compare and swap of one file of HDFS, between processes and hosts.
 
 A new file takes its name by a rename without overwrite, which fails if the name is taken. To replace version V a writer
-claims V: it renames a small file, which has the name of its temporary file as contents, to ``.NAME.V-0.bcp-tmp``. That
-fails if V is claimed already. Only the writer of the claim renames its temporary file over the old one, and only if the
-old one is still V. Versions have the file's id, which is never used again.
+claims V: it renames a small file, which has the name of its temporary file as contents, to ``.NAME.V-0.bcp-tmp``. This
+rename fails if V is claimed already. Only the writer of the claim renames its temporary file over the old one, and only
+if the old one is still V. Versions have the file's id, which is never used again.
 
 Whoever finds V claimed waits a moment, then removes the temporary file that the claim names, and makes the next claim,
 ``V-1``. The removal and the claimant's rename exclude each other: one of them finds the file gone. So neither a dead

@@ -1,15 +1,15 @@
 """The event loop that awaits hdfs-native's reads and writes of large data, on a thread of its own.
 
-hdfs-native's network code runs in threads of Rust. But it copies received bytes within the event loop that awaits them:
-eight reads or writes at once stalled that loop for 50 to 80 ms, and for 300 ms on busy cores. Nothing else waits for
+hdfs-native's network code runs in threads of Rust, but copies received bytes within the event loop that awaits them.
+Eight reads or writes at once stalled that loop for 50 to 80 ms, and for 300 ms on busy cores. Nothing else waits for
 the loop of this module: stalls of the caller's loop were 5 to 30 ms (512 MiB, two cores shared with the servers).
 
 Clients of hdfs-native: one a process and cluster, and none that a forked child could drop or mix up.
 
 Three facts about hdfs-native 0.14 make this necessary. A client has threads, which a forked child does not: a client of
 the parent hangs there, and so does the garbage collector when it drops one. A connection to a DataNode is kept after a
-read, for three seconds and for all clients of a process; a child that read over such a connection of its parent would
-take the parent's bytes, or leave its own to it, and no checksum would tell. And a client serves any event loop.
+read, for three seconds and for all clients of a process. A child that read over its parent's connection would take the
+parent's bytes, or leave its own there, and no checksum would detect it. A client serves any event loop.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class ObjectBackend:
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
-        """Write a large object in parts, of which several are under way at once."""
+        """Write a large object in parts, several at once."""
         self._versions.pop(check_key(key), None)
         parts = _Parts(self, key, nbytes)
         try:

@@ -450,7 +450,7 @@ class GcsStore:
         return GcsUpload(self._api, self._above + key)
 
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
-        """List uploads of which there are parts; the name is the upload's id."""
+        """List uploads that have parts; the name is the upload's id."""
         page, after = await self._api.names(self._above, after)
         found = sorted(set(filter(None, (upload_of(name) for name, _ in page))))
         return [Unfinished(name.removeprefix(self._above), upload) for name, upload in found], after

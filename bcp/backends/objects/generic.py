@@ -42,9 +42,9 @@ _TRANSIENT = frozenset(
 )
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _MANY_THREADS = frozenset({"file", "local", "memory"})
-"""Synchronous file systems of fsspec that several threads may call at once. Of others that is not known."""
+"""Synchronous file systems of fsspec that several threads may call at once. Others may not be thread-safe."""
 _REFUSING = frozenset({"file", "ftp", "local", "memory", "sftp", "smb", "ssh"})
-"""File systems of fsspec whose ``rmdir`` leaves a directory that is not empty. That of others may remove its files."""
+"""File systems of fsspec whose ``rmdir`` keeps a directory that is not empty. Others may remove its files."""
 
 
 def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -> Backend:
@@ -344,7 +344,7 @@ class _Stream:
         self._moved = False
 
     async def part(self, index: int, offset: int, data: memoryview) -> None:  # noqa: ARG002 -- the offset says it
-        """Write the part, and those that waited for it. It is not made again: nobody knows which bytes were written."""
+        """Write the part, and those that waited for it. It is not repeated, because the written bytes are unknown."""
         async with self._turn:
             if offset != self._end:
                 self._early[offset] = bytes(data)

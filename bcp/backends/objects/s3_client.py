@@ -124,7 +124,7 @@ def request_error(error: Exception, secrets: Secrets) -> S3Error:
 
 
 FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
-"""What requests raise."""
+"""Errors that requests raise."""
 
 _NOT_CONNECTED = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _TRANSIENT_ERRORS = (

@@ -25,13 +25,13 @@ __all__ = ["GrainShards"]
 class GrainShards(VirtualShards):
     """Reads Grain's datasets in virtual shards, for any number of readers up to theirs.
 
-    Each virtual shard is an ``IterDataset`` with an iterator and a state of its own, whatever operations are in it:
-    filters, packing, mixtures, prefetching. Order and change of readers are those of :class:`VirtualShards`.
+    Each virtual shard is an ``IterDataset`` with an iterator and a state of its own, with any operations: filters,
+    packing, mixtures, prefetching. Order and change of readers are those of :class:`VirtualShards`.
 
     Args:
-        dataset: a ``MapDataset``, of which virtual shard ``v`` has the elements ``v`` modulo ``shards``, so that all
-            readers in step see its own order. Or a function that makes the ``IterDataset`` of a virtual shard from its
-            number, in every process alike.
+        dataset: a ``MapDataset``. Virtual shard ``v`` has its elements ``v`` modulo ``shards``, so readers in step see
+            the dataset's own order. Or a function that makes the ``IterDataset`` of a virtual shard from its number, in
+            every process alike.
         shards: how many virtual shards, fixed for the life of a run.
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are, at most ``shards``.

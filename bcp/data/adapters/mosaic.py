@@ -23,8 +23,8 @@ class MosaicLoader(Replicated):
     All readers save at the same step, with batches of one size. A batch counts as soon as the loader has returned it.
 
     Args:
-        loader: a ``StreamingDataLoader`` on a ``StreamingDataset``. With another loader, whoever counts the samples
-            calls ``dataset.state_dict(num_samples, from_beginning)``.
+        loader: a ``StreamingDataLoader`` on a ``StreamingDataset``. With another loader, the code that counts the
+            samples calls ``dataset.state_dict(num_samples, from_beginning)``.
         reader: number of this reader, its data-parallel rank.
         readers: how many readers there are. ``streaming`` finds both in RANK and WORLD_SIZE.
 

@@ -95,9 +95,9 @@ class Replicated(_Opaque):
     """Keeps a state that is equal on all readers, for any number of them.
 
     It suits loaders whose order is a function of one global position: Mosaic streaming
-    (:class:`bcp.data.adapters.mosaic.MosaicLoader`) and Grain's ``ElasticIterator``. There are no units, and the shared
-    state of one reader is loaded by all. **All readers have to save at the same step**; a reader at another position
-    goes on from the position of the one that was written.
+    (:class:`bcp.data.adapters.mosaic.MosaicLoader`) and Grain's ``ElasticIterator``. There are no units, and all
+    readers load the shared state of one reader. **All readers have to save at the same step.** A reader at another
+    position goes on from the written position.
 
     Example::
 

@@ -52,14 +52,14 @@ class TorchdataWorkers:
     The number of readers may change while the number of workers of all readers together stays: 4 readers of 2 workers
     become 2 readers of 4, or 8 of 1. Worker ``i`` of reader ``r`` is number ``r + readers * i`` of all, and its unit
     goes to the worker that has this number later. The dataset has to divide its samples by :func:`worker_number`, and
-    by nothing else that changes with the readers. Then each sample is fed once. Until the first worker has ended, the
-    batches of all readers together also come in the same order, if the readers go in step and the new number of readers
-    divides the batches that were consumed.
+    by nothing else that changes with the readers. Then each sample is fed once. The batches of all readers together
+    also come in the same order until the first worker has ended. This needs readers in step, and a new number of
+    readers that divides the consumed batches.
 
     The state (:class:`bcp.protocols.ShardedState`) is that of the batches that the loader has returned. Prefetched ones
-    are read again. It has the same limits as the loader's own: the dataset has to keep all of its state itself, random
-    generators included, and has to stay at its end when a state of its end is loaded. Workers that have moved have
-    other seeds.
+    are read again. It has the same limits as the loader's own. The dataset has to keep all of its state itself, random
+    generators included. It has to stay at its end when a state of its end is loaded. Workers that have moved have other
+    seeds.
 
     For datasets with ``[i]`` and for loaders without workers use :class:`bcp.data.adapters.PerReader`. Their samplers
     belong to one reader.

@@ -37,8 +37,8 @@ __all__ = [
 MOST_RUNS = 1024
 """A chunk of more runs is read into one buffer, and copied from there.
 
-32 MiB of runs of 32 KiB: 5.6 ms of CPU for views and digests straight, 10.8 for digests and copies through a buffer. Of
-8 KiB: 9.0 against 14.3, but then Python takes most of it, and one thread at a time.
+32 MiB of runs of 32 KiB: 5.6 ms of CPU for views and digests straight, 10.8 for digests and copies through a buffer.
+Runs of 8 KiB: 9.0 against 14.3, but Python takes most of the time, in one thread at a time.
 """
 
 

@@ -231,7 +231,7 @@ class Moves(Protocol):
 Rename = (
     Moves | Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None] | None
 )
-"""What a load does to names; ``None`` in place of a name leaves the tensor out."""
+"""Rename of a load; ``None`` in place of a name leaves the tensor out."""
 
 Blocks = Callable[[str, tuple[int, ...]], Sequence[Moved]]
 """Function form of every rename: name and shape of a saved tensor, to where its blocks go."""

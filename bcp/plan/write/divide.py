@@ -125,7 +125,7 @@ BALANCES: dict[str, Callable[[DistinctShards, Ints, int], WriterIntervals]] = {"
 
 
 def _single_load(shards: DistinctShards, single: Ints, nbytes: Ints, world_size: int) -> Ints:
-    """Return int64[world_size]: the bytes that each rank writes because nobody else holds them."""
+    """Return int64[world_size]: the bytes that each rank writes because no other rank holds them."""
     load = np.zeros(world_size, dtype=np.int64)
     np.add.at(load, shards.holder[single], nbytes[single])
     return load

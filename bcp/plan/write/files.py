@@ -52,7 +52,7 @@ DTYPE_CODES = {
     "float8_e5m2": "F8_E5M2",
     "complex64": "C64",
 }
-"""What safetensors calls torch's dtypes."""
+"""Safetensors' names of torch's dtypes."""
 
 
 @dataclass(frozen=True, slots=True)

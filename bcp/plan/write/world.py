@@ -34,7 +34,7 @@ class Catalogue:
         family: int64[n], number of each tensor's family: states of one parameter with equal shards. They are planned
             and laid out as one. Numbers count 0, 1, 2 ... in the order of their first members.
         objects: (kind, path) of the leaves that are not tensors, sorted.
-        extras: kinds of which the rank writes one opaque object of its own.
+        extras: kinds with one opaque object of the rank.
     """
 
     tensors: TensorTable

@@ -204,8 +204,8 @@ def _same_place(one: Placement, other: Placement) -> bool:
 def _add_object(leaves: Leaves, leaf: Any, *, loading: bool) -> ObjectKey | None:
     """Take a ``ShardedObject`` by its unique key, which says which of how many shards it is.
 
-    Empty ones (extra states without Transformer Engine) are left out, so that other frameworks can load strictly. Of
-    replicas only the first is saved, as Megatron does: they need not be equal.
+    Empty ones (extra states without Transformer Engine) are left out, so that other frameworks can load strictly. Only
+    the first of several replicas is saved, as Megatron does: replicas need not be equal.
     """
     value = leaf.data.getvalue() if isinstance(leaf.data, io.BytesIO) else leaf.data
     empty = value is None or (isinstance(value, torch.Tensor) and not value.numel()) or value == b""

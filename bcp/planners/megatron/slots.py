@@ -35,7 +35,7 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 """The attributes that are read, by class; most of them are private to Megatron."""
 
 _LAYOUT_KEYS = frozenset({"is_expert_parallel"})
-"""Of param groups: without expert parallelism, experts are in the groups of the other parameters."""
+"""Keys of param groups that depend on the layout: without expert parallelism, experts are in the other groups."""
 
 _REFUSED = {
     "LayerWiseDistributedOptimizer": "deals whole parameters out to ranks; build it with use_distributed_optimizer",

@@ -40,7 +40,7 @@ _ALIGN = 8
 
 
 def packed(data: Mapping[str, Any]) -> str:
-    """Return data as a text; its leaves are columns of numpy, and whatever JSON has.
+    """Return data as a text; its leaves are columns of numpy and values of JSON.
 
     Numbers of JSON that are not finite become null. A column may have int8 to int32, uint8 to uint32, float32 or
     float64.
