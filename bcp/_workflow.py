@@ -35,17 +35,16 @@ __all__ = ["aload", "aprepare", "asave"]
 @collect_failure_garbage()
 async def asave(job: SaveJob) -> SaveReport:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
-    root = saving.SaveLeader(job.path, job.backend, job.world_size, job.options, job.watch.trace)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with (
             job.opened,
             recorded(job) as record,
-            saving.undone_on_error(job, root) as undo,
+            saving.undone_on_error(job) as undo,
             record.forgiving(job.operation) as agreement,
         ):
             with job.watch.phase("plan"):
                 stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
-                held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
+                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock)
                 job.watch.join(opening.operation, opening.trace)
                 items = await in_thread_gc_paused(
                     saving.write_items, held, plan, opening.operation, job.rank, job.options
@@ -60,8 +59,8 @@ async def asave(job: SaveJob) -> SaveReport:
                     written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
             with job.watch.phase("commit"):
-                await gather_broadcast(agreement, "commit", job.rank, written, root.commit)
-            job.watch.all_nbytes = root.all_nbytes
+                all_nbytes = await saving.commit_save(agreement, planned, job.rank, written, undo)
+            job.watch.all_nbytes = all_nbytes
             report = saving.report(job, held, opening, receipt, items, snapshot)
             await record.share(agreement, report)
     return report
@@ -109,12 +108,11 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
 @collect_failure_garbage()
 async def aprepare(job: SaveJob) -> None:
     """Agree on a plan (paper sec. 4.1) and get staging memory, which the first save of a layout would do."""
-    root = saving.SaveLeader(job.path, job.backend, job.world_size, job.options)
     async with job.opened, collective_operation(job.operation) as agreement:
         stock = await capture_error(in_thread_gc_paused(saving.rehearse, job))
         if isinstance(stock, saving.LocalState):
             job.on_snapshot()
-        held, opening, plan = await saving.plan_writes(agreement, root, job.rank, stock, job.options)
+        held, opening, plan, _ = await saving.plan_writes(agreement, job, stock)
     items = await in_thread_gc_paused(saving.write_items, held, plan, opening.operation, job.rank, job.options)
     pool = pool_for(accelerators(held.shards.tensors, held.address))
     sizes, most = saving.first_sizes(items, job.options), saving.pinned_nbytes(job.options)

@@ -1,6 +1,7 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
-from bcp._save.leader import BLOCK_BYTES, CleanUp, Opening, SaveLeader, not_replaced, undone_on_error
+from bcp._save.failures import CleanUp, not_replaced, undone_on_error
+from bcp._save.leader import BLOCK_BYTES, Opening, commit_save
 from bcp._save.local_state import LocalState
 from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, report, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes
@@ -11,9 +12,9 @@ __all__ = [
     "CleanUp",
     "LocalState",
     "Opening",
-    "SaveLeader",
     "SavePlan",
     "Snapshot",
+    "commit_save",
     "contents",
     "first_sizes",
     "make_receipt",

@@ -1,106 +1,62 @@
 """Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
 
-:class:`SaveLeader` holds its steps. Before the commit, :func:`check_written` compares the files that each rank says it
-has written with storage. :func:`not_replaced` raises the true reason of a failure if another job has committed to the
-same path. A failed save removes its own files, unless they may belong to a checkpoint (:func:`undone_on_error`).
+Each step is made from the one before: :class:`Opened`, :class:`Surveyed`, :class:`Planned`, :class:`Committing`,
+:class:`Committed`. :func:`open_save` takes the first one. If every rank has the plan already, :class:`Planned` follows
+:class:`Opened`. Before the commit, :func:`check_written` compares the files that each rank says it has written with
+storage.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
 
-import anyio
-
+from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
 from bcp._log import log
+from bcp._save.failures import CleanUp, check_not_replaced, taken
 from bcp._version import __version__
-from bcp.errors import BcpError, CheckpointError, CorruptError, ExistsError, StorageError
+from bcp.errors import BcpError, CorruptError, ExistsError, StorageError
 from bcp.format.metadata import (
     METADATA_KEY,
     Commit,
     data_key,
-    decode_metadata,
     encode_layout,
     encode_metadata,
     operation_of,
     receipt_key,
 )
 from bcp.format.receipt import Receipt
-from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.units import check_shared
 from bcp.plan.write import divide_save
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
-from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished, Version
+from bcp.protocols import Agreement, Backend, ObjectInfo, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
-from bcp.stages.items import WriteItem
 from bcp.telemetry.store import FOLDER as TELEMETRY
 from bcp.telemetry.store import outdated
 
 __all__ = [
     "BLOCK_BYTES",
-    "CleanUp",
+    "Committed",
+    "Committing",
+    "Opened",
     "Opening",
-    "SaveLeader",
+    "Planned",
+    "Surveyed",
+    "broadcast_step",
     "check_written",
+    "commit_save",
     "data_nbytes",
     "encode_written",
-    "not_replaced",
-    "taken",
-    "undone_on_error",
+    "open_save",
+    "scatter_step",
 ]
-
-
-@asynccontextmanager
-async def not_replaced(backend: Backend, path: str, operation: str, found: Version | None) -> AsyncIterator[None]:
-    """Raise ExistsError in place of a storage error if another job has committed meanwhile.
-
-    A commit deletes the files of older saves, so writes of a save that cannot commit any more may fail in any way.
-    """
-    try:
-        yield
-    except StorageError as error:
-        await check_not_replaced(backend, path, operation, found, error)
-        raise
-
-
-async def check_not_replaced(
-    backend: Backend, path: str, operation: str, found: Version | None, error: StorageError
-) -> None:
-    """Raise ExistsError because of ``error`` if the metadata is not the one that this save found."""
-    try:
-        now = await backend.version(METADATA_KEY)
-    except BcpError:  # storage does not answer at all; the first error says why
-        return
-    if now not in (found, None):
-        raise await taken(backend, path, operation, found) from error
-
-
-async def taken(backend: Backend, path: str, operation: str, found: Version | None) -> CheckpointError | StorageError:
-    """Return the error of a save whose place another job has taken."""
-    advice = "this save was not committed. Give every job a path of its own, or save again with overwrite=True"
-    try:
-        data = await backend.get(METADATA_KEY)
-    except FileNotFoundError:
-        return StorageError(
-            f"{path}: the checkpoint that operation {operation} was to replace was deleted or moved away meanwhile; "
-            "this save was not committed. Save again"
-        )
-    if await backend.version(METADATA_KEY) == found:
-        return ExistsError(f"another job is committing a checkpoint at {path}, as is operation {operation}; {advice}")
-    try:
-        winner = f"operation {(await in_thread_gc_paused(decode_metadata, data, path)).commit.operation}"
-    except CheckpointError:
-        winner = "an operation with metadata that cannot be read"
-    return ExistsError(
-        f"another job committed a checkpoint at {path}, {winner}, while operation {operation} was saving there; "
-        f"{advice}"
-    )
 
 
 _RECEIPT = struct.Struct("<16sI")  # digest, bytes
@@ -203,7 +159,6 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 
 
 BLOCK_BYTES = 1 << 20
-_layouts: PlanCache[bytes] = PlanCache(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,70 +188,152 @@ class Opening:
         return cls(data[:8].hex(), bool(data[8]), found or None, trace)
 
 
-@dataclass(slots=True)
-class SaveLeader:
-    """The coordinator's side of a save (paper sec. 3.3); its methods run on rank 0 only.
+_layouts: PlanCache[bytes] = PlanCache(16)
+Step = TypeVar("Step")
+
+
+async def broadcast_step(
+    agreement: Agreement,
+    name: str,
+    rank: int,
+    mine: bytes | BcpError,
+    take: Callable[[Sequence[bytes]], Awaitable[tuple[Step, bytes]]] | None,
+) -> tuple[bytes, Step | None]:
+    """Gather the messages of all ranks, let rank 0 take its next step, and send its answer to all ranks.
+
+    Args:
+        agreement: of all ranks.
+        name: of the step, for messages.
+        rank: this rank.
+        mine: its message, or its error.
+        take: called on rank 0 only; returns the step and the answer. None if this rank cannot take it.
+
+    Returns:
+        The answer; and on rank 0 the step, elsewhere None.
+
+    """
+    step: Step | None = None
+
+    async def answer(messages: Sequence[bytes]) -> bytes:
+        nonlocal step
+        if take is None:
+            raise _not_leading(name, rank)
+        step, reply = await take(messages)
+        return reply
+
+    return await gather_broadcast(agreement, name, rank, mine, answer), step
+
+
+async def scatter_step(
+    agreement: Agreement,
+    name: str,
+    rank: int,
+    mine: bytes,
+    take: Callable[[Sequence[bytes]], tuple[Step, Sequence[bytes]]] | None,
+) -> tuple[bytes, Step | None]:
+    """Take rank 0's next step like :func:`broadcast_step`, but in a thread, and with an answer for each rank."""
+    step: Step | None = None
+
+    def answer(messages: Sequence[bytes]) -> Sequence[bytes]:
+        nonlocal step
+        if take is None:
+            raise _not_leading(name, rank)
+        step, replies = take(messages)
+        return replies
+
+    return await gather_scatter(agreement, name, rank, mine, answer), step
+
+
+def _not_leading(name: str, rank: int) -> BcpError:
+    return BcpError(f"the coordinator let rank {rank} answer in step {name!r}; only rank 0 may")
+
+
+async def open_save(job: SaveJob, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
+    """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds.
+
+    Args:
+        job: the save on rank 0.
+        framework: name of the planner on rank 0.
+        hellos: of every rank, its plan's key and its claims of shared parts.
+
+    Raises:
+        ExistsError: a checkpoint is there, and may not be overwritten.
+
+    """
+    found = await job.backend.version(METADATA_KEY)
+    if found is not None and not job.options.overwrite:
+        raise ExistsError(
+            f"{job.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
+        )
+    check_shared([hello[DIGEST_BYTES:] for hello in hellos])
+    key = hellos[0][:DIGEST_BYTES]
+    layout = _layouts.get(key) or b""
+    cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)
+    opening = Opening(secrets.token_hex(8), cached, found, job.watch.trace)
+    return Opened(job, framework, opening, layout), opening.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The save has an id, and harms no checkpoint.
 
     Attributes:
-        path: where the checkpoint goes, for messages.
-        backend: the same, for bytes.
-        world_size: how many ranks save together.
-        options: how to save.
-        trace: trace context of this rank; empty for none.
-        framework: name of the planner; known when this rank has taken stock.
-        found: version of the metadata that was there when the save began; None for none.
-        key: of the plan.
-        plan: who holds the same as whom; known where there is no plan yet.
-        layout: encoded; the unchanging part of the metadata.
-        committing: the metadata has been written, or may have been; false again if another job's was there first.
-        operation: id of the save.
-        all_nbytes: bytes that all ranks wrote into data files; known once the save is committed.
+        job: the save on rank 0.
+        framework: name of the planner on rank 0.
+        opening: the answer to all ranks.
+        layout: encoded; of the plan that rank 0 has already, empty for none.
     """
 
-    path: str
-    backend: Backend
-    world_size: int
-    options: SaveOptions
-    trace: str = ""
-    framework: str = ""
-    found: Version | None = None
-    key: bytes = b""
-    plan: Survey = field(init=False)
-    layout: bytes = b""
-    committing: bool = False
-    operation: str = field(default_factory=lambda: secrets.token_hex(8))
-    all_nbytes: int | None = None
+    job: SaveJob
+    framework: str
+    opening: Opening
+    layout: bytes
 
-    async def open(self, hellos: Sequence[bytes]) -> bytes:
-        """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds."""
-        self.found = await self.backend.version(METADATA_KEY)
-        if self.found is not None and not self.options.overwrite:
-            raise ExistsError(
-                f"{self.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
-            )
-        check_shared([hello[DIGEST_BYTES:] for hello in hellos])
-        self.key = hellos[0][:DIGEST_BYTES]
-        self.layout = _layouts.get(self.key) or b""
-        cached = bool(self.layout) and all(hello[:DIGEST_BYTES] == self.key for hello in hellos)
-        return Opening(self.operation, cached, self.found, self.trace).encode()
+    def reuse(self) -> Planned:
+        """Take the plan that every rank has already."""
+        return Planned(self, self.layout)
 
-    async def survey(self, hellos: Sequence[bytes]) -> bytes:
+    async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
-        self.plan = await in_thread_gc_paused(self._survey, hellos)
-        self.key = self.plan.key
-        return self.plan.encode()
+        find = partial(survey_tables, balance=self.job.options.balance, block_bytes=BLOCK_BYTES)
+        survey = await in_thread_gc_paused(find, hellos)
+        return Surveyed(self, survey), survey.encode()
 
-    def _survey(self, hellos: Sequence[bytes]) -> Survey:
-        return survey_tables(hellos, balance=self.options.balance, block_bytes=BLOCK_BYTES)
 
-    def divide(self, messages: Sequence[bytes]) -> Sequence[bytes]:
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """Rank 0 knows which ranks hold equal tables.
+
+    Attributes:
+        opened: the step before.
+        survey: who holds the same as whom.
+    """
+
+    opened: Opened
+    survey: Survey
+
+    def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
-        division = divide_save(self.plan, messages, balance=self.options.balance, block_bytes=BLOCK_BYTES)
-        self.layout = encode_layout(division.layout)
-        _layouts.put(self.key, self.layout)
-        return encode_shares(division)
+        balance = self.opened.job.options.balance
+        division = divide_save(self.survey, messages, balance=balance, block_bytes=BLOCK_BYTES)
+        layout = encode_layout(division.layout)
+        _layouts.put(self.survey.key, layout)
+        return Planned(self.opened, layout), encode_shares(division)
 
-    async def commit(self, messages: Sequence[bytes]) -> bytes:
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Every rank knows its writes.
+
+    Attributes:
+        opened: the first step.
+        layout: encoded; the unchanging part of the metadata.
+    """
+
+    opened: Opened
+    layout: bytes
+
+    async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Committed, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
@@ -309,129 +346,145 @@ class SaveLeader:
             StorageError: files of this save are missing, or storage failed.
 
         """
-        listed = await self._listed(messages)
-        unfinished = await self._unfinished()
-        record = Commit(
-            operation=self.operation,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            framework=self.framework,
-            codecs=tuple(codec.name for codec in self.options.codecs),
-            part_bytes=self.options.part_bytes,
-            version=__version__,
-            receipts=receipt_digests(messages),
-        )
-        self.committing = True
-        version = await self.backend.put_if(METADATA_KEY, encode_metadata(self.layout, record), self.found)
-        if version is None:
-            self.committing = False
-            raise await taken(self.backend, self.path, self.operation, self.found)
-        await self._check_place(version)
-        self.all_nbytes = await in_thread_gc_paused(data_nbytes, messages)
-        await self._sweep(listed, unfinished)
-        return b""
+        committing = await self.check(messages)
+        committed = await committing.put(undo)
+        await committed.sweep()
+        return committed, b""
 
-    async def _listed(self, messages: Sequence[bytes]) -> Sequence[ObjectInfo]:
+    async def check(self, messages: Sequence[bytes]) -> Committing:
         """List all objects, once; among them has to be every file that a rank says it has written."""
-        listed = await self.backend.list()
+        job, opening = self.opened.job, self.opened.opening
+        listed = await job.backend.list()
         try:
-            await check_written(
-                self.backend, self.path, messages, listed, self.operation, encoded=bool(self.options.codecs)
-            )
+            encoded = bool(job.options.codecs)
+            await check_written(job.backend, job.path, messages, listed, opening.operation, encoded=encoded)
         except StorageError as error:
-            await check_not_replaced(self.backend, self.path, self.operation, self.found, error)
+            await check_not_replaced(job.backend, job.path, opening.operation, opening.found, error)
             raise
-        return listed
+        return Committing(self, messages, listed, await self._unfinished())
 
     async def _unfinished(self) -> Sequence[Unfinished]:
+        job, operation = self.opened.job, self.opened.opening.operation
         try:
-            return await self.backend.unfinished() if isinstance(self.backend, Sweeper) else []
+            return await job.backend.unfinished() if isinstance(job.backend, Sweeper) else []
         except StorageError as error:  # nothing is swept then; the commit needs none of it
-            log.warning("unfinished files were not listed", path=self.path, operation=self.operation, error=repr(error))
+            log.warning("unfinished files were not listed", path=job.path, operation=operation, error=repr(error))
             return []
+
+
+@dataclass(frozen=True, slots=True)
+class Committing:
+    """All files of the save are in storage.
+
+    Attributes:
+        planned: the step before.
+        messages: :func:`encode_written` of every rank.
+        listed: all objects under the path, those of other saves included.
+        unfinished: uploads under the path that nobody has finished.
+    """
+
+    planned: Planned
+    messages: Sequence[bytes]
+    listed: Sequence[ObjectInfo]
+    unfinished: Sequence[Unfinished]
+
+    async def put(self, undo: CleanUp) -> Committed:
+        """Put the metadata, if they are still the ones that this save found."""
+        opened = self.planned.opened
+        job, opening = opened.job, opened.opening
+        undo.committing = True
+        data = encode_metadata(self.planned.layout, self._record())
+        version = await job.backend.put_if(METADATA_KEY, data, opening.found)
+        if version is None:
+            undo.committing = False
+            raise await taken(job.backend, job.path, opening.operation, opening.found)
+        await self._check_place(version)
+        all_nbytes = await in_thread_gc_paused(data_nbytes, self.messages)
+        return Committed(self, all_nbytes)
+
+    def _record(self) -> Commit:
+        opened = self.planned.opened
+        options = opened.job.options
+        return Commit(
+            operation=opened.opening.operation,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            framework=opened.framework,
+            codecs=tuple(codec.name for codec in options.codecs),
+            part_bytes=options.part_bytes,
+            version=__version__,
+            receipts=receipt_digests(self.messages),
+        )
 
     async def _check_place(self, version: Version) -> None:
         """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""
+        job, operation = self.planned.opened.job, self.planned.opened.opening.operation
         try:
-            await self.backend.get(receipt_key(0, self.operation))
+            await job.backend.get(receipt_key(0, operation))
         except FileNotFoundError as error:
-            now = await self.backend.version(METADATA_KEY)
+            now = await job.backend.version(METADATA_KEY)
             if now not in (version, None):
                 return  # the next save has replaced this one already
             if now is not None:
-                await self.backend.delete([METADATA_KEY])  # it names files that are not there
+                await job.backend.delete([METADATA_KEY])  # it names files that are not there
             raise StorageError(
-                f"{self.path}: the files of operation {self.operation} disappeared during its commit; it is not "
+                f"{job.path}: the files of operation {operation} disappeared during its commit; it is not "
                 "committed there. The directory was deleted or moved away: save again"
             ) from error
 
-    async def _sweep(self, listed: Sequence[ObjectInfo], unfinished: Sequence[Unfinished]) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists.
+
+    Attributes:
+        committing: the step before.
+        all_nbytes: bytes that all ranks wrote into data files.
+    """
+
+    committing: Committing
+    all_nbytes: int
+
+    async def sweep(self) -> None:
         """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""
+        opened = self.committing.planned.opened
+        job, operation = opened.job, opened.opening.operation
+        listed, unfinished = self.committing.listed, self.committing.unfinished
 
         def stale(key: str) -> bool:
-            return _is_of_a_save(key) and operation_of(key) != self.operation
+            return _is_of_a_save(key) and operation_of(key) != operation
 
         try:
             left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
             left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
-            if left and isinstance(self.backend, Sweeper):
-                await self.backend.discard(left)
+            if left and isinstance(job.backend, Sweeper):
+                await job.backend.discard(left)
             keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
             if keys:
-                await self.backend.delete(keys)
+                await job.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
-            log.warning("old files were not deleted", path=self.path, operation=self.operation, error=repr(error))
+            log.warning("old files were not deleted", path=job.path, operation=operation, error=repr(error))
 
 
 def _is_of_a_save(key: str) -> bool:
     return operation_of(key) is not None and key.count("/") == 1
 
 
-CLEAN_UP_SECONDS = 30.0
+async def commit_save(
+    agreement: Agreement, planned: Planned | None, rank: int, written: bytes, undo: CleanUp
+) -> int | None:
+    """Commit once every rank has said that its files are durable.
 
+    Args:
+        agreement: of all ranks.
+        planned: rank 0's step; None on other ranks.
+        rank: this rank.
+        written: its :func:`encode_written`.
+        undo: told that the files may belong to a checkpoint.
 
-class CleanUp:
-    """The files that a failed save removes. Only rank 0 knows whether the metadata may be there already.
+    Returns:
+        On rank 0, the bytes that all ranks wrote into data files; None on other ranks.
 
-    So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
-    up for all until it writes the metadata. The next save to the path sweeps the files that are left then.
     """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._keys: list[str] = []
-        self._operation = ""
-
-    def begin(self, operation: str, items: Sequence[WriteItem]) -> None:
-        """Note the files that this rank is about to write."""
-        self._operation = operation
-        self._keys = [*dict.fromkeys(item.key for item in items), receipt_key(self._rank, operation)]
-
-    def leave_to_rank_0(self) -> None:
-        """Note that from here on this rank's files may belong to a checkpoint."""
-        if self._rank:
-            self._keys = []
-
-    async def keys(self, backend: Backend, *, committing: bool) -> list[str]:
-        """Return the files to remove."""
-        if not self._keys or committing:
-            return []
-        if self._rank:
-            return self._keys
-        return [info.key for info in await backend.list() if operation_of(info.key) == self._operation]
-
-
-@asynccontextmanager
-async def undone_on_error(job: SaveJob, root: SaveLeader) -> AsyncIterator[CleanUp]:
-    """Remove the written files if the save fails or is cancelled, within some seconds; then raise the same error."""
-    undo = CleanUp(job.rank)
-    try:
-        yield undo
-    except BaseException:
-        with anyio.move_on_after(CLEAN_UP_SECONDS, shield=True):
-            try:
-                keys = await undo.keys(job.backend, committing=root.committing)
-                if keys:
-                    await job.backend.delete(keys)
-            except Exception as error:  # noqa: BLE001 -- the save's own error is on its way out
-                log.warning("files of a failed save were not deleted", path=job.path, error=repr(error))
-        raise
+    commit = None if planned is None else partial(planned.commit, undo)
+    _, committed = await broadcast_step(agreement, "commit", rank, written, commit)
+    return None if committed is None else committed.all_nbytes

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
-from bcp._save.leader import Opening, SaveLeader
+from bcp._save.leader import Opening, Planned, broadcast_step, open_save, scatter_step
 from bcp._save.local_state import LocalState
 from bcp.errors import BcpError, InputError
-from bcp.options import SaveOptions
 from bcp.plan.cache import PlanCache
 from bcp.plan.units import encode_shared
 from bcp.plan.write import RankTable
@@ -46,32 +45,37 @@ class SavePlan:
 
 
 async def plan_writes(
-    agreement: Agreement, root: SaveLeader, rank: int, held: LocalState | BcpError, options: SaveOptions
-) -> tuple[LocalState, Opening, SavePlan]:
+    agreement: Agreement, job: SaveJob, held: LocalState | BcpError
+) -> tuple[LocalState, Opening, SavePlan, Planned | None]:
     """Agree with all ranks on the writes; an unchanged layout costs 16 bytes a rank (paper sec. 4.1).
 
-    Ranks with sharded dataloader states also say a digest of each state's shared part.
+    Ranks with sharded dataloader states also say a digest of each state's shared part. On rank 0, the last result is
+    the step that leads to the commit; on other ranks it is None.
     """
+    rank, options = job.rank, job.options
     if isinstance(held, BcpError):
-        await gather_broadcast(agreement, "begin", rank, held, root.open)
+        await broadcast_step(agreement, "begin", rank, held, None)
         raise held
-    root.framework = held.framework
     table = held.shards.table
-    layout = f"{rank} {root.world_size} {options.balance} {options.part_bytes} ".encode()
+    layout = f"{rank} {job.world_size} {options.balance} {options.part_bytes} ".encode()
     layout += await in_thread_gc_paused(digest, table)
     known = _plans.get(layout)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
-    opening = Opening.decode(await gather_broadcast(agreement, "begin", rank, hello, root.open))
+    begun, opened = await broadcast_step(agreement, "begin", rank, hello, partial(open_save, job, held.framework))
+    opening = Opening.decode(begun)
     if opening.cached and known is not None:
-        return held, opening, known
+        return held, opening, known, opened.reuse() if opened else None
     prepared = await in_thread_gc_paused(RankTable.of, table)
-    survey = Survey.decode(await gather_broadcast(agreement, "survey", rank, prepared.encoded.hello, root.survey))
+    found, surveyed = await broadcast_step(
+        agreement, "survey", rank, prepared.encoded.hello, opened.survey if opened else None
+    )
+    survey = Survey.decode(found)
     message = prepared.encoded.message(rank, survey)
-    share = await gather_scatter(agreement, "plan", rank, message, root.divide)
+    share, planned = await scatter_step(agreement, "plan", rank, message, surveyed.divide if surveyed else None)
     plan = await in_thread_gc_paused(_read_share, prepared, share, rank, survey.key, options.part_bytes)
     _plans.put(layout, plan)
-    return held, opening, plan
+    return held, opening, plan, planned
 
 
 def _read_share(prepared: RankTable, share: bytes, rank: int, key: bytes, part_bytes: int) -> SavePlan:

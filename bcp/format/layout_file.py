@@ -35,7 +35,7 @@ from bcp.format.container import (
     values,
 )
 from bcp.plan.layout import LARGEST, Layout, check_layout, check_segments
-from bcp.plan.shards import Segments, TensorTable
+from bcp.plan.shards import TENSOR_COLUMNS, Segments, TensorTable
 
 __all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout", "layout_digest"]
 
@@ -113,16 +113,7 @@ def _columns(layout: Layout) -> tuple[tuple[Any, ...], ...]:
     return (
         ([layout.world_size], [layout.block_bytes]),
         (
-            tensors.kind,
-            tensors.fqn,
-            tensors.dtype,
-            tensors.itemsize,
-            tensors.ndim,
-            tensors.shape,
-            tensors.stride,
-            tensors.device,
-            tensors.requires_grad,
-            tensors.tied_to,
+            *(getattr(tensors, name) for name in TENSORS.names if name in TENSOR_COLUMNS),
             steps(layout.leader),
             layout.plane,
             np.bincount(layout.piece_tensor, minlength=len(tensors)),
@@ -192,15 +183,12 @@ def _segments(pieces: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.Rec
 
 def _tensors(table: pa.RecordBatch) -> TensorTable:
     """Decode the table of tensors."""
-    return TensorTable(
-        kind=integers(table, "kind"),
-        fqn=tuple(values(table, "fqn")),
-        dtype=tuple(values(table, "dtype")),
-        itemsize=integers(table, "itemsize"),
-        ndim=integers(table, "ndim"),
-        shape=grid(table, "shape"),
-        stride=grid(table, "stride"),
-        device=tuple(values(table, "device")),
-        requires_grad=integers(table, "requires_grad"),
-        tied_to=tuple(values(table, "tied_to")),
-    )
+    return TensorTable(**{name: _column(table, name) for name in TENSOR_COLUMNS})
+
+
+def _column(table: pa.RecordBatch, name: str) -> Any:
+    """Decode one column of the table of tensors as its schema says."""
+    kind = TENSORS.field(name).type
+    if kind == INT:
+        return integers(table, name)
+    return grid(table, name) if kind == GRID else tuple(values(table, name))

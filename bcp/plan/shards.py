@@ -9,16 +9,17 @@ them once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, fields
+from itertools import chain, count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints, distinct_rows, matrix, mix, runs
+from bcp.plan.columns import Ints, concat, distinct_rows, matrix, mix, padded, runs
 
-__all__ = ["KINDS", "OPAQUE_KINDS", "Segments", "ShardRow", "ShardTable", "TensorMeta", "TensorTable"]
+__all__ = ["KINDS", "OPAQUE_KINDS", "TENSOR_COLUMNS", "Segments", "ShardRow", "ShardTable", "TensorMeta", "TensorTable"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,18 +232,24 @@ class TensorTable:
     def take(self, rows: Ints) -> TensorTable:
         """Return these rows, in this order."""
         at = rows.tolist()
-        return TensorTable(
-            kind=self.kind[rows],
-            fqn=list(map(self.fqn.__getitem__, at)),
-            dtype=list(map(self.dtype.__getitem__, at)),
-            itemsize=self.itemsize[rows],
-            ndim=self.ndim[rows],
-            shape=self.shape[rows],
-            stride=self.stride[rows],
-            device=list(map(self.device.__getitem__, at)),
-            requires_grad=self.requires_grad[rows],
-            tied_to=list(map(self.tied_to.__getitem__, at)),
-        )
+        taken: dict[str, Any] = {
+            name: column[rows] if isinstance(column, np.ndarray) else list(map(column.__getitem__, at))
+            for name, column in self.columns().items()
+        }
+        return TensorTable(**taken)
+
+    @classmethod
+    def joined(cls, tables: Sequence[TensorTable]) -> TensorTable:
+        """Put tables below each other, in their common width."""
+        width = max((table.shape.shape[1] for table in tables), default=0)
+        columns: dict[str, Any] = {
+            name: _joined(name, [getattr(table, name) for table in tables], width) for name in TENSOR_COLUMNS
+        }
+        return cls(**columns)
+
+    def columns(self) -> dict[str, Any]:
+        """Return all columns by name, in the order of the fields."""
+        return {name: getattr(self, name) for name in TENSOR_COLUMNS}
 
     @property
     def tied(self) -> npt.NDArray[np.bool_]:
@@ -255,6 +262,20 @@ class TensorTable:
     def numel(self) -> Ints:
         """int64[n]: elements of each global tensor."""
         return np.asarray(self.shape.prod(axis=1), dtype=np.int64)
+
+
+TENSOR_COLUMNS = tuple(column.name for column in fields(TensorTable))
+"""Names of the columns of a :class:`TensorTable`."""
+
+_TEXTS = frozenset(column.name for column in fields(TensorTable) if column.type == "Sequence[str]")
+_PADDING = {"shape": 1, "stride": 0}
+
+
+def _joined(name: str, parts: Sequence[Any], width: int) -> Ints | list[str]:
+    """Put the parts of one column below each other."""
+    if name in _TEXTS:
+        return list(chain.from_iterable(parts))
+    return padded(parts, width, _PADDING[name]) if name in _PADDING else concat(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

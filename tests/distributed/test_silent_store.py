@@ -50,7 +50,7 @@ def test_torchruns_agent_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(silent_store.TORCHRUN)
     here = Path(silent_store.__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(here), str(here.with_name("support")), *filter(None, [os.environ.get("PYTHONPATH")])])
     job = subprocess.run(  # noqa: S603 -- our own program
         [
             sys.executable,

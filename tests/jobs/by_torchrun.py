@@ -13,7 +13,7 @@ END_SECONDS = 300.0
 def started(ranks: int, program: str, *words: str) -> subprocess.Popen[str]:
     """Start a program on so many ranks."""
     here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, [here, *here.parents[:2]]))
+    paths = os.pathsep.join(map(str, [here, here.with_name("support"), *here.parents[:2]]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     command += [f"--nproc-per-node={ranks}", program, *words]
     environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -14,7 +14,8 @@ import pytest
 from interleave import Dead, Turns, orders
 
 import bcp
-from bcp._save.leader import Opening, SaveLeader, encode_written, not_replaced, undone_on_error
+from bcp._save.failures import not_replaced, undone_on_error
+from bcp._save.leader import Opening, Planned, encode_written, open_save
 from bcp.backends import LocalBackend, MemoryBackend, swap
 from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
 from bcp.format.receipt import receipt_digest
@@ -45,19 +46,18 @@ def layout() -> bytes:
     return encode_layout(decode_metadata(data, "").layout)
 
 
-def saver(
-    inner: Backend, unchanging: bytes, *, overwrite: bool
-) -> Callable[[Turns | None, int], Awaitable[SaveLeader]]:
+def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Turns | None, int], Awaitable[Opening]]:
     """Return a task that does what rank 0 of a save does: open, write a data file and a receipt, commit."""
 
-    async def save(turns: Turns | None = None, me: int = 0) -> SaveLeader:
+    async def save(turns: Turns | None = None, me: int = 0) -> Opening:
         backend = Stepped(inner, turns, me)
-        root = SaveLeader("the path", backend, 1, SaveOptions(overwrite=overwrite))
-        job = cast("Any", SimpleNamespace(rank=0, backend=backend, path="the path"))
-        async with undone_on_error(job, root) as undo:
-            opening = Opening.decode(await root.open([bytes(16)]))
-            assert (opening.operation, opening.found) == (root.operation, root.found)
-            root.layout = unchanging
+        options = SaveOptions(overwrite=overwrite)
+        watch = SimpleNamespace(trace="")
+        job = cast("Any", SimpleNamespace(rank=0, backend=backend, path="the path", options=options, watch=watch))
+        async with undone_on_error(job) as undo:
+            opened, answer = await open_save(job, "torch", [bytes(16)])
+            opening = Opening.decode(answer)
+            assert opening == opened.opening
             undo.begin(opening.operation, [])
             async with not_replaced(backend, job.path, opening.operation, opening.found):
                 async with backend.open_write(data_key(0, 0, opening.operation, encoded=False), 4) as writer:
@@ -65,8 +65,8 @@ def saver(
                 await backend.put(receipt_key(0, opening.operation), b"receipt")
             files = [SimpleNamespace(kind=0, stored_nbytes=4)]
             receipt = cast("Any", SimpleNamespace(files=files))
-            await root.commit([encode_written(receipt, receipt_digest(b"receipt"), 7)])
-        return root
+            await Planned(opened, unchanging).commit(undo, [encode_written(receipt, receipt_digest(b"receipt"), 7)])
+        return opening
 
     return save
 
@@ -108,11 +108,11 @@ class OnDisk:
 
 def check_end(results: list[Any], last: str | None, place: InMemory | OnDisk) -> None:
     """Check who said that it had saved, what is there in the end, and what the others were told."""
-    roots = [result for result in results if isinstance(result, SaveLeader)]
-    founds = Counter(root.found for root in roots)
+    openings = [result for result in results if isinstance(result, Opening)]
+    founds = Counter(opening.found for opening in openings)
     assert max(founds.values()) == 1, "two saves replaced the same checkpoint"
-    assert last in {root.operation for root in roots}
-    errors = [result for result in results if not isinstance(result, SaveLeader)]
+    assert last in {opening.operation for opening in openings}
+    errors = [result for result in results if not isinstance(result, Opening)]
     assert all(isinstance(error, bcp.ExistsError) and "the path" in str(error) for error in errors), errors
     everything = place.files()
     assert {operation_of(key) for key in everything} == {last, None}, "a save that lost, or was replaced, left files"

@@ -16,7 +16,7 @@ import numpy as np
 
 from bcp.errors import InputError
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints, concat, padded
+from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout, resolve
 from bcp.plan.read.renames import AssembledTensor, Blocks, Moved, Rename, blocks_of
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
@@ -65,20 +65,7 @@ def _names(table: TensorTable) -> Iterator[tuple[str, str]]:
 
 def extended(table: TensorTable, metas: Sequence[TensorMeta]) -> TensorTable:
     """Return a table with further tensors behind its own."""
-    more = TensorTable.build(metas)
-    width = max(table.shape.shape[1], more.shape.shape[1])
-    return TensorTable(
-        kind=concat([table.kind, more.kind]),
-        fqn=[*table.fqn, *more.fqn],
-        dtype=[*table.dtype, *more.dtype],
-        itemsize=concat([table.itemsize, more.itemsize]),
-        ndim=concat([table.ndim, more.ndim]),
-        shape=padded([table.shape, more.shape], width, 1),
-        stride=padded([table.stride, more.stride], width, 0),
-        device=[*table.device, *more.device],
-        requires_grad=concat([table.requires_grad, more.requires_grad]),
-        tied_to=[*table.tied_to, *more.tied_to],
-    )
+    return TensorTable.joined([table, TensorTable.build(metas)])
 
 
 MASTER = "master_param"

@@ -63,7 +63,7 @@ def merge_tensors(world: AllTables) -> MergedTensors:
     """
     parts = [catalogue.tensors for catalogue in world.catalogues]
     index, merged = _by_name(parts)
-    stacked = _concat_tensors(parts)
+    stacked = TensorTable.joined(parts)
     first = np.full(sum(map(len, index)), len(merged), dtype=np.int64)
     np.minimum.at(first, merged, np.arange(len(merged), dtype=np.int64))
     ranks = np.repeat(world.lowest_ranks(), [len(part) for part in parts])
@@ -178,23 +178,6 @@ def _check_itemsizes(tensors: TensorTable) -> None:
             f"{meta.kind} tensor {meta.fqn!r} ({meta.dtype}) has elements of {meta.itemsize} bytes, which is not a "
             "power of two; save it as a view of another dtype"
         )
-
-
-def _concat_tensors(parts: Sequence[TensorTable]) -> TensorTable:
-    """Put tensor tables below each other, in their common width."""
-    width = max((part.shape.shape[1] for part in parts), default=0)
-    return TensorTable(
-        kind=concat([part.kind for part in parts]),
-        fqn=list(chain.from_iterable(part.fqn for part in parts)),
-        dtype=list(chain.from_iterable(part.dtype for part in parts)),
-        itemsize=concat([part.itemsize for part in parts]),
-        ndim=concat([part.ndim for part in parts]),
-        shape=padded([part.shape for part in parts], width, 1),
-        stride=padded([part.stride for part in parts], width, 0),
-        device=list(chain.from_iterable(part.device for part in parts)),
-        requires_grad=concat([part.requires_grad for part in parts]),
-        tied_to=list(chain.from_iterable(part.tied_to for part in parts)),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import xxhash
 from bcp.errors import CorruptError
 from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
-from bcp.plan.shards import ShardTable, TensorTable
+from bcp.plan.shards import TENSOR_COLUMNS, ShardTable, TensorTable
 from bcp.plan.units import decode_claims
 from bcp.plan.write.divide import SHARE, RankShare, WriteDivision
 from bcp.plan.write.world import AllTables, Catalogue, FactoredTable, Slots
@@ -77,18 +77,14 @@ def decode_catalogue(data: bytes) -> Catalogue:
     columns = _decode(CATALOGUE, data)
     try:
         width, tensors = int(columns["width"][0]), len(columns["fqn"])
-        names = ("kind", "fqn", "dtype", "itemsize", "ndim", "device", "requires_grad", "tied_to")
-        table = TensorTable(
-            **{name: columns[name] for name in names},
-            shape=columns["shape"].reshape(tensors, width),
-            stride=columns["stride"].reshape(tensors, width),
-        )
+        grids = {name: columns[name].reshape(tensors, width) for name in ("shape", "stride")}
+        table = TensorTable(**{name: columns[name] for name in TENSOR_COLUMNS} | grids)
         objects = list(zip(columns["object_kind"], columns["object_path"], strict=True))
         family = columns["family"].reshape(tensors)
-        names_alike = [len(columns[name]) for name in names] == [tensors] * len(names)
+        lengths = set(map(len, table.columns().values()))
     except (KeyError, ValueError) as error:
         raise CorruptError(f"a catalogue of {len(data)} bytes has wrong columns: {error}") from error
-    if not names_alike:
+    if lengths != {tensors}:
         raise CorruptError(f"a catalogue of {len(data)} bytes has columns of different lengths")
     return Catalogue(table, family, objects, columns["extras"])
 
@@ -222,16 +218,10 @@ def _names(tensors: TensorTable, objects: Sequence[tuple[str, str]], extras: Seq
     """Return the columns of tensors and objects by name, flattened to one dimension."""
     return {
         "width": np.array([tensors.shape.shape[1]], dtype=np.int64),
-        "kind": tensors.kind,
-        "fqn": tensors.fqn,
-        "dtype": tensors.dtype,
-        "itemsize": tensors.itemsize,
-        "ndim": tensors.ndim,
-        "shape": tensors.shape.ravel(),
-        "stride": tensors.stride.ravel(),
-        "device": tensors.device,
-        "requires_grad": tensors.requires_grad,
-        "tied_to": tensors.tied_to,
+        **{
+            name: column.ravel() if isinstance(column, np.ndarray) else column
+            for name, column in tensors.columns().items()
+        },
         "object_kind": [kind for kind, _ in objects],
         "object_path": [path for _, path in objects],
         "extras": extras,
