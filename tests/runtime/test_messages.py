@@ -1,0 +1,208 @@
+"""Every message between ranks and processes: it survives the wire, and bytes that are no message raise one error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import pkgutil
+import random
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+import bcp
+import bcp._messages
+from bcp._messages.base import Message, decode_either
+from bcp._messages.running import (
+    Absence,
+    Alarm,
+    Candidates,
+    Choice,
+    Departure,
+    Outcome,
+    Plan,
+    Standing,
+    Stop,
+    Verdict,
+)
+from bcp.coordinators.local import SoloCoordinator
+from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
+from bcp.runs.resuming import resume
+
+EXAMPLES: list[Message] = [
+    Plan(15, saves=True),
+    Candidates((30, 20), (Choice(40, "not committed"),), "a7c1"),
+    Outcome("damaged", "CorruptError: bit-flipped"),
+    Verdict(3, "rank 3: OSError"),
+    Verdict(None),
+    Alarm("SIGTERM on rank 3", 29.5),
+    Alarm("notice", None),
+    Departure(2, 17),
+    Standing(17, math.inf),
+    Stop(18, 12.0),
+    Absence(5, "rank 5 did not answer"),
+]
+"""One or more of each class."""
+
+OTHERS = [None, True, -1, 1 << 63, 0.5, math.nan, "text", b"bytes", [], [1], {}, {"a": 1}]
+"""Values that some field of a message may not have."""
+
+FLIPS = 250
+
+
+def classes() -> Iterator[type[Message]]:
+    """All message classes of the package."""
+    for module in pkgutil.iter_modules(bcp._messages.__path__):
+        found = importlib.import_module(f"bcp._messages.{module.name}")
+        for _, each in inspect.getmembers(found, inspect.isclass):
+            if issubclass(each, Message) and each is not Message and each.__module__ == found.__name__:
+                yield each
+
+
+def fields_of(message: Message) -> Any:
+    """The message as msgspec writes it: a dict, or a list if the class is an array."""
+    return msgspec.msgpack.decode(message.encode())
+
+
+def refused_or_sound(kind: type[Message], data: bytes) -> None:
+    """Decode damaged bytes: a message, which encodes again, or MessageError."""
+    try:
+        found = kind.decode(data, sender=3)
+    except MessageError as error:
+        said = str(error)
+        assert said.startswith(f"the message {kind.__name__} of rank 3 cannot be decoded, {len(data)} bytes: ")
+        assert said.endswith("; run the same version of bcp on all ranks")
+    else:
+        assert type(found) is kind
+        assert kind.decode(found.encode()) == found or found != found  # noqa: PLR0124 -- NaN
+
+
+each_message = pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+
+
+def test_every_class_has_an_example() -> None:
+    assert set(classes()) == set(map(type, EXAMPLES))
+
+
+def test_every_class_is_strict() -> None:
+    for kind in classes():
+        config = kind.__struct_config__
+        assert config.frozen
+        assert config.forbid_unknown_fields
+        assert config.tag == kind.__name__
+
+
+@each_message
+def test_a_message_survives(message: Message) -> None:
+    assert type(message).decode(message.encode()) == message
+
+
+@each_message
+def test_a_truncated_message_is_refused(message: Message) -> None:
+    data = message.encode()
+    for end in range(len(data)):
+        with pytest.raises(MessageError, match=f"{type(message).__name__} cannot be decoded, {end} bytes"):
+            type(message).decode(data[:end])
+    with pytest.raises(MessageError, match="trailing"):
+        type(message).decode(data + b"\0")
+
+
+@each_message
+def test_flipped_bytes_are_refused_or_sound(message: Message) -> None:
+    dice = random.Random(type(message).__name__)  # noqa: S311 -- a sample, no secret
+    for _ in range(FLIPS):
+        data = bytearray(message.encode())
+        for _ in range(dice.randint(1, 3)):
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        refused_or_sound(type(message), bytes(data))
+
+
+@each_message
+def test_random_bytes_are_refused(message: Message) -> None:
+    dice = random.Random(1)  # noqa: S311 -- a sample, no secret
+    for _ in range(FLIPS):
+        refused_or_sound(type(message), dice.randbytes(dice.randint(0, 64)))
+
+
+@each_message
+def test_other_types_are_refused_or_sound(message: Message) -> None:
+    fields = fields_of(message)
+    for place in fields if isinstance(fields, dict) else range(len(fields)):
+        for other in OTHERS:
+            changed = fields.copy()
+            changed[place] = other
+            refused_or_sound(type(message), msgspec.msgpack.encode(changed))
+
+
+@each_message
+def test_another_versions_fields_are_refused(message: Message) -> None:
+    fields = fields_of(message)
+    if isinstance(fields, dict):
+        *_, last = fields
+        others = [fields | {"added": 1}, fields | {"message": "Other"}]
+        if last not in type(message).__struct_encode_fields__[-1 : -1 - len(type(message).__struct_defaults__) : -1]:
+            others.append({name: value for name, value in fields.items() if name != last})
+        others.append({("renamed" if name == last else name): value for name, value in fields.items()})
+    else:
+        others = [[*fields, 1], fields[1:], ["Other", *fields[1:]]]
+    for other in others:
+        with pytest.raises(MessageError):
+            type(message).decode(msgspec.msgpack.encode(other))
+
+
+@pytest.mark.parametrize(
+    "claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
+)
+@each_message
+def test_a_length_that_is_claimed_takes_no_memory(message: Message, claim: bytes) -> None:
+    fields = fields_of(message)
+    head, names = bytes([(0x80 if isinstance(fields, dict) else 0x90) + len(fields)]), list(fields)
+    for place in range(len(fields)):
+        data = bytearray(head)
+        for name in names[:place]:
+            data += msgspec.msgpack.encode(name)
+            data += msgspec.msgpack.encode(fields[name]) if isinstance(fields, dict) else b""
+        data += msgspec.msgpack.encode(names[place]) if isinstance(fields, dict) else b""
+        with pytest.raises(MessageError):
+            type(message).decode(bytes(data) + claim)
+
+
+def test_a_message_of_another_class_is_refused() -> None:
+    with pytest.raises(MessageError, match="Stop of rank 7 cannot be decoded"):
+        Stop.decode(Standing(1, None).encode(), sender=7)
+
+
+def test_one_of_two_classes_is_told_by_its_tag() -> None:
+    assert decode_either(Alarm, Departure, Departure(1, 2).encode()) == Departure(1, 2)
+    with pytest.raises(MessageError, match="Alarm or Departure of rank 2 cannot be decoded, 3 bytes"):
+        decode_either(Alarm, Departure, b"abc", sender=2)
+
+
+def test_a_text_that_is_no_unicode_is_sent_escaped() -> None:
+    assert Absence.decode(Absence(1, "a\udcff.bin").encode()) == Absence(1, "a\\udcff.bin")
+
+
+def test_no_checkpoint_is_to_blame_for_a_message() -> None:
+    assert not issubclass(MessageError, CheckpointError)
+    assert bcp.MessageError is MessageError
+
+
+@pytest.mark.parametrize("error", [MessageError("garbled"), PeerError(1, "rank 1 failed: MessageError: garbled")])
+def test_a_run_that_resumes_condemns_no_checkpoint_for_a_message(error: BcpError) -> None:
+    async def candidates() -> Candidates:
+        return Candidates((20, 10), (), "life")
+
+    tried: list[int] = []
+
+    async def load(step: int) -> None:
+        tried.append(step)
+        raise error
+
+    with pytest.raises(type(error), match="garbled"):
+        anyio.run(partial(resume, SoloCoordinator(), "resume", 10.0, candidates, load))
+    assert tried == [20]
