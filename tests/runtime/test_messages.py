@@ -7,9 +7,10 @@ import inspect
 import math
 import pkgutil
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -17,7 +18,9 @@ import pytest
 
 import bcp
 import bcp._messages
+from bcp._agree import collective_operation, gather_broadcast, gather_scatter
 from bcp._messages.base import Message, decode_either
+from bcp._messages.coordination import Failure
 from bcp._messages.running import (
     Absence,
     Alarm,
@@ -32,6 +35,7 @@ from bcp._messages.running import (
 )
 from bcp.coordinators.local import SoloCoordinator
 from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
+from bcp.protocols import Agreement
 from bcp.runs.resuming import resume
 
 EXAMPLES: list[Message] = [
@@ -46,6 +50,8 @@ EXAMPLES: list[Message] = [
     Standing(17, math.inf),
     Stop(18, 12.0),
     Absence(5, "rank 5 did not answer"),
+    Failure(None, "StateError", "no such name"),
+    Failure(3, "OSError", "disk full"),
 ]
 """One or more of each class."""
 
@@ -206,3 +212,43 @@ def test_a_run_that_resumes_condemns_no_checkpoint_for_a_message(error: BcpError
     with pytest.raises(type(error), match="garbled"):
         anyio.run(partial(resume, SoloCoordinator(), "resume", 10.0, candidates, load))
     assert tried == [20]
+
+
+class _Forger:
+    """The agreement of rank 0 of two ranks, the other one of which sends the given bytes."""
+
+    def __init__(self, other: bytes) -> None:
+        self._other = other
+
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
+        del step
+        return await decide([mine, self._other])
+
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        del step
+        return divide([mine, self._other])[0]
+
+
+@pytest.mark.parametrize("other", [b"", b"\7", b"\1", b'\1[null, "StateError", "no such name"]'])
+def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
+    forger = cast("Agreement", _Forger(other))
+
+    async def answer(_: Sequence[bytes]) -> bytes:
+        return b""
+
+    async def broadcast() -> None:
+        async with collective_operation(nullcontext(forger)) as agreement:
+            await gather_broadcast(agreement, "begin", 0, b"mine", answer)
+
+    async def scatter() -> None:
+        async with collective_operation(nullcontext(forger)) as agreement:
+            await gather_scatter(agreement, "plan", 0, b"mine", lambda messages: messages)
+
+    for step in (broadcast, scatter):
+        with pytest.raises(MessageError, match="of rank 1 cannot be decoded") as caught:
+            anyio.run(step)
+        assert caught.value.of_all_ranks
