@@ -14,7 +14,7 @@ import msgspec
 
 from bcp.errors import MessageError
 
-__all__ = ["Count", "Message", "Rank", "Seconds", "decode_either", "expect", "refused"]
+__all__ = ["Count", "Message", "Rank", "Seconds", "decode_any", "decode_either", "expect", "refused"]
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A rank's number."""
@@ -24,6 +24,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 """A duration; it may be infinite, but is a number."""
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec for bytes that are no message of the wanted type."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="message"):
@@ -63,7 +66,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise refused(cls.__name__, data, error, sender) from error
 
     @classmethod
@@ -79,11 +82,16 @@ B = TypeVar("B", bound=Message)
 def decode_either(first: type[A], second: type[B], data: bytes, sender: int | None = None) -> A | B:
     """Decode a message of one of two classes, which its tag tells. Raises MessageError as Message.decode does."""
     kinds: Any = first | second
-    try:
-        found: A | B = msgspec.msgpack.decode(data, type=kinds)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise refused(f"{first.__name__} or {second.__name__}", data, error, sender) from error
+    found: A | B = decode_any(kinds, f"{first.__name__} or {second.__name__}", data, sender)
     return found
+
+
+def decode_any(kinds: Any, name: str, data: bytes, sender: int | None = None) -> Any:
+    """Decode a message of a union of classes; ``name`` names them in the error. Raises MessageError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kinds)
+    except DECODE_ERRORS as error:
+        raise refused(name, data, error, sender) from error
 
 
 def expect(*sound: bool, reason: str) -> None:
@@ -92,7 +100,7 @@ def expect(*sound: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-def refused(name: str, data: bytes, reason: object, sender: int | None = None) -> MessageError:
+def refused(name: str, data: bytes | memoryview, reason: object, sender: int | None = None) -> MessageError:
     """Return the error for a message that cannot be used."""
     whose = "" if sender is None else f" of rank {sender}"
     return MessageError(

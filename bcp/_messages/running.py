@@ -1,4 +1,4 @@
-"""Messages of runs, and of the dataloader's reader worker processes."""
+"""Messages of runs: planned saves, the choice of a checkpoint, and the common last step."""
 
 from __future__ import annotations
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import os
 import pkgutil
 import random
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
@@ -21,6 +24,17 @@ import bcp._messages
 from bcp._agree import collective_operation, gather_broadcast, gather_scatter
 from bcp._messages.base import Message, decode_either
 from bcp._messages.coordination import Failure
+from bcp._messages.reading import (
+    ArrayPlace,
+    Batch,
+    Consumed,
+    Enclosure,
+    ReaderJob,
+    Start,
+    States,
+    StatesRequest,
+    WorkerFailure,
+)
 from bcp._messages.running import (
     Absence,
     Alarm,
@@ -34,6 +48,7 @@ from bcp._messages.running import (
     Verdict,
 )
 from bcp.coordinators.local import SoloCoordinator
+from bcp.data.worker import Line
 from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
 from bcp.protocols import Agreement
 from bcp.runs.resuming import resume
@@ -52,6 +67,14 @@ EXAMPLES: list[Message] = [
     Absence(5, "rank 5 did not answer"),
     Failure(None, "StateError", "no such name"),
     Failure(3, "OSError", "disk full"),
+    Enclosure(128, 40),
+    ReaderJob({"job": ArrayPlace(0, (70,), "|u1")}),
+    Start({"units": ArrayPlace(0, (2, 2), "<i8"), "0 tokens": ArrayPlace(64, (0,), "<i8")}),
+    Consumed(),
+    StatesRequest(2, 7),
+    Batch({name: ArrayPlace(64, (2, 3), "<i8") for name in ("numbers", "tokens", "documents", "samples")}, live=True),
+    States({}, 2, 7),
+    WorkerFailure("a batch", "OSError: gone", "Traceback"),
 ]
 """One or more of each class."""
 
@@ -149,11 +172,10 @@ def test_other_types_are_refused_or_sound(message: Message) -> None:
 def test_another_versions_fields_are_refused(message: Message) -> None:
     fields = fields_of(message)
     if isinstance(fields, dict):
-        *_, last = fields
         others = [fields | {"added": 1}, fields | {"message": "Other"}]
-        if last not in type(message).__struct_encode_fields__[-1 : -1 - len(type(message).__struct_defaults__) : -1]:
-            others.append({name: value for name, value in fields.items() if name != last})
-        others.append({("renamed" if name == last else name): value for name, value in fields.items()})
+        required = [each.name for each in msgspec.structs.fields(message) if each.required]
+        others += [{name: value for name, value in fields.items() if name != lost} for lost in required]
+        others += [{("renamed" if name == old else name): value for name, value in fields.items()} for old in fields]
     else:
         others = [[*fields, 1], fields[1:], ["Other", *fields[1:]]]
     for other in others:
@@ -252,3 +274,31 @@ def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
         with pytest.raises(MessageError, match="of rank 1 cannot be decoded") as caught:
             anyio.run(step)
         assert caught.value.of_all_ranks
+
+
+@pytest.mark.parametrize(
+    ("file", "packet"),
+    [
+        (b"", b"\0" * 16),
+        (b"short", Enclosure(128, 40).encode()),
+        (b"arrays, and no message", Enclosure(8, 14).encode()),
+        (States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(), None),
+    ],
+)
+def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = os.memfd_create("test")
+    try:
+        os.write(descriptor, file)
+        opened = len([*Path("/proc/self/fd").iterdir()])
+        socket.send_fds(theirs, [packet or Enclosure(0, len(file)).encode()], [descriptor])
+        with pytest.raises(MessageError, match="run the same version of bcp"):
+            Line(ours).receive()
+        assert len([*Path("/proc/self/fd").iterdir()]) == opened
+        theirs.send(b"{}")
+        with pytest.raises(MessageError, match="of a reader worker cannot be decoded, 2 bytes"):
+            Line(ours).receive()
+    finally:
+        os.close(descriptor)
+        ours.close()
+        theirs.close()
