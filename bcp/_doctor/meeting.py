@@ -21,7 +21,7 @@ from torch.distributed import HashStore, Store, TCPStore
 from bcp._doctor.dial import connected, reason_of
 from bcp._doctor.report import Finding, FoundError, Times, in_words, left, ranks_in_words
 from bcp.coordinators.hosts import Host
-from bcp.coordinators.messages import Abort
+from bcp.coordinators.peers import Abort
 from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
 from bcp.errors import InputError, PeerError

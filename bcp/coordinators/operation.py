@@ -11,7 +11,7 @@ import anyio
 
 from bcp.coordinators.exchange import Exchange
 from bcp.coordinators.mesh import Card, Mesh
-from bcp.coordinators.messages import Abort, PeerInfo, describe
+from bcp.coordinators.peers import Abort, PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Buffer, flat_view

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.distributed import TCPStore
 
 from bcp.coordinators.hosts import Host, address_of, here, stated_address
-from bcp.coordinators.messages import Abort
+from bcp.coordinators.peers import Abort
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient, innermost
 

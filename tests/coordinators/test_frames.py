@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.coordinators.messages import Abort
-from bcp.coordinators.tree.messages import (
+from bcp.coordinators.peers import Abort
+from bcp.coordinators.tree.frames import (
     Frame,
     FrameError,
     Kind,

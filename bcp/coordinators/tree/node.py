@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from bcp.coordinators.messages import Abort, PeerInfo, describe
+from bcp.coordinators.peers import Abort, PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store_client import Backoff
-from bcp.coordinators.tree.messages import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.tree.frames import Frame, Kind, body_of_abort, pack_number
 from bcp.coordinators.tree.operation_state import OperationState
 from bcp.coordinators.tree.relay import LocalMember
 from bcp.coordinators.tree.rendezvous import Invitation, Place, Rendezvous

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bcp.coordinators.messages import LEFT, Abort, Heartbeats, different
-from bcp.coordinators.tree.messages import (
+from bcp.coordinators.peers import LEFT, Abort, Heartbeats, different
+from bcp.coordinators.tree.frames import (
     Frame,
     FrameError,
     Kind,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from bcp.coordinators.hosts import Host
-from bcp.coordinators.messages import Abort
+from bcp.coordinators.peers import Abort
 from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from bcp.coordinators.hosts import identity
-from bcp.coordinators.messages import PeerInfo
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tree.rendezvous import Invitation

@@ -22,9 +22,9 @@ import grpc
 import grpc.aio
 
 from bcp.coordinators.hosts import HINT
-from bcp.coordinators.messages import PeerInfo
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls, proof
-from bcp.coordinators.tree.messages import FrameError, joined, pieces_of
+from bcp.coordinators.tree.frames import FrameError, joined, pieces_of
 
 __all__ = [
     "METHOD",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
-from bcp.coordinators.messages import Abort
+from bcp.coordinators.peers import Abort
 
 __all__ = [
     "DIGEST_BYTES",
@@ -87,7 +87,7 @@ class Values:
 
     @classmethod
     def unpack(cls, data: bytes, count: int) -> Values:
-        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.messages.FrameError`."""
+        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.frames.FrameError`."""
         size, at = unpack_number(data, 0)
         if not (0 < size <= count and size <= len(data)):
             raise FrameError(f"{size} distinct values for {count} ranks, in {len(data)} bytes")
