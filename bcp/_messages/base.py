@@ -8,7 +8,8 @@ bytes, whatever lengths it claims.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self, TypeVar
+from operator import index
+from typing import Annotated, Any, Self, SupportsFloat, SupportsIndex, TypeVar
 
 import msgspec
 
@@ -29,7 +30,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no message of the wanted type."""
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="message"):
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
     """A message, whose class name and field names are sent with it.
 
     Subclasses check bounds that a type cannot say in ``__post_init__``, by :func:`expect`. A message that every rank
@@ -48,9 +49,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
     def encode(self) -> bytes:
         """Return the bytes of the message. A lone surrogate, as of a file name that is no UTF-8, is sent escaped."""
         try:
-            return msgspec.msgpack.encode(self)
+            return msgspec.msgpack.encode(self, enc_hook=_plain)
         except UnicodeEncodeError:
-            return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(self, builtin_types=(bytes,))))
+            return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=_plain)))
 
     @classmethod
     def decode(cls, data: bytes, sender: int | None = None) -> Self:
@@ -107,6 +108,17 @@ def refused(name: str, data: bytes | memoryview, reason: object, sender: int | N
         f"the message {name}{whose} cannot be decoded, {len(data)} bytes: {reason}; "
         "run the same version of bcp on all ranks"
     )
+
+
+def _plain(value: object) -> str | int | float:
+    """Return the plain value of an instance of a subclass, as ``torch.__version__`` and numpy's numbers are."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, SupportsIndex):
+        return index(value)
+    if isinstance(value, SupportsFloat):
+        return float(value)
+    raise TypeError(f"a message has a value of {type(value).__name__}")
 
 
 def _escaped(value: Any) -> Any:

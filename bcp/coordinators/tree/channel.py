@@ -9,8 +9,9 @@ from functools import partial
 
 import anyio
 
+from bcp._messages.coordination import Abort
 from bcp.coordinators.operation import CardOf
-from bcp.coordinators.peers import Abort, PeerInfo, error_of
+from bcp.coordinators.peers import PeerInfo, error_of
 from bcp.coordinators.tree.frames import Frame, Kind, Values
 from bcp.coordinators.tree.loop import CoordinatorLoop
 from bcp.coordinators.tree.node import Node
