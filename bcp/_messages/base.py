@@ -15,7 +15,7 @@ import msgspec
 
 from bcp.errors import MessageError
 
-__all__ = ["Count", "Message", "Rank", "Seconds", "decode_any", "decode_either", "expect", "refused"]
+__all__ = ["Count", "Message", "Rank", "Seconds", "decode_any", "decode_either", "expect", "plain", "refused"]
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A rank's number."""
@@ -49,9 +49,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
     def encode(self) -> bytes:
         """Return the bytes of the message. A lone surrogate, as of a file name that is no UTF-8, is sent escaped."""
         try:
-            return msgspec.msgpack.encode(self, enc_hook=_plain)
+            return msgspec.msgpack.encode(self, enc_hook=plain)
         except UnicodeEncodeError:
-            return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=_plain)))
+            return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=plain)))
 
     @classmethod
     def decode(cls, data: bytes, sender: int | None = None) -> Self:
@@ -110,7 +110,7 @@ def refused(name: str, data: bytes | memoryview, reason: object, sender: int | N
     )
 
 
-def _plain(value: object) -> str | int | float:
+def plain(value: object) -> str | int | float:
     """Return the plain value of an instance of a subclass, as ``torch.__version__`` and numpy's numbers are."""
     if isinstance(value, str):
         return str.__str__(value)

@@ -62,7 +62,7 @@ async def plan_writes(
     known = _plans.get(layout)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
-    opening = Opening.decode(await gather_broadcast(agreement, "begin", rank, hello, root.open))
+    opening = Opening.decode(await gather_broadcast(agreement, "begin", rank, hello, root.open), sender=0)
     if opening.cached and known is not None:
         return held, opening, known
     prepared = await in_thread_gc_paused(RankTable.of, table)
