@@ -30,6 +30,20 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are no message of the wanted type."""
 
 
+def plain(value: object) -> str | int | float:
+    """Return the plain value of an instance of a subclass, as ``torch.__version__`` and numpy's numbers are."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, SupportsIndex):
+        return index(value)
+    if isinstance(value, SupportsFloat):
+        return float(value)
+    raise TypeError(f"a message has a value of {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="type"):
     """A message, whose class name and field names are sent with it.
 
@@ -49,7 +63,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
     def encode(self) -> bytes:
         """Return the bytes of the message. A lone surrogate, as of a file name that is no UTF-8, is sent escaped."""
         try:
-            return msgspec.msgpack.encode(self, enc_hook=plain)
+            return _encoder.encode(self)
         except UnicodeEncodeError:
             return msgspec.msgpack.encode(_escaped(msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=plain)))
 
@@ -108,17 +122,6 @@ def refused(name: str, data: bytes | memoryview, reason: object, sender: int | N
         f"the message {name}{whose} cannot be decoded, {len(data)} bytes: {reason}; "
         "run the same version of bcp on all ranks"
     )
-
-
-def plain(value: object) -> str | int | float:
-    """Return the plain value of an instance of a subclass, as ``torch.__version__`` and numpy's numbers are."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, SupportsIndex):
-        return index(value)
-    if isinstance(value, SupportsFloat):
-        return float(value)
-    raise TypeError(f"a message has a value of {type(value).__name__}")
 
 
 def _escaped(value: Any) -> Any:

@@ -162,9 +162,6 @@ class Share(Message, frozen=True, array_like=True, tag=False):
     units: bytes
     rows: bytes
 
-    def __post_init__(self) -> None:
-        expect(_whole(self.owned, 8), _whole(self.units, 8), reason="numbers are cut off")
-
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The units of one sharded state that one rank holds.

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -181,5 +180,5 @@ def test_an_absurd_size_is_refused_before_memory_is_taken():
 def test_rows_that_are_cut_off_are_refused():
     with pytest.raises(MessageError, match="no rows of"):
         decode_share(Share(b"", b"", bytes(SHARE.itemsize + 1)).encode())
-    with pytest.raises(MessageError, match="numbers are cut off"):
-        decode_share(msgspec.msgpack.encode([bytes(7), b"", b""]))
+    with pytest.raises(MessageError, match="no rows of 8"):
+        decode_share(Share(bytes(7), b"", b"").encode())

@@ -155,7 +155,8 @@ def decode_share(data: bytes) -> RankShare:
 
     """
     share = Share.decode(data, sender=0)
-    return RankShare(numbers(share.owned), numbers(share.units), _records(share.rows, SHARE, "Share", 0))
+    owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
+    return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
 
 
 def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = None) -> npt.NDArray[Any]:
