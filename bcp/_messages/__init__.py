@@ -2,6 +2,5 @@
 
 :class:`~bcp._messages.base.Message` is the base of all of them. The structs are grouped by their use: ``coordination``
 for ranks that meet, ``doctor`` for its hosts, ``running`` for runs, ``reading`` for dataloader workers, ``planning``
-for saves and loads. No
-message is stored: checkpoints, ledgers and telemetry have formats of their own.
+for saves and loads. No message is stored: checkpoints, ledgers and telemetry have formats of their own.
 """
