@@ -7,13 +7,14 @@ is either bytes or an error, and an error in the reply is raised on all ranks on
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import NoReturn, TypeVar
 
 from bcp import errors
+from bcp._messages.base import refused
+from bcp._messages.coordination import Failure
 from bcp.errors import BcpError, PeerError, StageError
 from bcp.protocols import Agreement
 
@@ -128,13 +129,13 @@ async def gather_broadcast(
     """
 
     async def decide(messages: Sequence[bytes]) -> bytes:
-        failure = _first_failure(messages)
-        if failure is not None:
-            return failure
         try:
+            failure = _first_failure(messages)
+            if failure is not None:
+                return ERROR + failure.encode()
             return BYTES + await answer([message[1:] for message in messages])
         except BcpError as error:
-            return _failure(error, None)
+            return _failure(error)
 
     return _unpack(rank, mine, await agreement.gather_broadcast(step, _message(mine), decide))
 
@@ -145,32 +146,39 @@ async def gather_scatter(
     """Do the same, with an answer of its own for every rank."""
 
     def shares(messages: Sequence[bytes]) -> Sequence[bytes]:
-        failure = _first_failure(messages)
-        if failure is None:
-            try:
-                return [BYTES + share for share in divide([message[1:] for message in messages])]
-            except BcpError as error:
-                failure = _failure(error, None)
-        return [failure] * len(messages)
+        try:
+            failure = _first_failure(messages)
+            if failure is not None:
+                return [ERROR + failure.encode()] * len(messages)
+            return [BYTES + share for share in divide([message[1:] for message in messages])]
+        except BcpError as error:
+            return [_failure(error)] * len(messages)
 
     return _unpack(rank, mine, await agreement.gather_scatter(step, _message(mine), shares))
 
 
 def _message(mine: Mine) -> bytes:
-    return _failure(mine, None) if isinstance(mine, Exception) else BYTES + mine
+    return _failure(mine) if isinstance(mine, Exception) else BYTES + mine
 
 
-def _failure(error: Exception, rank: int | None) -> bytes:
-    return ERROR + json.dumps([rank, type(error).__name__, str(error)]).encode()
+def _failure(error: Exception) -> bytes:
+    return ERROR + Failure(None, type(error).__name__, str(error)).encode()
 
 
-def _first_failure(messages: Sequence[bytes]) -> bytes | None:
+def _first_failure(messages: Sequence[bytes]) -> Failure | None:
     """Return the first rank's error among the messages, with the rank's number in it."""
     for rank, message in enumerate(messages):
-        if message[:1] == ERROR:
-            _, name, text = json.loads(message[1:])
-            return ERROR + json.dumps([rank, name, text]).encode()
+        if message[:1] != BYTES:
+            failure = _decoded_failure(message, rank)
+            return Failure(rank, failure.name, failure.text)
     return None
+
+
+def _decoded_failure(message: bytes, sender: int) -> Failure:
+    """Decode a message that is not bytes. Raises MessageError."""
+    if message[:1] != ERROR:
+        raise refused("of a step", message, "it is neither bytes nor an error", sender)
+    return Failure.decode(message[1:], sender)
 
 
 def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
@@ -179,13 +187,14 @@ def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
         return reply[1:]
     if isinstance(mine, Exception):
         raise _Agreed(mine)
-    guilty, name, text = json.loads(reply[1:])
-    if guilty is not None and guilty != rank:
-        raise _Agreed(PeerError(guilty, f"{name}: {text}"))
-    kind = getattr(errors, name, None) if name in errors.__all__ else None
+    failure = _decoded_failure(reply, sender=0)
+    words = f"{failure.name}: {failure.text}"
+    if failure.rank is not None and failure.rank != rank:
+        raise _Agreed(PeerError(failure.rank, words))
+    kind = getattr(errors, failure.name, None) if failure.name in errors.__all__ else None
     if kind is None or issubclass(kind, StageError | PeerError):
-        raise _Agreed(_of_all_ranks(BcpError(f"{name}: {text}")))
-    raise _Agreed(_of_all_ranks(kind(text)))
+        raise _Agreed(_of_all_ranks(BcpError(words)))
+    raise _Agreed(_of_all_ranks(kind(failure.text)))
 
 
 def _of_all_ranks(error: BcpError) -> BcpError:

@@ -22,6 +22,7 @@
     ├── CoverageError                  the ranks' shards leave a gap in a tensor, or overlap
     ├── StageError                     a stage of the pipeline failed; names stage and item
     ├── PeerError                      another rank failed, died or fell silent; names rank, host and cause
+    ├── MessageError                   a message of another rank or process cannot be decoded
     └── StorageError (OSError)         a storage backend failed; the original error is its cause
 
 :class:`NothingLoadedWarning` (UserWarning) is the one warning.
@@ -43,6 +44,7 @@ __all__ = [
     "FormatVersionError",
     "FqnMismatchError",
     "InputError",
+    "MessageError",
     "MismatchError",
     "MissingCodecError",
     "MissingExtraError",
@@ -179,6 +181,14 @@ class PeerError(BcpError):
 
     def __reduce__(self) -> tuple[type[PeerError], tuple[int, str], dict[str, object]]:
         return type(self), (self.rank, self.cause), self.__dict__
+
+
+class MessageError(BcpError):
+    """A message of another rank or process of the job cannot be decoded: as a rule, that one runs another bcp.
+
+    The message names the kind of the message, the rank that sent it if that is known, and the number of bytes. No
+    checkpoint is to blame, so that a run that resumes passes over none because of it.
+    """
 
 
 class StorageError(BcpError, OSError):

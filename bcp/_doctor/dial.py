@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from bcp._doctor.report import Way
+from bcp._messages.doctor import Way
 
 __all__ = ["Door", "UnreachedError", "answering", "connected", "knock", "reason_of"]
 

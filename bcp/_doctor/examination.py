@@ -15,11 +15,12 @@ import anyio
 
 from bcp._doctor.dial import Door, UnreachedError, answering, knock, reason_of
 from bcp._doctor.meeting import Meeting, RankPlace, ToldError, met
-from bcp._doctor.report import Finding, FoundError, Report, Times, in_words, left
+from bcp._doctor.report import FoundError, Report, Times, in_words, left
 from bcp._doctor.screen import Job, ascii_only, screen, subject
 from bcp._doctor.storage import TrialFolder, shelf_at, tidied, try_out
+from bcp._messages.doctor import DoorSign, Finding, RankReport, WholeVerdict
 from bcp.coordinators.hosts import HINT, VARIABLE, interfaces, stated_address
-from bcp.errors import InputError, PeerError
+from bcp.errors import InputError, MessageError, PeerError
 
 __all__ = ["examined", "reach"]
 
@@ -45,23 +46,23 @@ async def opened(meeting: Meeting, times: Times, report: Report) -> AsyncIterato
     async with AsyncExitStack() as stack:
         where = await _door(meeting, report, stack)
         if meeting.leads:
-            await meeting.board.post(times.shown, "door", meeting.place.rank, where)
+            await meeting.board.post(times.shown, meeting.place.rank, where)
         yield
 
 
-async def _door(meeting: Meeting, report: Report, stack: AsyncExitStack) -> tuple[str, int] | None:
-    """Return the address and port at which this rank answers; None if it cannot, or does not lead its host."""
+async def _door(meeting: Meeting, report: Report, stack: AsyncExitStack) -> DoorSign:
+    """Return the address and port at which this rank answers; empty if it cannot, or does not lead its host."""
     try:
         address = meeting.roll.address()
         if not meeting.leads:
-            return None
+            return DoorSign()
         port = await stack.enter_async_context(answering(meeting.session, meeting.place.rank, address))
     except (InputError, OSError) as error:
         cause = reason_of(error) if isinstance(error, OSError) else error
         report.add(Finding("addresses", f"cannot listen: {cause}", of_host=True))
-        return None
+        return DoorSign()
     report.address, report.interface = address, _interface(address)
-    return address, port
+    return DoorSign(address, port)
 
 
 def _interface(address: str) -> str:
@@ -79,10 +80,14 @@ def _interface(address: str) -> str:
 async def reach(meeting: Meeting, times: Times, report: Report) -> None:
     """Dial the leaders of all other hosts, or the leader of this one."""
     names = {leader: name for leader, name in zip(meeting.leaders, meeting.names, strict=True) if leader != report.rank}
-    cards = await meeting.board.posted(times.shown, "door", names)
+    cards = await meeting.board.posted(times.shown, DoorSign, names)
     if silent := [name for leader, name in names.items() if leader not in cards]:
         report.add(_broken(meeting, f"has not heard in time where {in_words('host', silent)} can be reached"))
-    doors = [Door(leader, names[leader], *card) for leader, card in cards.items() if card is not None]
+    doors = [
+        Door(leader, names[leader], card.address, card.port)
+        for leader, card in cards.items()
+        if card.address is not None and card.port is not None
+    ]
     doors.sort(key=lambda door: (door.rank < report.rank, door.rank))  # not all hosts dial the same one at once
     waiting = iter(doors)
     async with anyio.create_task_group() as group:
@@ -136,7 +141,7 @@ async def examined(place: RankPlace, path: str | None, times: Times) -> bool:
             if place.rank:
                 return await _judged(meeting, times, report)
             return await _judge(job, meeting, times, report, shelf)
-    except PeerError as error:
+    except (PeerError, MessageError) as error:
         _lost(report, error)
         return _alone(job, report)
 
@@ -159,7 +164,7 @@ async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFol
     async def bounded(check: Awaitable[None]) -> None:
         try:
             await check
-        except PeerError as error:
+        except (PeerError, MessageError) as error:
             _lost(report, error)
 
     async with anyio.create_task_group() as group:
@@ -171,14 +176,14 @@ async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFol
 async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> bool:
     """Gather all reports, print the screen, and send the verdict to the others."""
     ranks = range(1, job.place.world_size)
-    posted = await meeting.board.posted(times.reported, "report", ranks)
+    posted = await meeting.board.posted(times.reported, RankReport, ranks)
     unheard = [rank for rank in ranks if rank not in posted]
     if shelf is not None and unheard:
         await tidied(shelf, meeting, unheard, left(times.judged) / 2)
     result = screen(job, [report, *(Report.of(posted[rank]) for rank in sorted(posted))])
     print("\n".join(result.lines), flush=True)  # noqa: T201 -- this is the program's answer
     with suppress(PeerError):
-        await meeting.board.post(times.judged, "verdict", 0, [result.healthy, unheard])
+        await meeting.board.post(times.judged, 0, WholeVerdict(result.healthy, tuple(unheard)))
         await meeting.board.counted(times.judged, "gone", len(posted))  # the store may end with this process
     return result.healthy
 
@@ -186,24 +191,26 @@ async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf
 async def _judged(meeting: Meeting, times: Times, report: Report) -> bool:
     """Report to rank 0, and return its verdict."""
     rank = meeting.place.rank
-    await meeting.board.post(times.reported, "report", rank, report.data())
-    verdict = (await meeting.board.posted(times.judged, "verdict", [0])).get(0)
+    await meeting.board.post(times.reported, rank, report.message())
+    verdict = (await meeting.board.posted(times.judged, WholeVerdict, [0])).get(0)
     if verdict is None:
         report.add(Finding("store", "has no verdict of rank 0", "see what rank 0 prints"))
         return _alone(Job(meeting.place), report)
-    healthy, unheard = verdict
     with suppress(PeerError):
         await meeting.board.count(times.judged, "seen")
         # A launcher may end all processes, and the store, as soon as one has ended
-        await meeting.board.counted(times.judged, "seen", meeting.place.world_size - 1 - len(unheard))
+        await meeting.board.counted(times.judged, "seen", meeting.place.world_size - 1 - len(verdict.unheard))
         await meeting.board.count(times.judged, "gone")
-    if rank in unheard:
+    if rank in verdict.unheard:
         _print_findings(report)
-    return bool(healthy)
+    return verdict.healthy
 
 
-def _lost(report: Report, error: PeerError) -> None:
-    """Add the finding that the store is lost, once."""
+def _lost(report: Report, error: PeerError | MessageError) -> None:
+    """Add the finding that the store is lost, once, or that another rank runs another bcp."""
+    if isinstance(error, MessageError):
+        report.add(Finding("versions", f"cannot read a message: {error}", "install the same bcp on all hosts"))
+        return
     if not any(finding.check == "store" for finding in report.findings):
         do = "see whether rank 0 or torchrun's agent still runs there, and whether this host reaches it"
         report.add(Finding("store", f"has lost the store: {error}", do))

@@ -6,25 +6,25 @@ out of reach, delays no rank. Each rank then publishes a few keys of the session
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import anyio
 from torch.distributed import HashStore, Store, TCPStore
 
 from bcp._doctor.dial import connected, reason_of
-from bcp._doctor.report import Finding, FoundError, Times, in_words, left, ranks_in_words
-from bcp.coordinators.hosts import Host
-from bcp.coordinators.messages import Abort
+from bcp._doctor.report import FoundError, Times, in_words, left, ranks_in_words
+from bcp._messages.base import Message
+from bcp._messages.coordination import Abort, Host
+from bcp._messages.doctor import Finding, Leaders
 from bcp.coordinators.roll_call import RollCall
-from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
-from bcp.errors import InputError, PeerError
+from bcp.coordinators.store_client import STORE_ERRORS, StoreClient, set_bytes
+from bcp.errors import InputError, MessageError, PeerError
 
 __all__ = ["KeyBoard", "Meeting", "RankPlace", "ToldError", "met"]
 
@@ -146,6 +146,7 @@ def _found(place: RankPlace, text: str) -> FoundError:
 
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 _AT_ONCE = 256  # keys in one look
 _LEAST_SECONDS = 0.3  # that a store has to answer, also at the end of a step
@@ -166,16 +167,22 @@ class KeyBoard:
     def __repr__(self) -> str:
         return f"<Board {self._prefix!r} in {self._client.name}>"
 
-    async def post(self, until: float, name: str, number: int, value: object) -> None:
-        """Publish a value under a name and a rank's number."""
-        await self.call(until, lambda: self._client.store.set(self._key(name, number), json.dumps(value)))
+    async def post(self, until: float, number: int, message: Message) -> None:
+        """Publish a message of a rank, which is found by its class and the rank."""
+        data, key = message.encode(), self._key(type(message).__name__, number)
+        await self.call(until, lambda: set_bytes(self._client.store, key, data))
 
-    async def posted(self, until: float, name: str, numbers: Iterable[int]) -> dict[int, Any]:
-        """Wait for the values of these ranks; return those that are there at the end of the time."""
-        wanted, found = list(numbers), dict[int, Any]()
+    async def posted(self, until: float, kind: type[M], numbers: Iterable[int]) -> dict[int, M]:
+        """Wait for the messages of these ranks; return those that are there at the end of the time.
+
+        Raises:
+            MessageError: one cannot be decoded.
+
+        """
+        wanted, found = list(numbers), dict[int, M]()
         while True:
             late = not left(until)
-            found |= await self.call(until, partial(self._seen, name, wanted, late))
+            found |= await self.call(until, partial(self._seen, kind, wanted, late))
             wanted = [number for number in wanted if number not in found]
             if late or not wanted:
                 return found
@@ -200,16 +207,17 @@ class KeyBoard:
             return await self._client.call(function)
         raise PeerError(0, f"{self._client.name} has not answered for {time.monotonic() - began:.1f} s")
 
-    def _seen(self, name: str, numbers: Sequence[int], late: bool) -> dict[int, Any]:  # noqa: FBT001 -- private
-        """Return the values that are there; those of an incomplete group only at the end of the time. Blocks."""
-        found = dict[int, Any]()
+    def _seen(self, kind: type[M], numbers: Sequence[int], late: bool) -> dict[int, M]:  # noqa: FBT001 -- private
+        """Return the messages that are there; those of an incomplete group only at the end of the time. Blocks."""
+        found, name = dict[int, M](), kind.__name__
         for start in range(0, len(numbers), _AT_ONCE):
             some = numbers[start : start + _AT_ONCE]
             if not self._client.store.check([self._key(name, number) for number in some]):
                 some = [number for number in some if late and self._client.store.check([self._key(name, number)])]
             if some:
                 values = self._client.store.multi_get([self._key(name, number) for number in some])
-                found |= {number: json.loads(bytes(value)) for number, value in zip(some, values, strict=True)}
+                pairs = zip(some, values, strict=True)
+                found |= {number: kind.decode(bytes(value), number) for number, value in pairs}
         return found
 
     def _key(self, *names: object) -> str:
@@ -245,8 +253,8 @@ class Meeting:
     board: KeyBoard
     roll: RollCall = field(repr=False)
     session: str
-    leaders: list[int]
-    names: list[str]
+    leaders: tuple[int, ...]
+    names: tuple[str, ...]
     host_of: tuple[int, ...]
     seconds: float
     store_seconds: float
@@ -273,21 +281,25 @@ async def met(place: RankPlace, times: Times) -> Meeting:
     began = time.monotonic()
     client = StoreClient(await opened_store(place, times))
     host_of: list[int] = []
-    roll = RollCall(client, _PREFIX, place.rank, place.world_size, texts=partial(_texts_of, host_of))
+    roll = RollCall(client, _PREFIX, place.rank, place.world_size, words=partial(_words_of, host_of))
     answer = None
     try:
         with anyio.move_on_after(left(times.met)):
             answer = await roll.answered(_told)
         if answer is None:
             await _miss(place, times, client, roll)
-        leaders, names = json.loads(answer.text)
+        leaders = Leaders.decode(answer.words, sender=0)
         seconds = time.monotonic() - began
         times.meet()
         board = KeyBoard(client, roll.key(), place.world_size)
         store_seconds = await board.call(times.shown, partial(_answers_within, client))
     except PeerError as error:
         raise FoundError(Finding("store", f"has lost the store: {error}", store_help(place))) from error
-    return Meeting(place, board, roll, answer.session, leaders, names, tuple(host_of), seconds, store_seconds)
+    except MessageError as error:
+        do = "install the same bcp on all hosts"
+        raise FoundError(Finding("versions", f"cannot read a message: {error}", do)) from error
+    ranks, names = leaders.ranks, leaders.names
+    return Meeting(place, board, roll, answer.session, ranks, names, tuple(host_of), seconds, store_seconds)
 
 
 def _told(_number: int, abort: Abort) -> NoReturn:
@@ -329,8 +341,8 @@ async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollC
     raise FoundError(Finding("store", text, do), tell)
 
 
-def _texts_of(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
-    """Return on rank 0 the text for each rank: the leaders of all hosts, or of its own host if it leads none."""
+def _words_of(host_of: list[int], hosts: Sequence[Host]) -> list[bytes]:
+    """Return on rank 0 the message for each rank: the leaders of all hosts, or of its own host if it leads none."""
     first: dict[str, int] = {}
     for rank, host in enumerate(hosts):
         first.setdefault(host.identity, rank)
@@ -341,6 +353,6 @@ def _texts_of(host_of: list[int], hosts: Sequence[Host]) -> list[str]:
     names = [
         hosts[leader].name if often[hosts[leader].name] == 1 else f"{hosts[leader].name}@{leader}" for leader in leaders
     ]
-    of_leaders = json.dumps([leaders, names])  # once: a list of all hosts for each host is long
-    of_hosts = [json.dumps([[leader], [name]]) for leader, name in zip(leaders, names, strict=True)]
+    of_leaders = Leaders(tuple(leaders), tuple(names)).encode()  # once: a list of all hosts for each host is long
+    of_hosts = [Leaders((leader,), (name,)).encode() for leader, name in zip(leaders, names, strict=True)]
     return [of_leaders if leaders[mine] == rank else of_hosts[mine] for rank, mine in enumerate(host_of)]

@@ -1,4 +1,4 @@
-"""One rank's report to rank 0, as JSON in the store, and the deadlines of the steps.
+"""One rank's report to rank 0, and the deadlines of the steps.
 
 The deadlines keep all steps together within the timeout. Lists of ranks and hosts are written for people, and are short
 for many ranks.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 
+from bcp._messages.doctor import Finding, RankReport, Way
 from bcp._version import __version__
 
 __all__ = [
-    "Finding",
     "FoundError",
     "Report",
     "Times",
-    "Way",
     "in_words",
     "left",
     "ranks_in_words",
@@ -109,23 +107,6 @@ def left(deadline: float) -> float:
 _MOST_FINDINGS = 8  # of one rank; of more, the number is told
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong.
-
-    Attributes:
-        check: the check that found it.
-        text: the message, which follows the name of the rank or the host, as in ``"cannot reach host h4"``.
-        do: the remedy.
-        of_host: whether it concerns the rank's host, and not only the rank.
-    """
-
-    check: str
-    text: str
-    do: str = ""
-    of_host: bool = False
-
-
 class FoundError(Exception):
     """A finding that ends the examination of a rank.
 
@@ -138,19 +119,6 @@ class FoundError(Exception):
         super().__init__(finding.text)
         self.finding = finding
         self.tell = tell
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A connection to another host that has worked.
-
-    Attributes:
-        seconds: the duration of the connection and the answer.
-        ahead: the seconds by which the other host's clock is ahead of this one's, give or take half of ``seconds``.
-    """
-
-    seconds: float
-    ahead: float
 
 
 @dataclass(slots=True)
@@ -190,12 +158,13 @@ class Report:
         else:
             self.more[finding.check] = self.more.get(finding.check, 0) + 1
 
-    def data(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        return asdict(self)
+    def message(self) -> RankReport:
+        """Return the message for rank 0."""
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return RankReport(**facts | {"findings": tuple(self.findings)})
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Report:
-        """Undo :meth:`data`."""
-        clock = data["clock"] and Way(**data["clock"])
-        return cls(**{**data, "findings": [Finding(**each) for each in data["findings"]], "clock": clock})
+    def of(cls, message: RankReport) -> Report:
+        """Undo :meth:`message`."""
+        facts = {each.name: getattr(message, each.name) for each in fields(cls)}
+        return cls(**facts | {"findings": list(message.findings)})

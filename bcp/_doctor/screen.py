@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from bcp._doctor.meeting import RankPlace
-from bcp._doctor.report import Finding, Report, in_words, ranks_in_words, span, while_short
+from bcp._doctor.report import Report, in_words, ranks_in_words, span, while_short
+from bcp._messages.doctor import Finding
 
 __all__ = ["Job", "Screen", "ascii_only", "screen", "subject"]
 

@@ -16,7 +16,8 @@ import anyio
 
 from bcp._doctor.dial import reason_of
 from bcp._doctor.meeting import Meeting
-from bcp._doctor.report import Finding, Report, Times, in_words, left, while_short
+from bcp._doctor.report import Report, Times, in_words, left, while_short
+from bcp._messages.doctor import Finding, Trial
 from bcp.backends import LocalBackend, child, resolve
 from bcp.errors import BcpError
 from bcp.protocols import Backend
@@ -140,9 +141,9 @@ def _reason(error: Exception) -> str:
 
 async def _look(shelf: TrialFolder, meeting: Meeting, times: Times, report: Report, *, wrote: bool) -> None:
     """Look for other hosts' files; return once no other host looks for this one's."""
-    await meeting.board.post(times.shown, "wrote", meeting.place.rank, wrote)
-    written = await meeting.board.posted(times.shown, "wrote", _others(meeting))
-    leaders = [leader for leader, there in written.items() if there]
+    await meeting.board.post(times.shown, meeting.place.rank, Trial(wrote))
+    written = await meeting.board.posted(times.shown, Trial, _others(meeting))
+    leaders = [leader for leader, trial in written.items() if trial.wrote]
     names = dict(zip(meeting.leaders, meeting.names, strict=True))
     if silent := [names[leader] for leader in _others(meeting) if leader not in written]:
         text = f"has not heard in time whether {in_words('host', silent)} could write to {shelf.path}"

@@ -16,6 +16,7 @@ import torch
 
 from bcp._agree import gather_broadcast
 from bcp._job import LoadJob
+from bcp._messages.planning import Opened
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, Metadata, data_key, decode_metadata, operation_of, receipt_key
 from bcp.format.receipt import FileReceipt, Receipt, decode_receipt, receipt_digest
@@ -177,12 +178,12 @@ async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
     async def answer(_: Sequence[bytes]) -> bytes:
         data = await _read_metadata(job.backend, job.path)
         await in_thread_gc_paused(decode_metadata, data, where)
-        return f"{job.watch.trace}\n".encode() + data
+        return Opened(job.watch.trace, data).encode()
 
     where = f"{job.path}/{METADATA_KEY}"
-    trace, _, data = (await gather_broadcast(agreement, "open", job.rank, b"", answer)).partition(b"\n")
-    metadata = await in_thread_gc_paused(decode_metadata, data, where)
-    job.watch.join(metadata.commit.operation, trace.decode(), metadata.commit.created)
+    opened = Opened.decode(await gather_broadcast(agreement, "open", job.rank, b"", answer), sender=0)
+    metadata = await in_thread_gc_paused(decode_metadata, opened.metadata, where)
+    job.watch.join(metadata.commit.operation, opened.trace, metadata.commit.created)
     return metadata
 
 

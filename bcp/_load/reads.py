@@ -8,13 +8,11 @@ If ranks share much, they first measure the rate at which each can send, and slo
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +23,9 @@ from bcp._job import LoadJob
 from bcp._load.opening import file_of
 from bcp._load.targets import LoadRequest, both_names, some
 from bcp._load.units import check_wanted
+from bcp._messages.planning import LoadAnswer, LoadRequestColumns, Rate
 from bcp.coordinators.process_group import GroupExchange, join_group
-from bcp.errors import BcpError, CorruptError, FqnMismatchError
+from bcp.errors import BcpError, CorruptError, FqnMismatchError, MessageError
 from bcp.format.metadata import Metadata, data_key
 from bcp.format.receipt import FileReceipt, Receipt
 from bcp.options import LoadOptions
@@ -62,7 +61,6 @@ __all__ = [
 MEASURED_BYTES = 32 << 20
 """Shared bytes a rank from which on the ranks measure their ways: below, the load takes no longer than measuring."""
 
-_RATE = struct.Struct("<d")
 _FAST = 0.75  # quantile of the ranks whose rate counts as full speed
 _SLOW = 0.4  # of that rate; faster ranks count as equals, since a measurement of some milliseconds varies
 _LEAST = 1e-3
@@ -70,7 +68,7 @@ _LEAST = 1e-3
 
 def packed_rate(rate: float) -> bytes:
     """Return a rank's message about its bandwidth."""
-    return _RATE.pack(rate)
+    return Rate(rate).encode()
 
 
 def speeds(told: Sequence[bytes]) -> Floats | None:
@@ -80,7 +78,7 @@ def speeds(told: Sequence[bytes]) -> Floats | None:
         told: :func:`packed_rate` of every rank.
 
     """
-    rates = np.array([_RATE.unpack(rate)[0] for rate in told])
+    rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host
         return None
     relative = rates / np.quantile(rates, _FAST, method="nearest")
@@ -132,26 +130,6 @@ async def _report(agreement: Agreement, rank: int, cause: str) -> Exception:
     return BcpError(cause)
 
 
-class _RankRequest(NamedTuple):
-    """A message that was taken apart.
-
-    Attributes:
-        number: kinds that a rank loads, as bits; or how many ranks there are.
-        names: rows of names.
-        claims: units that a rank wants, by :func:`~bcp.plan.units.encode_claims`.
-        rest: whatever else.
-    """
-
-    number: int
-    names: Ints
-    claims: bytes
-    rest: bytes
-
-
-HEAD = struct.Struct("<3q")
-"""Head of a message: the number, how many names, and the bytes of the claims."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """The reading that all ranks agreed on.
@@ -179,10 +157,10 @@ async def plan_reads(
         await gather_broadcast(agreement, "reads", rank, request, _nothing)
         raise request
 
-    requests: list[_RankRequest] = []  # on rank 0
+    requests: list[LoadRequestColumns] = []  # on rank 0
 
     async def answer(messages: Sequence[bytes]) -> bytes:
-        requests.extend(_opened(message, request.renamed, rank) for rank, message in enumerate(messages))
+        requests.extend(LoadRequestColumns.decode_all(messages))
         return await in_thread_gc_paused(_answer, request, line, requests, options)
 
     async def answer_again(rates: Sequence[bytes]) -> bytes:
@@ -191,63 +169,59 @@ async def plan_reads(
 
     runs = await in_thread_gc_paused(line.runs, request.wants.ranges())
     kinds = sum(1 << code for code in request.kinds)
-    claims = encode_claims([read.claim for read in request.units]).encode()
-    message = _message(kinds, request.rows, line.encode(runs) if options.overlap_loading else b"", claims)
-    agreed = _opened(await gather_broadcast(agreement, "reads", rank, message, answer), request.renamed, 0)
-    world_size = agreed.number
-    shared = await in_thread_gc_paused(SharedReads.decode, agreed.rest, line, world_size)
+    claims = encode_claims([read.claim for read in request.units])
+    blocks = line.encode(runs) if options.overlap_loading else b""
+    message = LoadRequestColumns(kinds, request.rows.astype("<i4").tobytes(), claims, blocks).encode()
+    agreed = LoadAnswer.decode(await gather_broadcast(agreement, "reads", rank, message, answer), sender=0)
+    unexpected = _rows(agreed.names, request.renamed, 0)
+    world_size = agreed.world_size
+    shared = await in_thread_gc_paused(SharedReads.decode, agreed.runs, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
         rate = packed_rate(await agreement.bandwidth())
         if table := await gather_broadcast(agreement, "speeds", rank, rate, answer_again):
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
-    return request, LoadPlan(assignment, tuple(_names(request.renamed, agreed.names)))
+    return request, LoadPlan(assignment, tuple(_names(request.renamed, unexpected)))
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:
     return b""
 
 
-def _message(number: int, names: Ints, rest: bytes, claims: bytes = b"") -> bytes:
-    return HEAD.pack(number, len(names), len(claims)) + names.astype("<i4").tobytes() + claims + rest
-
-
-def _opened(data: bytes, names: RenamedLayout, rank: int) -> _RankRequest:
-    """Undo :func:`_message`. Raises CorruptError."""
-    known = len(names.saved.tensors) + len(names.layout.objects)
-    number, count, claims = HEAD.unpack_from(data) if len(data) >= HEAD.size else (0, -1, 0)
-    middle = HEAD.size + 4 * count
-    end = middle + claims
-    is_whole = count >= 0 <= claims and end <= len(data)
-    rows = np.frombuffer(data, "<i4", count, HEAD.size) if is_whole else np.array([-1])
+def _rows(data: bytes, names: RenamedLayout, rank: int) -> Ints:
+    """Return rows of names that a rank has sent. Raises MessageError if they name nothing."""
+    known, rows = len(names.saved.tensors) + len(names.layout.objects), np.frombuffer(data, "<i4")
     if rows.min(initial=0) < 0 or rows.max(initial=0) >= max(known, 1):
-        raise CorruptError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
-    return _RankRequest(number, rows, data[middle:end], data[end:])
+        raise MessageError(f"rank {rank} sent {len(data)} bytes that do not name any of {known} names; {VERSIONS}")
+    return rows
 
 
-def _answer(request: LoadRequest, line: BlockIndex, requests: Sequence[_RankRequest], options: LoadOptions) -> bytes:
+def _answer(
+    request: LoadRequest, line: BlockIndex, requests: Sequence[LoadRequestColumns], options: LoadOptions
+) -> bytes:
     """Find the names that no rank wants, and divide the reading; on rank 0."""
     names = request.renamed
-    kinds = reduce(or_, (wanted.number for wanted in requests))
-    unexpected = _unexpected(names, kinds, concat([wanted.names for wanted in requests]))
+    kinds = reduce(or_, (wanted.kinds for wanted in requests))
+    rows = [_rows(wanted.names, names, rank) for rank, wanted in enumerate(requests)]
+    unexpected = _unexpected(names, kinds, concat(rows))
     if len(unexpected) and options.strict:
         raise FqnMismatchError(
             f"the checkpoint has {len(unexpected)} names that no rank wants: {some(_names(names, unexpected))}; "
             "pass strict=False to leave them out"
         )
-    claims = [(rank, decode_claims(wanted.claims.decode(errors="replace"))) for rank, wanted in enumerate(requests)]
+    claims = [(rank, decode_claims(wanted.claims, rank)) for rank, wanted in enumerate(requests)]
     check_wanted(request.saved_units, claims, strict=options.strict)
     table = _share(line, requests, options) if options.overlap_loading else SharedReads.nothing().encode(line)
-    return _message(len(requests), unexpected, table)
+    return LoadAnswer(len(requests), unexpected.astype("<i4").tobytes(), table).encode()
 
 
 def _share(
-    line: BlockIndex, requests: Sequence[_RankRequest], options: LoadOptions, speed: Floats | None = None
+    line: BlockIndex, requests: Sequence[LoadRequestColumns], options: LoadOptions, speed: Floats | None = None
 ) -> bytes:
     """Divide the reading of the blocks that several ranks want; on rank 0."""
     limits = {"read_bytes": options.read_bytes, "exchange_bytes": options.exchange_bytes}
-    return divide_load(line, [request.rest for request in requests], **limits, speed=speed).encode(line)
+    return divide_load(line, [request.runs for request in requests], **limits, speed=speed).encode(line)
 
 
 def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:

@@ -10,13 +10,14 @@ from typing import Any
 
 from bcp._job import LoadJob
 from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
+from bcp._messages.planning import Claim
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, StateError
 from bcp.format.metadata import Metadata
 from bcp.format.receipt import Receipt
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS
-from bcp.plan.units import Claim, check_readers, unit_path
+from bcp.plan.units import check_readers, unit_path
 from bcp.protocols import ShardedState
 from bcp.runtime.threads import in_thread
 from bcp.stages.items import ReadItem, Stored

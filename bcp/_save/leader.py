@@ -19,6 +19,7 @@ from typing import TypeVar
 from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
 from bcp._log import log
+from bcp._messages.planning import Opening, Written
 from bcp._save.failures import CleanUp, check_not_replaced, taken
 from bcp._version import __version__
 from bcp.errors import BcpError, CorruptError, ExistsError, StorageError
@@ -59,28 +60,24 @@ __all__ = [
 ]
 
 
-_RECEIPT = struct.Struct("<16sI")  # digest, bytes
 _FILE = struct.Struct("<BQ")  # code of the kind, bytes as stored
 _SHOWN = 3
 
 
 def encode_written(receipt: Receipt, digest: bytes, nbytes: int) -> bytes:
-    """Return a rank's message for the commit: digest and size of its receipt, and its files' sizes.
-
-    20 bytes, and 9 for each file.
-    """
+    """Return a rank's message for the commit: digest and size of its receipt, and its files' sizes."""
     files = [_FILE.pack(file.kind, file.stored_nbytes) for file in receipt.files]
-    return _RECEIPT.pack(digest, nbytes) + b"".join(files)
+    return Written(digest, nbytes, b"".join(files)).encode()
 
 
 def receipt_digests(messages: Sequence[bytes]) -> bytes:
     """Return the digests of all ranks' receipts, in the order of the ranks."""
-    return b"".join(_RECEIPT.unpack_from(message)[0] for message in messages)
+    return b"".join(written.digest for written in Written.decode_all(messages))
 
 
 def data_nbytes(messages: Sequence[bytes]) -> int:
     """Return the bytes that all ranks wrote into data files."""
-    return sum(stored for message in messages for _, stored in _FILE.iter_unpack(message[_RECEIPT.size :]))
+    return sum(stored for written in Written.decode_all(messages) for _, stored in _FILE.iter_unpack(written.files))
 
 
 async def check_written(
@@ -120,15 +117,16 @@ def _differences(
     """Return the written files that the list does not have as they are."""
     sizes = {info.key: info.nbytes for info in listed}
     written = (
-        info for rank, message in enumerate(messages) for info in _files(rank, message, operation, encoded=encoded)
+        info
+        for rank, written in enumerate(Written.decode_all(messages))
+        for info in _files(rank, written, operation, encoded=encoded)
     )
     return [info for info in written if sizes.get(info.key) != info.nbytes]
 
 
-def _files(rank: int, message: bytes, operation: str, *, encoded: bool) -> Iterator[ObjectInfo]:
-    _, nbytes = _RECEIPT.unpack_from(message)
-    yield ObjectInfo(receipt_key(rank, operation), nbytes)
-    for kind, stored in _FILE.iter_unpack(message[_RECEIPT.size :]):
+def _files(rank: int, written: Written, operation: str, *, encoded: bool) -> Iterator[ObjectInfo]:
+    yield ObjectInfo(receipt_key(rank, operation), written.nbytes)
+    for kind, stored in _FILE.iter_unpack(written.files):
         yield ObjectInfo(data_key(kind, rank, operation, encoded=encoded), stored)
 
 
@@ -159,33 +157,6 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 
 
 BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Rank 0's first answer to all ranks.
-
-    Attributes:
-        operation: id of the save.
-        cached: whether every rank has the plan already.
-        found: version of the metadata that was there when the save began; None for none.
-        trace: trace context of rank 0; empty for none.
-    """
-
-    operation: str
-    cached: bool
-    found: Version | None
-    trace: str
-
-    def encode(self) -> bytes:
-        """Return 9 bytes, a line with the trace context, and the version's bytes."""
-        return bytes.fromhex(self.operation) + bytes([self.cached]) + f"{self.trace}\n{self.found or ''}".encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Opening:
-        """Undo :meth:`encode`."""
-        trace, _, found = data[9:].decode().partition("\n")
-        return cls(data[:8].hex(), bool(data[8]), found or None, trace)
 
 
 _layouts: PlanCache[bytes] = PlanCache(16)

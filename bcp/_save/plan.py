@@ -63,7 +63,7 @@ async def plan_writes(
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
     begun, opened = await broadcast_step(agreement, "begin", rank, hello, partial(open_save, job, held.framework))
-    opening = Opening.decode(begun)
+    opening = Opening.decode(begun, sender=0)
     if opening.cached and known is not None:
         return held, opening, known, opened.reuse() if opened else None
     prepared = await in_thread_gc_paused(RankTable.of, table)

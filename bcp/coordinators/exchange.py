@@ -12,7 +12,8 @@ from typing import Protocol
 
 import anyio
 
-from bcp.coordinators.mesh import LANES, PROBE, PROBE_LEAST, PROBE_MOST, Card, Mesh
+from bcp._messages.coordination import Card
+from bcp.coordinators.mesh import LANES, PROBE, PROBE_LEAST, PROBE_MOST, Mesh
 from bcp.coordinators.sockets import Wire
 from bcp.errors import InputError, PeerError
 from bcp.runtime.threads import in_pool
@@ -107,7 +108,7 @@ class Exchange:
             raise await self._report_peer_failure(error.rank, error.cause, sure=False) from error
         except OSError as error:
             card = await self._card_of(peer)
-            ends = f"rank {self._mesh.rank} (host {socket.gethostname()}) and rank {peer} (host {card['host']})"
+            ends = f"rank {self._mesh.rank} (host {socket.gethostname()}) and rank {peer} (host {card.host})"
             cause = f"the connection between {ends} broke: {error}; look at the network between them if both are alive"
             raise await self._report_peer_failure(peer, cause, sure=not isinstance(error, ConnectionError)) from error
 
@@ -139,7 +140,7 @@ class Exchange:
     async def _first_elsewhere(self, peers: Sequence[int]) -> int | None:
         """Return the first of these peers that is on another host."""
         for peer in peers:
-            if (await self._card_of(peer))["network"] != self._mesh.network:
+            if (await self._card_of(peer)).network != self._mesh.network:
                 return peer
         return None
 

@@ -8,26 +8,25 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import psutil
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore, distributed_c10d
 
+from bcp._messages.coordination import Host
 from bcp.coordinators.store_client import StoreClient, innermost
 from bcp.errors import InputError
 
 __all__ = [
     "HINT",
     "VARIABLE",
-    "Host",
     "ProcessGroupMember",
     "address_of",
     "here",
@@ -139,28 +138,6 @@ Interface = IPv4Interface | IPv6Interface
 _LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("10.255.255.255", 9)  # where a packet would leave by the default route
 _NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's host that say nothing about where it is
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One rank's host, as the others are told of it.
-
-    Attributes:
-        name: its hostname, for people.
-        identity: the same for two processes that share a loopback address.
-        address: the address at which others reach it, if that is known; else empty.
-        networks: its addresses with their networks, as in ``"10.0.0.1/24"``, the best guess first.
-    """
-
-    name: str
-    identity: str
-    address: str
-    networks: tuple[str, ...]
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Host:
-        """Undo ``dataclasses.asdict``, from JSON."""
-        return cls(data["name"], data["identity"], data["address"], tuple(data["networks"]))
 
 
 def stated_address(argument: str | None) -> str:

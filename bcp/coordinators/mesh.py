@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 import anyio
 
+from bcp._messages.coordination import Card
 from bcp.coordinators.hosts import HINT, identity
 from bcp.coordinators.sockets import TlsContexts, TlsWire, Wire, proof
 from bcp.coordinators.store_client import Backoff
@@ -22,10 +21,7 @@ from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.errors import InputError, PeerError
 from bcp.runtime.threads import in_pool
 
-__all__ = ["LANES", "PROBE", "PROBE_LEAST", "PROBE_MOST", "Card", "Mesh"]
-
-Card = dict[str, Any]
-"""Facts about a rank's listener, which the other ranks need to connect."""
+__all__ = ["LANES", "PROBE", "PROBE_LEAST", "PROBE_MOST", "Mesh"]
 
 LANES = 4
 """Transfers at a time in each direction, each with a thread."""
@@ -106,11 +102,10 @@ class Mesh:
 
     @property
     def card(self) -> bytes:
-        """Facts that other ranks need to connect, as JSON."""
+        """Facts that other ranks need to connect, as an encoded message."""
         port = self._listener.getsockname()[1]
         tls = self._tls is not None
-        place = {"address": self._address, "port": port, "host": socket.gethostname(), "network": self.network}
-        return json.dumps({**place, "token": self._token, "tls": tls}).encode()
+        return Card(self._address, port, socket.gethostname(), self.network, self._token, tls).encode()
 
     async def serve(self) -> None:
         """Accept connections until :meth:`close`."""
@@ -160,20 +155,20 @@ class Mesh:
 
     async def _dial(self, rank: int, flow: int, card: Card) -> Wire:
         """Connect to a rank; try again while the rank hangs up on this connection as a stranger's."""
-        if card["tls"] != (self._tls is not None):
-            with_tls, without = (rank, self.rank) if card["tls"] else (self.rank, rank)
+        if card.tls != (self._tls is not None):
+            with_tls, without = (rank, self.rank) if card.tls else (self.rank, rank)
             raise PeerError(
                 rank,
                 f"rank {with_tls} sends bulk data with TLS and rank {without} without; give tls= to the coordinators "
                 "of all ranks, or to none",
             )
-        where = f"{card['address']} port {card['port']} (host {card['host']})"
+        where = f"{card.address} port {card.port} (host {card.host})"
         last: Exception | None = None
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         try:
             with anyio.fail_after(min(_DIAL_SECONDS, self._patience)):
                 while True:
-                    connection = await _connected(card["address"], card["port"])
+                    connection = await _connected(card.address, card.port)
                     try:
                         return await self._introduced(connection, rank, flow, card)
                     except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
@@ -190,7 +185,7 @@ class Mesh:
 
     async def _introduced(self, connection: socket.socket, rank: int, flow: int, card: Card) -> Wire:
         """Prove to the listener that this is a rank of the job, and let it prove the same."""
-        name = None if self._tls is None else self._tls.target_name or card["address"]
+        name = None if self._tls is None else self._tls.target_name or card.address
         wire = self._wire(connection, name)
         try:
             await wire.handshake()
@@ -198,7 +193,7 @@ class Mesh:
             await wire.send(nonce + self.rank.to_bytes(4, "big") + flow.to_bytes(4, "big"))
             challenge = bytes(await wire.fill(bytearray(_NONCE_BYTES)))
             facts = (self.rank, rank, flow, nonce.hex(), challenge.hex())
-            key = self._key(card["token"])
+            key = self._key(card.token)
             await wire.send(proof(key, "dials", *facts))
             _compare(await wire.fill(bytearray(_PROOF_BYTES)), proof(key, "listens", *facts))
         except BaseException:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 import anyio
 
+from bcp._messages.coordination import Abort, Card
 from bcp.coordinators.exchange import Exchange
-from bcp.coordinators.mesh import Card, Mesh
-from bcp.coordinators.messages import Abort, PeerInfo, describe
+from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.peers import PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Buffer, flat_view
@@ -227,8 +227,7 @@ class Operation:
             published = await channel.cards(verb, self._mesh.card)
 
             async def card_of(peer: int) -> Card:
-                card: Card = json.loads(await published(peer))
-                return card
+                return Card.decode(await published(peer), peer)
 
             self._exchange = Exchange(self._mesh, card_of, channel.report_peer_failure)
         return self._exchange

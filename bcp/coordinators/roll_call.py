@@ -5,59 +5,30 @@ Rank 0 is the caller, every other rank is a member.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 
-from bcp.coordinators.hosts import Host, address_of, here, stated_address
-from bcp.coordinators.messages import Abort
+from bcp._messages.base import Message
+from bcp._messages.coordination import Abort, Answer, Ended, Host, MemberSign, OperationEnd, Reply, RootSign
+from bcp.coordinators.hosts import address_of, here, stated_address
 from bcp.coordinators.sockets import new_token
-from bcp.coordinators.store_client import Backoff, StoreClient, innermost
+from bcp.coordinators.store_client import Backoff, StoreClient, innermost, set_bytes
 
-__all__ = ["Ended", "RollCall"]
+__all__ = ["RollCall"]
 
 AT_ONCE = 256
 """Keys in one look."""
 
 
-class Ended(NamedTuple):
-    """An operation that has ended, and why."""
-
-    number: int
-    abort: Abort
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Facts that rank 0 tells a rank once all are there.
-
-    Attributes:
-        session: the name of this meeting of these processes, which no other has.
-        token: the secret of these processes.
-        first: hostname of rank 0.
-        elsewhere: some of the job's other hosts.
-        text: rank 0's words for this rank alone.
-    """
-
-    session: str
-    token: str = field(repr=False)
-    first: str
-    elsewhere: tuple[Host, ...]
-    text: str
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Answer:
-        """Undo ``dataclasses.asdict``, from JSON."""
-        return cls(**{**data, "elsewhere": tuple(map(Host.of, data["elsewhere"]))})
+M = TypeVar("M", bound=Message)
 
 
 class RollKeys:
-    """Keys below a prefix, whose values are JSON. All calls but :meth:`name` block until the store has answered."""
+    """Keys below a prefix, whose values are messages. All calls but :meth:`name` block until the store has answered."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
         self._client = client
@@ -70,24 +41,27 @@ class RollKeys:
         """Return a whole key."""
         return "/".join((self._prefix, *map(str, names)))
 
-    def set(self, value: object, *names: object) -> None:
+    def set(self, message: Message, *names: object) -> None:
         """Set a key."""
-        self._client.store.set(self.name(*names), json.dumps(value))
+        set_bytes(self._client.store, self.name(*names), message.encode())
 
-    def set_all(self, values: Mapping[int, object], name: str) -> None:
+    def set_all(self, messages: Mapping[int, Message], name: str) -> None:
         """Set a key of each rank."""
-        keys, texts = [self.name(name, rank) for rank in values], list(map(json.dumps, values.values()))
-        self._client.store.multi_set(keys, texts)  # type: ignore[attr-defined]  # torch's stub lacks it
+        keys, values = [self.name(name, rank) for rank in messages], [each.encode() for each in messages.values()]
+        self._client.store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stub lacks it
 
-    def get(self, *names: object) -> Any | None:
-        """Return a value, or None if there is none yet."""
-        found = self.get_all([self.name(*names)])
-        return found[0] if found else None
+    def get(self, kind: type[M], *names: object, sender: int | None = None) -> M | None:
+        """Return a message, or None if there is none yet. Raises MessageError."""
+        key, store = self.name(*names), self._client.store
+        return kind.decode(bytes(store.get(key)), sender) if store.check([key]) else None
 
-    def get_all(self, keys: list[str]) -> list[Any]:
-        """Return the values of these keys if all are there, else an empty list."""
-        store = self._client.store
-        return [json.loads(bytes(value)) for value in store.multi_get(keys)] if store.check(keys) else []
+    def get_ranks(self, kind: type[M], name: str, ranks: Iterable[int]) -> list[M]:
+        """Return the messages of these ranks if all are there, else an empty list. Raises MessageError."""
+        senders, store = list(ranks), self._client.store
+        keys = [self.name(name, rank) for rank in senders]
+        if not store.check(keys):
+            return []
+        return [kind.decode(bytes(value), rank) for rank, value in zip(senders, store.multi_get(keys), strict=True)]
 
 
 _ELSEWHERE = 3  # other hosts that a rank is told of
@@ -102,15 +76,15 @@ class Caller:
         hosts: the hosts of ranks 1, 2 and so on, as far as they have come.
     """
 
-    def __init__(self, keys: RollKeys, world_size: int, texts: Callable[[Sequence[Host]], Sequence[str]]) -> None:
-        self.heard: Ended | None = None
+    def __init__(self, keys: RollKeys, world_size: int, words: Callable[[Sequence[Host]], Sequence[bytes]]) -> None:
+        self.heard: OperationEnd | None = None
         self.hosts: list[Host] = []
         self._keys = keys
         self._world_size = world_size
-        self._texts = texts
+        self._words = words
         self._nonce = secrets.token_hex(8)
         self._nonces: list[str] = []  # of ranks 1, 2 and so on
-        self._told: Ended | None = None
+        self._told: OperationEnd | None = None
         self._ticks = 0
         self._ticked = float("-inf")
 
@@ -127,7 +101,7 @@ class Caller:
             return None
         return self._answer([host, *self.hosts])
 
-    def tell(self, ended: Ended) -> None:
+    def tell(self, ended: OperationEnd) -> None:
         """Tell the ranks that wait for their answer that an operation has ended."""
         self._told = ended
         self._tick()
@@ -140,47 +114,46 @@ class Caller:
         """Return the hosts of all ranks that have come, even after an absent one; one request a rank."""
         found = {}
         for rank in range(1, self._world_size):
-            _, root, host = self._keys.get("here", rank) or (None, None, {})
-            if root == self._nonce:
-                found[rank] = Host.of(host)
+            sign = self._keys.get(MemberSign, "here", rank, sender=rank)
+            if sign is not None and sign.root == self._nonce:
+                found[rank] = sign.host
         return found
 
     def _answer(self, hosts: Sequence[Host]) -> Answer:
         session, token, sample = secrets.token_hex(8), new_token(), _sample(hosts)
         answers = [
-            Answer(session, token, hosts[0].name, _elsewhere(own, sample), text)
-            for own, text in zip(hosts, self._texts(hosts), strict=True)
+            Answer(session, token, hosts[0].name, _elsewhere(own, sample), words)
+            for own, words in zip(hosts, self._words(hosts), strict=True)
         ]
         for start in range(1, self._world_size, AT_ONCE):
             ranks = range(start, min(start + AT_ONCE, self._world_size))
-            self._keys.set_all({rank: [self._nonces[rank - 1], asdict(answers[rank])] for rank in ranks}, "answer")
+            self._keys.set_all({rank: Reply(self._nonces[rank - 1], answers[rank]) for rank in ranks}, "answer")
         return answers[0]
 
     def _tick(self) -> None:
         """Show that this process is alive, and the operation that has ended."""
         self._ticked, self._ticks = time.monotonic(), self._ticks + 1
-        told = None if self._told is None else [self._told.number, asdict(self._told.abort)]
-        self._keys.set([self._nonce, self._ticks, told], "root")
+        self._keys.set(RootSign(self._nonce, self._ticks, self._told), "root")
 
     def _count(self) -> None:
         """Count the ranks, in order, that repeat this rank's nonce."""
         while (rank := len(self.hosts) + 1) < self._world_size:
-            upcoming = [self._keys.name("here", each) for each in range(rank, min(rank + AT_ONCE, self._world_size))]
-            found = self._keys.get_all(upcoming) or self._keys.get_all(upcoming[:1])
-            if not found:
+            upcoming = range(rank, min(rank + AT_ONCE, self._world_size))
+            found = self._keys.get_ranks(MemberSign, "here", upcoming)
+            if not found and not (found := self._keys.get_ranks(MemberSign, "here", upcoming[:1])):
                 return
-            for nonce, root, host in found:
-                if root != self._nonce:
+            for sign in found:
+                if sign.root != self._nonce:
                     return
-                self._nonces.append(nonce)
-                self.hosts.append(Host.of(host))
+                self._nonces.append(sign.nonce)
+                self.hosts.append(sign.host)
 
     def _listen(self) -> None:
         """Read of an operation that a rank has ended, and pass it on."""
-        root, number, abort = self._keys.get("ended") or (None, 0, {})
-        if root == self._nonce and self.heard != (ended := Ended(number, Abort(**abort))):
-            self.heard = ended
-            self.tell(ended)
+        ended = self._keys.get(Ended, "ended")
+        if ended is not None and ended.root == self._nonce and self.heard != ended.end:
+            self.heard = ended.end
+            self.tell(ended.end)
 
 
 def _sample(hosts: Sequence[Host]) -> list[Host]:
@@ -208,11 +181,11 @@ class Member:
     """
 
     def __init__(self, keys: RollKeys, rank: int) -> None:
-        self.heard: Ended | None = None
+        self.heard: OperationEnd | None = None
         self._keys = keys
         self._rank = rank
         self._nonce = secrets.token_hex(8)
-        self._told: Ended | None = None
+        self._told: OperationEnd | None = None
         self._root: str | None = None  # rank 0's nonce, as seen last
         self._ticks = 0  # rank 0's, as seen last
         self._alive: float | None = None  # when rank 0 was last known to be alive
@@ -224,41 +197,40 @@ class Member:
     def look(self, host: Host) -> Answer | None:
         """Repeat the nonce of the present rank 0; return the answer if it is there."""
         shown = self._look_at_root(host)
-        nonce, data = self._keys.get("answer", self._rank) or (None, {})
-        answer = Answer.of(data) if nonce == self._nonce else None
+        reply = self._keys.get(Reply, "answer", self._rank, sender=0)
+        answer = reply.answer if reply is not None and reply.nonce == self._nonce else None
         if shown is not None and (self._alive is not None or answer is not None):
             self.heard = shown
         return answer
 
-    def tell(self, ended: Ended) -> None:
+    def tell(self, ended: OperationEnd) -> None:
         """Tell rank 0, and so all others, that an operation has ended."""
         self._told = ended
-        self._keys.set([self._root, ended.number, asdict(ended.abort)], "ended")
+        self._keys.set(Ended(self._root, ended), "ended")
 
     def absent(self) -> int | None:
         """Return 0 if rank 0 shows no sign of life, else None; a member knows of no other rank."""
         silent = self._alive is None or time.monotonic() - self._alive > _SILENT_SECONDS
         return 0 if silent else None
 
-    def _look_at_root(self, host: Host) -> Ended | None:
+    def _look_at_root(self, host: Host) -> OperationEnd | None:
         """Look for rank 0's sign of life, and show this rank to a new rank 0; return the operation that it reports."""
         first, self._looked = not self._looked, True
-        shown = self._keys.get("root")
+        shown = self._keys.get(RootSign, "root", sender=0)
         if shown is None:
             return None
-        root, ticks, told = shown
-        if root != self._root:
-            self._root = root
+        if shown.nonce != self._root:
+            self._root = shown.nonce
             if self._told is not None:
                 self.tell(self._told)
-            self._keys.set([self._nonce, root, asdict(host)], "here", self._rank)
+            self._keys.set(MemberSign(self._nonce, shown.nonce, host), "here", self._rank)
             alive = not first  # the first look may find an earlier process's
         else:
-            alive = ticks != self._ticks
-        self._ticks = ticks
+            alive = shown.ticks != self._ticks
+        self._ticks = shown.ticks
         if alive:
             self._alive = time.monotonic()
-        return None if told is None else Ended(told[0], Abort(**told[1]))
+        return shown.told
 
 
 class RollCall:
@@ -280,7 +252,7 @@ class RollCall:
         world_size: int,
         *,
         address: str | None = None,
-        texts: Callable[[Sequence[Host]], Sequence[str]] = lambda hosts: [""] * len(hosts),
+        words: Callable[[Sequence[Host]], Sequence[bytes]] = lambda hosts: [b""] * len(hosts),
     ) -> None:
         """Prepare the roll call; nothing is sent.
 
@@ -290,7 +262,7 @@ class RollCall:
             rank: this rank.
             world_size: the number of ranks.
             address: this host's in the job's network, if the caller states it.
-            texts: returns on rank 0 the text for each rank, given the hosts of all.
+            words: returns on rank 0 the message for each rank, given the hosts of all.
 
         """
         self.client = client
@@ -301,13 +273,13 @@ class RollCall:
         self._stated = ""
         self._host: Host | None = None
         self._keys = RollKeys(client, prefix)
-        self._part = Caller(self._keys, world_size, texts) if rank == 0 else Member(self._keys, rank)
+        self._part = Caller(self._keys, world_size, words) if rank == 0 else Member(self._keys, rank)
 
     def __repr__(self) -> str:
         return f"<Roll of rank {self._rank} of {self._world_size}, {self._keys!r}>"
 
     @property
-    def heard(self) -> Ended | None:
+    def heard(self) -> OperationEnd | None:
         """The last operation that a rank has ended before there was an answer."""
         return self._part.heard
 
@@ -323,7 +295,7 @@ class RollCall:
             answer = await self.client.call(self.look)
             if self.heard is not None and self.heard != known:
                 known = self.heard
-                heard(*known)
+                heard(known.number, known.abort)
             if answer is not None:
                 return answer
             await backoff.sleep()
@@ -359,7 +331,7 @@ class RollCall:
 
     def tell(self, number: int, abort: Abort) -> None:
         """Tell the ranks that wait for their answer that an operation has ended."""
-        self._part.tell(Ended(number, abort))
+        self._part.tell(OperationEnd(number, abort))
 
     def _server(self) -> tuple[str, int] | None:
         inner = innermost(self.client.shared)

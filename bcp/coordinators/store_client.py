@@ -28,7 +28,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from bcp.errors import PeerError
 from bcp.runtime.process import process_lock
 
-__all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "innermost"]
+__all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "compare_set_bytes", "innermost", "set_bytes"]
 
 
 @dataclass(slots=True)
@@ -262,6 +262,16 @@ def innermost(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def set_bytes(store: Store, key: str, value: bytes) -> None:
+    """Set a key to bytes, which torch's stores take, though their stubs ask for a text."""
+    store.set(key, value)  # type: ignore[arg-type]  # see above
+
+
+def compare_set_bytes(store: Store, key: str, value: bytes) -> bytes:
+    """Set a key to bytes unless it is set; return its value."""
+    return bytes(store.compare_set(key, "", value))  # type: ignore[arg-type]  # see set_bytes
 
 
 async def _wait(waiter: asyncio.Future[None], seconds: float | None) -> None:

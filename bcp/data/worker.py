@@ -4,7 +4,7 @@ A worker computes nothing with torch, whose threads do not survive a fork.
 
 Messages between a reader and its worker processes.
 
-A message is words as JSON, and arrays. Both lie in an anonymous file in memory if there are arrays, and its descriptor
+A message is a struct, and arrays. Both lie in an anonymous file in memory if there are arrays, and its descriptor
 goes through a socket. A gigabyte of state therefore never fills the socket, nobody waits for the other end to receive
 it, and the receiver maps it without a copy.
 """
@@ -12,46 +12,61 @@ it, and the receiver maps it without a copy.
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import pickle
 import select
 import signal
 import socket
-import struct
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from bcp._messages.base import refused
+from bcp._messages.reading import (
+    ArrayPlace,
+    Batch,
+    Consumed,
+    Enclosure,
+    Places,
+    ReaderJob,
+    Start,
+    States,
+    StatesRequest,
+    WorkerFailure,
+    WorkerMessage,
+    decode_worker_message,
+    unexpected,
+)
 from bcp.data.recipe import Recipe, Tokens
 from bcp.data.stream import Schedule, Streams
 from bcp.data.units import UnitState
-from bcp.errors import StageError
+from bcp.errors import MessageError, StageError
 
 __all__ = ["Job", "Line", "pack_states", "parcel", "run", "unpack_states"]
 
 _PACKET = 131_072
-"""Most bytes of a packet. Words without arrays have to fit in."""
+"""Most bytes of a packet. A message without arrays has to fit in."""
 _ALIGNMENT = 64
 _STATE = ("cursors", "samples", "tokens", "backlog")
 
 
-class Message(NamedTuple):
+class Received(NamedTuple):
     """A received message. The arrays are writable and the receiver's own.
 
     Attributes:
-        words: small values by name; ``kind`` tells the purpose.
+        message: the struct.
         arrays: arrays by name.
     """
 
-    words: dict[str, Any]
+    message: WorkerMessage
     arrays: dict[str, np.ndarray[Any, Any]]
 
 
@@ -59,8 +74,8 @@ class Parcel(NamedTuple):
     """A message with arrays that is ready to be sent, to any number of receivers.
 
     Attributes:
-        descriptor: an anonymous file: the arrays first, the words at the end.
-        packet: position and size of the words.
+        descriptor: an anonymous file: the arrays first, the struct at the end.
+        packet: an encoded :class:`~bcp._messages.reading.Enclosure`.
     """
 
     descriptor: int
@@ -68,18 +83,18 @@ class Parcel(NamedTuple):
 
 
 @contextmanager
-def parcel(arrays: Mapping[str, np.ndarray[Any, Any]], **words: Any) -> Iterator[Parcel]:
-    """Write a message to an anonymous file, which is closed at the end."""
+def parcel(arrays: Mapping[str, np.ndarray[Any, Any]], build: Callable[[Places], WorkerMessage]) -> Iterator[Parcel]:
+    """Write a message to an anonymous file, which is closed at the end; ``build`` makes it of the arrays' places."""
     descriptor = os.memfd_create("bcp-data")
     try:
         end = 0
-        places = {}
+        places: Places = {}
         for name, array in arrays.items():
-            places[name] = end, array.shape, array.dtype.str
+            places[name] = ArrayPlace(end, array.shape, array.dtype.str)
             end += _write(descriptor, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, end)
             end += -end % _ALIGNMENT
-        size = _write(descriptor, memoryview(json.dumps({**words, "arrays": places}).encode()), end)
-        yield Parcel(descriptor, struct.pack("<QQ", end, size))
+        size = _write(descriptor, memoryview(build(places).encode()), end)
+        yield Parcel(descriptor, Enclosure(end, size).encode())
     finally:
         os.close(descriptor)
 
@@ -96,14 +111,14 @@ class Line:
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def send(self, kind: str, **words: Any) -> None:
-        """Send words. To an end that is closed they are lost: the next :meth:`receive` tells of it."""
+    def send(self, message: WorkerMessage) -> None:
+        """Send a message. To an end that is closed it is lost: the next :meth:`receive` tells of it."""
         with suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.send(json.dumps({"kind": kind, **words}).encode())
+            self.socket.send(message.encode())
 
-    def send_arrays(self, kind: str, arrays: Mapping[str, np.ndarray[Any, Any]], **words: Any) -> None:
-        """Send words and arrays. To an end that is closed they are lost."""
-        with parcel(arrays, kind=kind, **words) as message:
+    def send_arrays(self, arrays: Mapping[str, np.ndarray[Any, Any]], build: Callable[[Places], WorkerMessage]) -> None:
+        """Send a message with arrays, made as by :func:`parcel`. To an end that is closed it is lost."""
+        with parcel(arrays, build) as message:
             self.send_parcel(message)
 
     def send_parcel(self, message: Parcel) -> None:
@@ -121,8 +136,13 @@ class Line:
                 " (ulimit -n), or lower prefetch or workers",
             ) from error
 
-    def receive(self) -> Message | None:
-        """Wait for a message. Returns None if the other end is closed."""
+    def receive(self) -> Received | None:
+        """Wait for a message. Returns None if the other end is closed.
+
+        Raises:
+            MessageError: it cannot be decoded.
+
+        """
         try:
             packet, descriptors, flags, _ = socket.recv_fds(self.socket, _PACKET, 1)
         except ConnectionResetError:
@@ -132,15 +152,15 @@ class Line:
         if not packet:
             return None
         if not descriptors:
-            return Message(json.loads(packet), {})
-        end, size = struct.unpack("<QQ", packet)
-        try:  # not by the module mmap, which keeps a descriptor for as long as there is an array
-            file = f"/proc/self/fd/{descriptors[0]}"
-            memory = torch.from_file(file, shared=True, size=end + size, dtype=torch.uint8).numpy()
+            return Received(decode_worker_message(packet), {})
+        try:
+            enclosure = Enclosure.decode(packet)
+            memory = _mapped(descriptors[0], enclosure)
         finally:
             os.close(descriptors[0])
-        words = json.loads(memory[end:].tobytes())
-        return Message(words, {name: _array(memory, *place) for name, place in words.pop("arrays").items()})
+        message = decode_worker_message(memory[enclosure.end :].tobytes())
+        places: Places = getattr(message, "arrays", {})
+        return Received(message, {name: _array(memory[: enclosure.end], place) for name, place in places.items()})
 
 
 def pack_states(states: Mapping[int, UnitState]) -> dict[str, Tokens]:
@@ -150,11 +170,22 @@ def pack_states(states: Mapping[int, UnitState]) -> dict[str, Tokens]:
 
 
 def unpack_states(arrays: Mapping[str, Tokens]) -> dict[int, UnitState]:
-    """Return the states of units that :func:`pack_states` packed; they share the arrays' memory."""
-    return {
-        unit: UnitState(draws=draws, **cast("dict[str, Any]", {name: arrays[f"{unit} {name}"] for name in _STATE}))
-        for unit, draws in arrays["units"].reshape(-1, 2).tolist()
-    }
+    """Return the states of units that :func:`pack_states` packed; they share the arrays' memory.
+
+    Raises:
+        MessageError: arrays of a unit are missing.
+
+    """
+    try:
+        return {
+            unit: UnitState(draws=draws, **cast("dict[str, Any]", {name: arrays[f"{unit} {name}"] for name in _STATE}))
+            for unit, draws in arrays["units"].reshape(-1, 2).tolist()
+        }
+    except (KeyError, ValueError) as error:
+        raise MessageError(
+            f"{len(arrays)} arrays of a reader worker are no states of units: {error!r}; "
+            "run the same version of bcp in all processes"
+        ) from error
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> int:
@@ -164,12 +195,19 @@ def _write(descriptor: int, data: memoryview, offset: int) -> int:
     return written
 
 
-def _array(
-    memory: np.ndarray[Any, np.dtype[np.uint8]], offset: int, shape: list[int], dtype: str
-) -> np.ndarray[Any, Any]:
-    kind = np.dtype(dtype)
-    nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
-    return memory[offset : offset + nbytes].view(kind).reshape(shape)
+def _mapped(descriptor: int, enclosure: Enclosure) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Map an anonymous file, but not by the module mmap, which keeps a descriptor for as long as there is an array."""
+    nbytes, expected = os.fstat(descriptor).st_size, enclosure.end + enclosure.nbytes
+    if nbytes != expected:  # torch would make a shorter file longer
+        raise refused("with arrays", b"", f"its file has {nbytes} bytes instead of {expected}")
+    memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+    return cast("np.ndarray[Any, np.dtype[np.uint8]]", memory.numpy())
+
+
+def _array(memory: np.ndarray[Any, np.dtype[np.uint8]], place: ArrayPlace) -> np.ndarray[Any, Any]:
+    if place.offset + place.nbytes > len(memory):
+        raise refused("with arrays", memory.data, f"an array of {place.nbytes} bytes begins at byte {place.offset}")
+    return memory[place.offset : place.offset + place.nbytes].view(place.dtype).reshape(place.shape)
 
 
 class Job(NamedTuple):
@@ -197,14 +235,22 @@ def run(theirs: socket.socket, job: Job | None) -> None:
     signal.set_wakeup_fd(-1)
     threading.Thread(target=_watch_parent, daemon=True).start()
     line = Line(theirs)
-    if job is None and (message := line.receive()):
+    if job is None and (received := _received(line, ReaderJob)):
         try:
-            job = pickle.loads(message.arrays["job"].data)  # noqa: S301 -- the socket pair's other end is the parent's
+            job = pickle.loads(received.arrays["job"].data)  # noqa: S301 -- the socket pair's other end is the parent's
         except Exception as error:  # noqa: BLE001 -- the reader raises it
             _report(line, "the sources, which could not be unpickled", error)
             return
-    if job and (message := line.receive()):
-        _serve(line, Streams(job.recipe, job.schedule, unpack_states(message.arrays)), job.prefetch)
+    if job and (received := _received(line, Start)):
+        _serve(line, Streams(job.recipe, job.schedule, unpack_states(received.arrays)), job.prefetch)
+
+
+def _received(line: Line, kind: type[WorkerMessage]) -> Received | None:
+    """Wait for a message of that class. Returns None if the other end is closed."""
+    received = line.receive()
+    if received is not None and not isinstance(received.message, kind):
+        raise unexpected(received.message)
+    return received
 
 
 def _watch_parent() -> None:
@@ -217,22 +263,25 @@ def _watch_parent() -> None:
 
 
 def _serve(line: Line, streams: Streams, prefetch: int) -> None:
-    request: dict[str, Any] | None = None
+    request: StatesRequest | None = None
     failed = False
     while True:
-        if request and (failed or streams.taken >= request["taken"]):
+        if request and (failed or streams.taken >= request.taken):
             states = pack_states(streams.states())
-            line.send_arrays("states", states, number=request["number"], consumed=streams.consumed)
+            line.send_arrays(states, partial(States, number=request.number, consumed=streams.consumed))
             del states
             request = None
         elif failed or streams.taken >= streams.consumed + prefetch or line.has_message():
-            message = line.receive()
-            if message is None:
+            received = line.receive()
+            if received is None:
                 return
-            if message.words["kind"] == "consumed":
-                streams.consume()
-            else:
-                request = message.words
+            match received.message:
+                case Consumed():
+                    streams.consume()
+                case StatesRequest() as request:
+                    pass
+                case other:
+                    raise unexpected(other)
         else:
             failed = not _take(line, streams)
 
@@ -242,7 +291,7 @@ def _take(line: Line, streams: Streams) -> bool:
     try:
         windows = streams.take()
         arrays = {name: getattr(windows, name) for name in ("numbers", "tokens", "documents", "samples")}
-        line.send_arrays("batch", arrays, live=windows.live)
+        line.send_arrays(arrays, partial(Batch, live=windows.live))
     except Exception as error:  # noqa: BLE001 -- the reader raises it
         cause = error.__cause__ if isinstance(error, StageError) and error.__cause__ else error
         _report(line, error.item if isinstance(error, StageError) else "a batch", cause)
@@ -251,10 +300,11 @@ def _take(line: Line, streams: Streams) -> bool:
 
 
 def _report(line: Line, item: str, cause: BaseException) -> None:
-    """Send an error, which the reader raises; clipped, because a character takes up to 12 bytes of the packet."""
+    """Send an error, which the reader raises; clipped, because a character takes up to 6 bytes of the packet."""
     line.send(
-        "failure",
-        item=item[:500],
-        cause=f"{type(cause).__name__}: {cause}"[:1000],
-        traceback="".join(traceback.format_exception(cause))[-8000:],
+        WorkerFailure(
+            item=item[:500],
+            cause=f"{type(cause).__name__}: {cause}"[:1000],
+            traceback="".join(traceback.format_exception(cause))[-8000:],
+        )
     )

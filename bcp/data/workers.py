@@ -19,11 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bcp._messages.reading import (
+    Batch,
+    Consumed,
+    ReaderJob,
+    Start,
+    States,
+    StatesRequest,
+    WorkerFailure,
+    unexpected,
+)
 from bcp.data.recipe import Recipe, Source
 from bcp.data.stream import Schedule, Windows
 from bcp.data.units import UnitState
-from bcp.data.worker import Job, Line, pack_states, parcel, run, unpack_states
-from bcp.errors import InputError, StageError
+from bcp.data.worker import Job, Line, Received, pack_states, parcel, run, unpack_states
+from bcp.errors import InputError, MessageError, StageError
 
 __all__ = ["START_METHOD", "Workers"]
 
@@ -65,7 +75,7 @@ class Workers:
         context = multiprocessing.get_context(start_method)
         job, units = Job(recipe, schedule, prefetch), list(states)
         inherited = job if start_method == "fork" else None
-        sent = nullcontext() if inherited else parcel({"job": _pickled(job)}, kind="job")
+        sent = nullcontext() if inherited else parcel({"job": _pickled(job)}, ReaderJob)
         try:
             with sent as message:
                 for number in range(workers):
@@ -75,7 +85,7 @@ class Workers:
                     if message:
                         worker.line.send_parcel(message)
                     own = pack_states({unit: states[unit] for unit in units[number::workers]})
-                    worker.line.send_arrays("start", own)
+                    worker.line.send_arrays(own, Start)
         except BaseException:
             self.close()
             raise
@@ -98,7 +108,7 @@ class Workers:
         """Move the consumed frontier behind the oldest batch that was taken."""
         self._consumed += 1
         for worker in self._workers:
-            worker.line.send("consumed")
+            worker.line.send(Consumed())
 
     def prepare(self) -> None:
         """Let the workers send their states when they have read ahead, without waiting for it."""
@@ -130,7 +140,7 @@ class Workers:
         self._requested = True
         for worker in self._workers:
             worker.answer = None
-            worker.line.send("states", number=self._request, taken=taken)
+            worker.line.send(StatesRequest(self._request, taken))
 
     def _answers(self) -> dict[int, UnitState] | None:
         states: dict[int, UnitState] = {}
@@ -163,7 +173,7 @@ class _Worker:
         self.name = name
         self.batches: deque[Windows] = deque()
         self.answer: _Answer | None = None
-        self.failure: StageError | None = None
+        self.failure: StageError | MessageError | None = None
         self._heard = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line = Line(ours)
@@ -178,20 +188,34 @@ class _Worker:
 
     def receive(self) -> None:
         """Wait for the next message, and keep its contents."""
-        message = None
+        if isinstance(self.failure, MessageError):
+            raise self.failure
+        received = None
         if self.line.socket in wait([self.line.socket, self.process.sentinel]):
-            message = self.line.receive()
-        if message is None:
+            try:
+                received = self.line.receive()
+                if received is not None:
+                    self._take(received)
+            except MessageError as error:
+                error.add_note(f"It came from {self.name}.")
+                self.failure = error
+                raise
+        if received is None:
             raise self._death()
         self._heard = True
-        words, arrays = message
-        if words["kind"] == "batch":
-            self.batches.append(Windows(**arrays, live=words["live"]))
-        elif words["kind"] == "states":
-            self.answer = _Answer(words["number"], words["consumed"], unpack_states(arrays))
-        else:
-            self.failure = StageError("read", f"{words['item']} ({self.name})", RuntimeError(words["cause"]))
-            self.failure.add_note(words["traceback"])
+
+    def _take(self, received: Received) -> None:
+        """Keep the contents of a message."""
+        match received.message:
+            case Batch(live=live):
+                self.batches.append(Windows(**received.arrays, live=live))
+            case States(number=number, consumed=consumed):
+                self.answer = _Answer(number, consumed, unpack_states(received.arrays))
+            case WorkerFailure() as words:
+                self.failure = StageError("read", f"{words.item} ({self.name})", RuntimeError(words.cause))
+                self.failure.add_note(words.traceback)
+            case other:
+                raise unexpected(other)
 
     def _death(self) -> StageError:
         self.process.join()
@@ -203,8 +227,9 @@ class _Worker:
                 "its output tells why. A process that starts imports the main script: the script's own work belongs"
                 ' below `if __name__ == "__main__":`'
             )
-        self.failure = StageError("read", self.name, ChildProcessError(f"process {self.process.pid} {how}; {remedy}"))
-        return self.failure
+        error = StageError("read", self.name, ChildProcessError(f"process {self.process.pid} {how}; {remedy}"))
+        self.failure = error
+        return error
 
 
 class _Pickler(pickle.Pickler):

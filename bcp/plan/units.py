@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from bcp.errors import CorruptError, StateError
+import msgspec
+
+from bcp._messages.base import DECODE_ERRORS, plain, refused
+from bcp._messages.planning import Claim, SharedDigests
+from bcp.errors import StateError
 
 __all__ = [
-    "Claim",
     "check_readers",
     "check_shared",
+    "claimed_paths",
     "decode_claims",
     "divide_units",
     "encode_claims",
@@ -22,28 +24,9 @@ __all__ = [
 _SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The units of one sharded state that one rank holds.
-
-    Attributes:
-        name: where the state stands below ``states["dataloader"]``: keys joined by ``/``; empty for itself.
-        reader: number of the rank's reader.
-        readers: how many readers there are.
-        ids: ids of the reader's units.
-    """
-
-    name: str
-    reader: int
-    readers: int
-    ids: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"dataloader {self.name!r}" if self.name else "the dataloader"
-
-    def paths(self) -> list[str]:
-        """Return the paths that :func:`divide_units` gives away: of the shared part, and of the units."""
-        return [unit_path(self.name), *(unit_path(self.name, unit) for unit in self.ids)]
+def claimed_paths(claim: Claim) -> list[str]:
+    """Return the paths that :func:`divide_units` gives away: of the shared part, and of the units."""
+    return [unit_path(claim.name), *(unit_path(claim.name, unit) for unit in claim.ids)]
 
 
 def unit_path(name: str, unit: str = "") -> str:
@@ -52,33 +35,34 @@ def unit_path(name: str, unit: str = "") -> str:
 
 
 def encode_claims(claims: Sequence[Claim]) -> str:
-    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts."""
-    rows = [[claim.name, claim.reader, claim.readers, *claim.ids] for claim in claims]
-    return json.dumps(rows, separators=(",", ":")) if rows else ""
-
-
-def decode_claims(text: str) -> list[Claim]:
-    """Undo :func:`encode_claims`.
+    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts.
 
     Raises:
-        CorruptError: these are no claims.
+        StateError: a name is no Unicode.
 
     """
     try:
-        rows = json.loads(text) if text else []
-        claims = [Claim(name, reader, readers, tuple(ids)) for name, reader, readers, *ids in rows]
-    except (TypeError, ValueError) as error:
-        raise CorruptError(f"{len(text)} characters from another rank are no claims of units: {error}") from error
-    texts = [text for claim in claims for text in (claim.name, *claim.ids)]
-    numbers = [number for claim in claims for number in (claim.reader, claim.readers)]
-    if {*map(type, texts)} - {str} or {*map(type, numbers)} - {int}:
-        raise CorruptError("another rank claims units with names that are no texts; run the same bcp on every rank")
-    return claims
+        return msgspec.json.encode(claims, enc_hook=plain).decode() if claims else ""
+    except UnicodeEncodeError as error:
+        raise StateError(f"the name of a dataloader state or unit is no Unicode: {error}; rename it") from error
+
+
+def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
+    """Undo :func:`encode_claims`.
+
+    Raises:
+        MessageError: these are no claims.
+
+    """
+    try:
+        return msgspec.json.decode(text, type=list[Claim]) if text else []
+    except (*DECODE_ERRORS, UnicodeEncodeError) as error:
+        raise refused("claims of units", text.encode(errors="replace"), error, sender) from error
 
 
 def encode_shared(digests: Mapping[str, str]) -> bytes:
     """Return the digests of a rank's shared parts, by name of the state; empty for none."""
-    return json.dumps(digests).encode() if digests else b""
+    return SharedDigests(dict(digests)).encode() if digests else b""
 
 
 def check_shared(messages: Sequence[bytes]) -> None:
@@ -89,16 +73,14 @@ def check_shared(messages: Sequence[bytes]) -> None:
 
     Raises:
         StateError: two ranks have different ones; the message names them.
+        MessageError: one of them cannot be decoded.
 
     """
     if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
         return
     first: dict[str, tuple[int, str]] = {}
     for rank, message in enumerate(messages):
-        try:
-            digests = dict(json.loads(message)) if message else {}
-        except (TypeError, ValueError) as error:
-            raise CorruptError(f"{len(message)} bytes from rank {rank} are no digests: {error}") from error
+        digests = SharedDigests.decode(message, rank).digests if message else {}
         for name, digest in digests.items():
             other, wanted = first.setdefault(name, (rank, digest))
             if digest != wanted:

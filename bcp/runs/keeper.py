@@ -103,7 +103,7 @@ class Keeper:
         known = {entry.step for entry in ledger.entries}
         uncommitted = [step for step in self._folder.listed.folders if step not in known]
         others += [Choice(step, "not committed, or partly deleted") for step in uncommitted]
-        return Candidates(steps, others, ledger.owner)
+        return Candidates(tuple(steps), tuple(others), ledger.owner)
 
     def distrust(self, steps: Iterable[int]) -> None:
         """Remember the checkpoints that the run was not resumed from, until they are saved again."""

@@ -10,7 +10,6 @@ collective. So a rank waits for words of the others' threads only, never for the
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 import time
@@ -22,9 +21,11 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d
 
 from bcp._log import log
+from bcp._messages.base import decode_either
+from bcp._messages.running import Absence, Alarm, Departure, Standing, Stop
 from bcp.coordinators.hosts import private_connection
-from bcp.coordinators.store_client import STORE_ERRORS, StoreClient
-from bcp.errors import InputError, PeerError
+from bcp.coordinators.store_client import STORE_ERRORS, StoreClient, compare_set_bytes, set_bytes
+from bcp.errors import InputError, MessageError, PeerError
 from bcp.runs.preemption import Preemption
 from bcp.runtime.process import process_lock
 
@@ -147,7 +148,7 @@ class Meetings:
         self._reason: str | None = None
         self._deadline: float | None = None
         self._alone_after: int | None = 0 if world_size == 1 else None
-        self._fault: tuple[int, str] | None = None
+        self._fault: PeerError | MessageError | None = None
         self._connected = threading.Event()
         self._known = threading.Event()
         self._closing = threading.Event()
@@ -184,17 +185,18 @@ class Meetings:
 
         Raises:
             PeerError: a rank did not answer the alarm, so that no step could be agreed on.
+            MessageError: the message of another rank could not be decoded.
 
         """
         with self._lock:
             answer = self._stand.arrive(step)
         if answer is None:
             if not self._known.wait(self._timeout + _SLACK_SECONDS):
-                self._fail(0, self._silence())
+                self._fail(PeerError(0, self._silence()))
             with self._lock:
                 answer, fault = self._stand.arrive(step), self._fault
             if answer is None:
-                raise PeerError(*(fault or (0, self._silence())))
+                raise fault or PeerError(0, self._silence())
         return answer
 
     def alarm(self, reason: str) -> None:
@@ -231,12 +233,12 @@ class Meetings:
         if decided or self._closing.is_set() or self._known.is_set():
             return
         if self._lost:
-            self._fail(*_GONE)
+            self._fail(PeerError(*_GONE))
             return
         try:
-            self._say_alarm(json.dumps({"reason": text, "seconds": left}), seconds=self._timeout)
+            self._say_alarm(Alarm(text, left), seconds=self._timeout)
         except PeerError as error:
-            self._fail(error.rank, error.cause)
+            self._fail(error)
 
     def _hear(self, reason: str, seconds: float | None) -> None:
         """Remember an alarm; tell whoever wants to know of the first one."""
@@ -267,12 +269,12 @@ class Meetings:
         self._stand.stop = stop
         self._known.set()
 
-    def _fail(self, rank: int, cause: str) -> None:
+    def _fail(self, error: PeerError | MessageError) -> None:
         """Let :meth:`at` raise, unless a step is agreed on."""
         with self._lock:
             if self._stand.stop is None:
                 self._stand.publish()
-                self._fault = self._fault or (rank, cause)
+                self._fault = self._fault or error
         self._known.set()
 
     def _silence(self) -> str:
@@ -284,17 +286,17 @@ class Meetings:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _last_words(self) -> str:
-        return json.dumps({"left": self.rank, "count": self._stand.count})
+    def _last_words(self) -> Departure:
+        return Departure(self.rank, self._stand.count)
 
-    def _say_alarm(self, text: str, seconds: float) -> None:
+    def _say_alarm(self, message: Alarm | Departure, seconds: float) -> None:
         """Set the key that all threads wait for, unless it is set, or this rank has left the store."""
         speaker, key = self._speaker, self._key("alarm")
         if not self._speaking.acquire(timeout=seconds):
             raise PeerError(0, self._silence())
         try:
             if not (self._left or self._lost):
-                speaker.call_blocking(lambda: _set_first(speaker.store, key, text), seconds=seconds)
+                speaker.call_blocking(lambda: _set_first(speaker.store, key, message), seconds=seconds)
         finally:
             self._speaking.release()
 
@@ -319,28 +321,31 @@ class Meetings:
             if self._closing.is_set():
                 _set_first(line, self._key("alarm"), self._last_words())
             line.wait([self._key("alarm")], _FOREVER)
-            words = json.loads(line.get(self._key("alarm")))
-            if "left" in words:
+            message = decode_either(Alarm, Departure, line.get(self._key("alarm")))
+            if isinstance(message, Departure):
                 with self._lock:
-                    self._alone_after = words["count"]
+                    self._alone_after = message.count
                     self._decide_alone()
             else:
-                self._hear(words["reason"], words["seconds"])
-                self._reason = words["reason"]  # the same on all ranks, though each may have had a signal
+                self._hear(message.reason, message.seconds)
+                self._reason = message.reason  # the same on all ranks, though each may have had a signal
                 self._agree(line)
             self._leave(line)
+        except MessageError as error:
+            self._lost = True
+            self._fail(error)
         except (*STORE_ERRORS, PeerError) as error:
             self._lost = True
             log.debug("the store of the job has gone", rank=self.rank, error=repr(error))
             if self._reason is not None:
-                self._fail(*_GONE)
+                self._fail(PeerError(*_GONE))
 
     def _agree(self, line: Store) -> None:
         """Publish where this rank stands; take the count that the last one of all ranks finds out."""
         with self._lock:
             stand = self._stand.publish()
         left = None if self._preemption.deadline is None else self._preemption.seconds_left()
-        line.set(self._key(f"stand/{self.rank}"), json.dumps([stand, left]))
+        set_bytes(line, self._key(f"stand/{self.rank}"), Standing(stand, left).encode())
         if line.add(self._key("stood"), 1) == self._world_size:
             self._close_meeting(line, range(self._world_size))
         if not self._await_stop(line):
@@ -348,13 +353,13 @@ class Meetings:
                 return
             present = [rank for rank in range(self._world_size) if line.check([self._key(f"stand/{rank}")])]
             self._close_meeting(line, present)
-        words = json.loads(line.get(self._key("stop")))
-        if words["missing"] is not None:
-            self._fail(words["missing"], words["cause"])
+        message = decode_either(Stop, Absence, line.get(self._key("stop")))
+        if isinstance(message, Absence):
+            self._fail(PeerError(message.rank, message.cause))
             return
-        self._hear(str(self._reason), words["seconds"])
+        self._hear(str(self._reason), message.seconds)
         with self._lock:
-            self._learn(words["stop"])
+            self._learn(message.count)
 
     def _await_stop(self, line: Store) -> bool:
         """Wait until the count is there; give up when time is up or this rank ends."""
@@ -369,16 +374,12 @@ class Meetings:
         """Set the count for all ranks, or who is missing; the first word counts."""
         missing = sorted(set(range(self._world_size)) - set(present))
         if missing:
-            words = {"missing": missing[0], "cause": self._absence(missing)}
+            message: Stop | Absence = Absence(missing[0], self._absence(missing))
         else:
-            stands = [json.loads(each) for each in line.multi_get([self._key(f"stand/{rank}") for rank in present])]
-            seconds = [left for _, left in stands if left is not None]
-            words = {
-                "missing": None,
-                "stop": max(stand for stand, _ in stands) + 1,
-                "seconds": min(seconds, default=None),
-            }
-        line.compare_set(self._key("stop"), "", json.dumps(words))
+            stands = Standing.decode_all(line.multi_get([self._key(f"stand/{rank}") for rank in present]))
+            seconds = [stand.seconds for stand in stands if stand.seconds is not None]
+            message = Stop(max(stand.count for stand in stands) + 1, min(seconds, default=None))
+        compare_set_bytes(line, self._key("stop"), message.encode())
 
     def _absence(self, missing: Sequence[int]) -> str:
         """Say which ranks have not answered."""
@@ -399,12 +400,12 @@ class Meetings:
         line.set(self._key("over"), "")
 
 
-def _set_first(store: Store, key: str, text: str) -> None:
+def _set_first(store: Store, key: str, message: Alarm | Departure) -> None:
     """Set a key unless it is set, and wake everybody who waits for it.
 
     The server of stores that torch has with ``USE_LIBUV=0`` wakes nobody after ``compare_set``.
     """
-    store.set(key, store.compare_set(key, "", text).decode())
+    set_bytes(store, key, compare_set_bytes(store, key, message.encode()))
 
 
 _open: set[Meetings] = set()

@@ -9,12 +9,11 @@ The position of a run, on one rank: its step, and the seconds that it took to co
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from bcp._messages.running import Plan
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body
 from bcp.runtime import bridge as _bridge
@@ -61,29 +60,6 @@ FARTHEST = 1_000
 """Most steps until rank 0 looks at its clock again."""
 BUSY_SECONDS = 1.0
 """Seconds until rank 0 looks again while a save runs, whose end nobody knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer of rank 0.
-
-    Attributes:
-        step: the step at whose end something happens.
-        saves: whether that is a save; otherwise the ranks ask again.
-    """
-
-    step: int
-    saves: bool
-
-    def encode(self) -> bytes:
-        """Return it as a message."""
-        return json.dumps([self.step, self.saves]).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> Plan:
-        """Return the plan of a message."""
-        step, saves = json.loads(message)
-        return cls(int(step), bool(saves))
 
 
 def next_plan(step: int, horizon: int, due_after: Callable[[int], bool]) -> Plan:
@@ -168,7 +144,7 @@ class Plans:
 
         async def ask(_: Callable[[], None]) -> Plan:
             async with operation as agreement:
-                return Plan.decode(await agreement.gather_broadcast("plan", b"", decide))
+                return Plan.decode(await agreement.gather_broadcast("plan", b"", decide), sender=0)
 
         self._asking = _bridge.start(ask, what=f"plan after step {step}", daemon=True)
 

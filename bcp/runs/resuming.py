@@ -7,56 +7,18 @@ model of another shape does: passing over good checkpoints would lose their work
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from bcp._messages.running import Candidates, Choice, Outcome, Verdict
 from bcp.errors import BcpError, CheckpointError, CorruptError, FormatVersionError, MissingCodecError, PeerError
 from bcp.protocols import Coordinator
 
 __all__ = ["Candidates", "Choice", "Resumed", "Trust", "resume"]
 
 Trust = Literal["any", "verified"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A checkpoint that was not loaded.
-
-    Attributes:
-        step: its step.
-        reason: why it was passed over.
-    """
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The checkpoints of a run, as rank 0 sees them.
-
-    Attributes:
-        steps: those to try, newest first.
-        others: those that must not be tried.
-        life: id of this life of the job.
-    """
-
-    steps: Sequence[int]
-    others: Sequence[Choice]
-    life: str
-
-    def encode(self) -> bytes:
-        """Return the message for the other ranks."""
-        others = [[other.step, other.reason] for other in self.others]
-        return json.dumps([list(self.steps), others, self.life]).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> Candidates:
-        """Read a message of rank 0."""
-        steps, others, life = json.loads(message)
-        return cls(steps, [Choice(step, reason) for step, reason in others], life)
+Kind = Literal["peer", "damaged", "fatal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +66,7 @@ async def resume(
         return (await candidates()).encode()
 
     async with ranks.begin(name, patience) as agreement:
-        found = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them))
+        found = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them), sender=0)
     chosen, damaged = 0, []
     for step in found.steps:
         reason = await _reason_against(ranks, f"{name}: step {step}", patience, step, load)
@@ -140,28 +102,30 @@ async def _reason_against(
         error = caught
 
     async def judge(outcomes: Sequence[bytes]) -> bytes:
-        return _verdict([json.loads(outcome) for outcome in outcomes])
+        return _verdict(Outcome.decode_all(outcomes)).encode()
 
     async with ranks.begin(name, patience) as agreement:
-        culprit, reason = json.loads(await agreement.gather_broadcast("outcome", _outcome(error), judge))
-    if culprit is not None:
-        raise error if error is not None else PeerError(culprit, reason)
-    return str(reason)
+        answer = await agreement.gather_broadcast("outcome", _outcome(error).encode(), judge)
+        verdict = Verdict.decode(answer, sender=0)
+    if verdict.culprit is not None:
+        raise error if error is not None else PeerError(verdict.culprit, verdict.reason)
+    return verdict.reason
 
 
-def _outcome(error: BcpError | None) -> bytes:
-    """Encode this rank's outcome: its kind ("", "peer", "damaged" or "fatal"), and the error's text."""
+def _outcome(error: BcpError | None) -> Outcome:
+    """Return this rank's outcome. A message that cannot be decoded is fatal: no checkpoint is to blame for it."""
+    if error is None:
+        return Outcome("")
     damaged = isinstance(error, CheckpointError) and not isinstance(error, FormatVersionError | MissingCodecError)
-    kind = "" if error is None else "peer" if isinstance(error, PeerError) else "damaged" if damaged else "fatal"
-    return json.dumps([kind, "" if error is None else f"{type(error).__name__}: {error}"]).encode()
+    kind: Kind = "peer" if isinstance(error, PeerError) else "damaged" if damaged else "fatal"
+    return Outcome(kind, f"{type(error).__name__}: {error}")
 
 
-def _verdict(outcomes: Sequence[Sequence[str]]) -> bytes:
-    """Return the rank of an error that ends the resumption, or None, and the text of the first decisive error."""
-    failed = [(kind, rank, text) for rank, (kind, text) in enumerate(outcomes) if kind]
+def _verdict(outcomes: Sequence[Outcome]) -> Verdict:
+    """Return the first decisive error, and its rank if it ends the resumption."""
     for decisive in ("fatal", "damaged", "peer"):
-        for kind, rank, text in failed:
-            if kind == decisive:
-                words = text if len(outcomes) == 1 else f"rank {rank}: {text}"
-                return json.dumps([None if kind == "damaged" else rank, words]).encode()
-    return json.dumps([None, ""]).encode()
+        for rank, outcome in enumerate(outcomes):
+            if outcome.kind == decisive:
+                words = outcome.text if len(outcomes) == 1 else f"rank {rank}: {outcome.text}"
+                return Verdict(None if decisive == "damaged" else rank, words)
+    return Verdict(None)

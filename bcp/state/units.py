@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import xxhash
 
+from bcp._messages.planning import Claim
 from bcp.errors import BcpError, CheckpointError, InputError, StateError
 from bcp.plan.shards import OPAQUE_KINDS
-from bcp.plan.units import Claim, unit_path
+from bcp.plan.units import unit_path
 from bcp.protocols import ShardedState, Stateful, States
 from bcp.state.packed import pack, unpack
 
@@ -144,7 +145,7 @@ class Units:
 
     Attributes:
         claims: one of each state.
-        images: of every path in the claims (see :meth:`~bcp.plan.units.Claim.paths`).
+        images: of every path in the claims (see :func:`~bcp.plan.units.claimed_paths`).
     """
 
     claims: Sequence[Claim]

@@ -14,7 +14,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 import bcp.coordinators
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, coordinator, memory_coordinators
 from bcp.coordinators.hosts import private_connection, reconnected
-from bcp.coordinators.messages import LEFT, Heartbeats
+from bcp.coordinators.peers import LEFT, Heartbeats
 from bcp.coordinators.tree.coordinator import FANOUT
 from bcp.coordinators.tree.operation_state import FailureDetector
 from bcp.coordinators.tree.rendezvous import StoreRendezvous

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from bcp._load.reads import packed_rate, speeds
+from bcp._messages.coordination import Card
 from bcp.coordinators.exchange import Exchange, _flows
-from bcp.coordinators.mesh import Card, _listen
+from bcp.coordinators.mesh import _listen
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ async def elsewhere(hosts: Sequence[str]) -> list[list[int]]:
     """Return the ranks of other hosts that each rank sends probes to."""
 
     async def card_of(rank: int) -> Card:
-        return {"network": hosts[rank]}
+        return Card("", 1, "", hosts[rank], "", tls=False)
 
     found = []
     for rank, host in enumerate(hosts):

@@ -4,14 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.coordinators.messages import Abort
-from bcp.coordinators.tree.messages import (
+from bcp.coordinators.tree.frames import (
     Frame,
     FrameError,
     Kind,
     Values,
-    abort_of,
-    body_of_abort,
     pack_number,
     unpack_number,
 )
@@ -33,15 +30,6 @@ def test_frames(kind: Kind, operation: int, step: int, body: bytes) -> None:
     assert Frame.unpack(frame.pack()) == frame
 
 
-@given(st.builds(Abort, numbers, st.text(st.characters(exclude_categories=["Cs"])), st.booleans()))
-def test_aborts(abort: Abort) -> None:
-    assert abort_of(body_of_abort(abort)) == abort
-
-
-def test_a_file_name_that_is_no_unicode_can_be_told() -> None:
-    assert abort_of(body_of_abort(Abort(1, "no such file: \udcff.pt"))).message == "no such file: \\udcff.pt"
-
-
 @given(st.binary(max_size=40))
 def test_bytes_of_a_stranger_are_a_frame_or_an_error(data: bytes) -> None:
     try:
@@ -55,12 +43,6 @@ def test_bytes_of_a_stranger_are_a_frame_or_an_error(data: bytes) -> None:
 def test_bytes_that_are_no_frame(data: bytes) -> None:
     with pytest.raises(FrameError):
         Frame.unpack(data)
-
-
-@pytest.mark.parametrize("body", [b"", b"\0", b"\0\xff"])
-def test_bytes_that_are_no_abort(body: bytes) -> None:
-    with pytest.raises(FrameError):
-        abort_of(body)
 
 
 # -- values ----------------------------------------------------------------------------------

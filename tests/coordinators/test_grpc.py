@@ -21,8 +21,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
 from bcp.coordinators.hosts import private_connection
-from bcp.coordinators.messages import PeerInfo
-from bcp.coordinators.tree.messages import Frame, Kind, pack_number
+from bcp.coordinators.peers import PeerInfo
+from bcp.coordinators.tree.frames import Frame, Kind, pack_number
 from bcp.coordinators.tree.node import Node
 from bcp.coordinators.tree.rendezvous import Addresses, Invitation, MemoryRendezvous, StoreRendezvous, Tree
 from bcp.coordinators.tree.server import credentials_of

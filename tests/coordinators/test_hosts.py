@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bcp._messages.coordination import Host
 from bcp.coordinators import hosts
-from bcp.coordinators.hosts import Host, address_of, here, stated_address
+from bcp.coordinators.hosts import address_of, here, stated_address
 from bcp.errors import InputError
 
 UP = SimpleNamespace(isup=True)

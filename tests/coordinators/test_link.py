@@ -3,7 +3,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from bcp.coordinators.messages import PeerInfo
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.tree.transport import Link, Traffic
 
 pytestmark = pytest.mark.anyio

@@ -18,8 +18,9 @@ from bcp._doctor import storage
 from bcp._doctor.dial import Door, UnreachedError, answering, knock
 from bcp._doctor.examination import _judge, _judged
 from bcp._doctor.meeting import KeyBoard, Meeting, RankPlace
-from bcp._doctor.report import Finding, Report, Times, Way, ranks_in_words
+from bcp._doctor.report import Report, Times, ranks_in_words
 from bcp._doctor.screen import Job, screen
+from bcp._messages.doctor import Finding, RankReport, Trial, Way
 from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.store_client import StoreClient
 from bcp.errors import PeerError
@@ -91,9 +92,9 @@ def test_clocks_and_versions_that_differ_are_warnings(job: Job, reports: list[Re
     assert "torch 1.0" in text
 
 
-def test_a_report_survives_json(reports: list[Report]) -> None:
+def test_a_report_survives_the_store(reports: list[Report]) -> None:
     reports[PER_HOST].add(Finding("storage", "cannot", "mend"))
-    assert Report.of(reports[PER_HOST].data()) == reports[PER_HOST]
+    assert Report.of(RankReport.decode(reports[PER_HOST].message().encode())) == reports[PER_HOST]
 
 
 def test_ranks_in_words() -> None:
@@ -147,7 +148,7 @@ def meeting() -> Meeting:
     """Rank 0 on host h0 with rank 1 on host h1, which says nothing."""
     client, place = StoreClient(HashStore()), RankPlace(0, 2, ("h0", 29500))
     board = KeyBoard(client, "session", 2)
-    return Meeting(place, board, RollCall(client, "roll", 0, 2), "session", [0, 1], ["h0", "h1"], (0, 1), 0.1, 0.001)
+    return Meeting(place, board, RollCall(client, "roll", 0, 2), "session", (0, 1), ("h0", "h1"), (0, 1), 0.1, 0.001)
 
 
 def met(timeout: float) -> Times:
@@ -184,7 +185,7 @@ async def test_a_store_that_falls_silent_is_given_up() -> None:
 
     awake, began = threading.Event(), time.monotonic()
     with pytest.raises(PeerError, match="has not answered"):
-        await KeyBoard(StoreClient(Silent()), "session", 2).posted(began + 0.5, "report", [1])
+        await KeyBoard(StoreClient(Silent()), "session", 2).posted(began + 0.5, RankReport, [1])
     assert time.monotonic() - began < 5.0
     awake.set()
 
@@ -193,10 +194,10 @@ async def test_a_file_is_gone_when_the_doctor_is_cancelled(meeting: Meeting, tmp
     shelf = await storage.shelf_at(str(tmp_path / "new"), 5.0)
     async with anyio.create_task_group() as group:
         group.start_soon(storage.try_out, shelf, meeting, met(60.0), Report(0))
-        wrote = await meeting.board.posted(time.monotonic() + 10.0, "wrote", [0])
+        wrote = await meeting.board.posted(time.monotonic() + 10.0, Trial, [0])
         there = list(tmp_path.glob("new/.bcp-doctor-session/0"))  # noqa: ASYNC240 -- quick
         group.cancel_scope.cancel()
-    assert (wrote, len(there)) == ({0: True}, 1)
+    assert (wrote, len(there)) == ({0: Trial(wrote=True)}, 1)
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240 -- quick
 
 

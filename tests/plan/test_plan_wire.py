@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.errors import CorruptError
+from bcp._messages.planning import LARGEST, CatalogueColumns, Share
+from bcp.errors import MessageError
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.plan.write.divide import SHARE, WriteDivision
@@ -159,17 +160,25 @@ def test_damaged_bytes_are_refused(what, damage):
         "catalogue": (encode_catalogue(factored.catalogue), decode_catalogue),
         "slots": (encode_slots(factored.slots), decode_slots),
         "flat": (encode_flat(np.zeros((1, 3), dtype=np.int64)) + b"x", decode_flat),
-        "share": ((1).to_bytes(8, "little") + bytes(8 + SHARE.itemsize), decode_share),
+        "share": (Share(bytes(8), b"", bytes(SHARE.itemsize)).encode(), decode_share),
     }[what]
     bad = damage(good)
     if what == "flat" and not bad:
         assert len(decode(bad)[0]) == 0  # a rank may have none
         return
-    with pytest.raises(CorruptError, match=r"from another rank|same version of bcp"):
+    with pytest.raises(MessageError, match="run the same version of bcp on all ranks"):
         decode(bad)
 
 
 def test_an_absurd_size_is_refused_before_memory_is_taken():
-    data = encode_catalogue(factor(build()).catalogue)
-    with pytest.raises(CorruptError, match="claim to be"):
-        decode_catalogue((1 << 60).to_bytes(8, "little") + data[8:])
+    message = CatalogueColumns.decode(encode_catalogue(factor(build()).catalogue))
+    for nbytes in (LARGEST + 1, 1 << 60):
+        with pytest.raises(MessageError, match="of rank 3 cannot be decoded"):
+            decode_catalogue(CatalogueColumns(nbytes, message.columns).encode(), sender=3)
+
+
+def test_rows_that_are_cut_off_are_refused():
+    with pytest.raises(MessageError, match="no rows of"):
+        decode_share(Share(b"", b"", bytes(SHARE.itemsize + 1)).encode())
+    with pytest.raises(MessageError, match="no rows of 8"):
+        decode_share(Share(bytes(7), b"", b"").encode())

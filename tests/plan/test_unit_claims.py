@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
-from bcp.errors import CorruptError, StateError
-from bcp.plan.units import Claim, decode_claims, divide_units, encode_claims, unit_path
+from bcp._messages.planning import Claim
+from bcp.errors import MessageError, StateError
+from bcp.plan.units import decode_claims, divide_units, encode_claims, unit_path
 
 
 def claim(reader: int, readers: int, ids: str, name: str = "train") -> Claim:
@@ -21,10 +22,21 @@ def test_claims_survive() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "7", "[7]", "[[1]]", '[["a", 0]]', '[["a", "0", 1]]', '[["a", 0, 1, 7]]', "[[[], 0, 1]]"]
+    "text",
+    [
+        "{",
+        "7",
+        "[7]",
+        "[[1]]",
+        '[["a", 0, 1]]',
+        '[["a", "0", 1, []]]',
+        '[["a", 0, 1, [7]]]',
+        '[["a", 0, 1, [], 1]]',
+        "\udcff",
+    ],
 )
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(CorruptError, match="another rank"):
+    with pytest.raises(MessageError, match="run the same version of bcp on all ranks"):
         decode_claims(text)
 
 

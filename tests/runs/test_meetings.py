@@ -30,7 +30,9 @@ from own_store import wait_until
 from ranks import HOST, Ranks
 from torch.distributed import HashStore, Store, TCPStore
 
-from bcp.errors import InputError, PeerError
+from bcp._messages.running import Standing
+from bcp.coordinators.store_client import set_bytes
+from bcp.errors import InputError, MessageError, PeerError
 from bcp.runs.meetings import Meetings, Stand, meeting_place
 from bcp.runs.preemption import Preemption
 
@@ -383,11 +385,23 @@ def test_a_rank_that_does_not_answer_is_named_by_all_ranks(store: Store) -> None
 
 def test_a_rank_that_dies_when_all_have_answered_holds_up_nobody(store: Store) -> None:
     (meetings,) = connected([Meetings(0, 2, store, "life", silent(), timeout=0.3)])
-    store.set("bcp/run/life/stand/1", "[7, null]")  # its words, before it could count them
+    set_bytes(store, "bcp/run/life/stand/1", Standing(7, None).encode())  # its words, before it could count them
     meetings.alarm("stop")
     wait_until(lambda: meetings._stand.published is not None)
     assert [step for step in range(1, 12) if meetings.at(step)] == [8, 9, 10, 11]
     meetings.close()
+
+
+@pytest.mark.parametrize("key", ["alarm", "stop"])
+def test_words_of_another_bcp_end_the_run_on_all_ranks(store: Store, key: str) -> None:
+    meetings = connected([Meetings(rank, 2, store, "life", silent(), timeout=1.0) for rank in range(2)])
+    store.set(f"bcp/run/life/{key}", '{"reason": "stop", "seconds": null}')
+    if key == "stop":
+        meetings[1].alarm("stop")
+    for each in meetings:
+        with pytest.raises(MessageError, match=r"cannot be decoded, 35 bytes: .*; run the same version of bcp"):
+            until_stopped(each)
+    close_all(meetings)
 
 
 def test_a_rank_that_hears_late_is_waited_for_by_threads_alone() -> None:

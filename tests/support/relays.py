@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
+import msgspec
 import pytest
 
+from bcp._messages.coordination import Card
 from bcp.coordinators import GrpcCoordinator, Tls
 from bcp.coordinators.mesh import Mesh
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous, Tree
@@ -84,8 +85,8 @@ def relayed_job(
     true_card: Any = Mesh.card
 
     def card(self: Mesh) -> bytes:
-        said = json.loads(true_card.fget(self))
-        return json.dumps({**said, "port": mesh.before(said["port"])}).encode()
+        said = Card.decode(true_card.fget(self))
+        return msgspec.structs.replace(said, port=mesh.before(said.port)).encode()
 
     monkeypatch.setattr(Mesh, "card", property(card))
     ranks = Tapped.all_of(Tree.of(["host"] * size, 16))

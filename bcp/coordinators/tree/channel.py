@@ -9,10 +9,11 @@ from functools import partial
 
 import anyio
 
-from bcp.coordinators.messages import Abort, PeerInfo, error_of
+from bcp._messages.coordination import Abort
 from bcp.coordinators.operation import CardOf
+from bcp.coordinators.peers import PeerInfo, error_of
+from bcp.coordinators.tree.frames import Frame, Kind, Values
 from bcp.coordinators.tree.loop import CoordinatorLoop
-from bcp.coordinators.tree.messages import Frame, Kind, Values
 from bcp.coordinators.tree.node import Node
 from bcp.coordinators.tree.operation_state import OperationState
 from bcp.coordinators.tree.relay import LocalMember

@@ -12,8 +12,8 @@ from weakref import finalize
 import torch.distributed as dist
 
 from bcp.coordinators.hosts import ProcessGroupMember
-from bcp.coordinators.messages import PeerInfo
 from bcp.coordinators.operation import Operation
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.tree.channel import GrpcChannel
 from bcp.coordinators.tree.loop import CoordinatorLoop, current_loop
 from bcp.coordinators.tree.node import Node

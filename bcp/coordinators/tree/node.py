@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from bcp.coordinators.messages import Abort, PeerInfo, describe
+from bcp._messages.coordination import Abort
+from bcp.coordinators.peers import PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store_client import Backoff
-from bcp.coordinators.tree.messages import Frame, Kind, body_of_abort, pack_number
+from bcp.coordinators.tree.frames import Frame, Kind, pack_number
 from bcp.coordinators.tree.operation_state import OperationState
 from bcp.coordinators.tree.relay import LocalMember
 from bcp.coordinators.tree.rendezvous import Invitation, Place, Rendezvous
@@ -184,7 +185,7 @@ class Node:
     # -- the neighbours -----------------------------------------------------------------------
 
     def receive(self, rank: int, data: bytes) -> bool:
-        """Take a neighbour's frame; return False after its last one. Raises :class:`FrameError`."""
+        """Take a neighbour's frame; return False after its last one. Raises FrameError or MessageError."""
         whole = self._links[rank].received(data)
         if whole is None:
             for state in self._operations.values():
@@ -204,7 +205,7 @@ class Node:
                 return True
             if len(self._operations) >= _MOST_OPERATIONS:
                 abort = Abort(self.rank, f"{self._info} is {len(self._operations)} operations behind rank {rank}")
-                self.send(rank, Frame(Kind.ABORT, number, body=body_of_abort(abort)))
+                self.send(rank, Frame(Kind.ABORT, number, body=abort.encode()))
                 return True
             known = self._operations[number] = OperationState(number, self)
         known.take(rank, frame)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bcp.coordinators.messages import LEFT, Abort, Heartbeats, different
-from bcp.coordinators.tree.messages import (
+from bcp._messages.coordination import Abort
+from bcp.coordinators.peers import LEFT, Heartbeats, different
+from bcp.coordinators.tree.frames import (
     Frame,
     FrameError,
     Kind,
     Values,
-    abort_of,
-    body_of_abort,
     bytes_of,
     digest_of,
     text_of,
@@ -117,7 +116,7 @@ class OperationState:
     def resume(self) -> None:
         """Send all frames that this node would have sent, had it had its place in the tree from the beginning."""
         if self.ended is not None:
-            self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
+            self._tell_all(Frame(Kind.ABORT, self.number, body=self.ended.encode()))
         elif self.member is not None:
             self._introduce()
             self._relay.advance()
@@ -171,7 +170,7 @@ class OperationState:
         if self.member is not None and not self.left:
             self.member.end(abort)
         if self._node.place is not None:
-            self._tell_all(Frame(Kind.ABORT, self.number, body=body_of_abort(abort)), but=source)
+            self._tell_all(Frame(Kind.ABORT, self.number, body=abort.encode()), but=source)
         elif source is None:
             self._node.announce(self.number, abort)
 
@@ -192,7 +191,7 @@ class OperationState:
     # -- the neighbours -----------------------------------------------------------------------
 
     def take(self, rank: int, frame: Frame) -> None:
-        """Take a neighbour's frame. Raises :class:`FrameError` if it is impossible."""
+        """Take a neighbour's frame. Raises :class:`FrameError` or :class:`MessageError` if it is impossible."""
         match frame.kind:
             case Kind.JOIN:
                 self._take_join(rank, frame)
@@ -203,7 +202,7 @@ class OperationState:
             case Kind.SAY:
                 self._take_words(rank, frame)
             case Kind.ABORT:
-                self.end(abort_of(frame.body), source=rank)
+                self.end(Abort.decode(frame.body, rank), source=rank)
             case Kind.OLD:
                 self._take_old(rank, frame)
             case _ if self.ended is None:
@@ -231,7 +230,7 @@ class OperationState:
         self._note(rank)
         self._compare(rank)
         if self.ended is not None:
-            self._node.send(rank, Frame(Kind.ABORT, self.number, body=body_of_abort(self.ended)))
+            self._node.send(rank, Frame(Kind.ABORT, self.number, body=self.ended.encode()))
 
     def _take_leave(self, rank: int) -> None:
         """Expect nothing more of a neighbour; report it if this rank waits for it."""

@@ -10,8 +10,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bcp.coordinators.messages import Abort
-from bcp.coordinators.tree.messages import DIGEST_BYTES, Frame, FrameError, Kind, Values, bytes_of, digest_of
+from bcp._messages.coordination import Abort
+from bcp.coordinators.tree.frames import DIGEST_BYTES, Frame, FrameError, Kind, Values, bytes_of, digest_of
 from bcp.coordinators.tree.rendezvous import Place
 
 __all__ = ["LocalMember", "NodeContext", "Relay"]

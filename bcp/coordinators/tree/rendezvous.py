@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from bcp.coordinators.hosts import Host
-from bcp.coordinators.messages import Abort
+from bcp._messages.coordination import Abort, Host, Seat
 from bcp.coordinators.roll_call import RollCall
 from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient
@@ -338,7 +337,7 @@ class StoreRendezvous:
         self._first: Place | None = None  # rank 0's own, with the order of all
         self._addresses: dict[int, str] = {}  # as they were found: later connections need no store
         self._doors: dict[int, str] = {}
-        self._roll = RollCall(self._client, prefix, rank, world_size, address=address, texts=self._grow)
+        self._roll = RollCall(self._client, prefix, rank, world_size, address=address, words=self._grow)
 
     def __repr__(self) -> str:
         return f"<StoreRendezvous, {self._roll!r}>"
@@ -347,9 +346,9 @@ class StoreRendezvous:
         """Show this rank's host, and wait for its place; rank 0 waits for all hosts, and makes the tree."""
         answer = await self._roll.answered(ended)
         await in_thread(self._roll.address)  # a rank that no other host can reach says so at once, children or not
-        parent, children, sizes, hosts = json.loads(answer.text)
-        place = self._first or Place(self._rank, self._world_size, parent, tuple(children), tuple(sizes))
-        return Invitation(place, answer.token, answer.session, dict(zip(place.neighbours, hosts, strict=True)))
+        seat = Seat.decode(answer.words, sender=0)
+        place = self._first or Place(self._rank, self._world_size, seat.parent, seat.children, seat.sizes)
+        return Invitation(place, answer.token, answer.session, dict(zip(place.neighbours, seat.hosts, strict=True)))
 
     def bind_address(self) -> str:
         """Return this host's address in the job's network."""
@@ -389,13 +388,13 @@ class StoreRendezvous:
         """Return the cause if the store has not answered for ``seconds``, else an empty text."""
         return self._client.silence(seconds)
 
-    def _grow(self, hosts: Sequence[Host]) -> list[str]:
-        """Return every rank's place in the tree, as text."""
+    def _grow(self, hosts: Sequence[Host]) -> list[bytes]:
+        """Return every rank's place in the tree, as a message."""
         places = Tree.of([host.identity for host in hosts], self._fanout).places()
         self._first = places[0]
         names = [host.name for host in hosts]
         return [
-            json.dumps([place.parent, place.children, place.sizes, [names[rank] for rank in place.neighbours]])
+            Seat(place.parent, place.children, place.sizes, tuple(names[rank] for rank in place.neighbours)).encode()
             for place in places
         ]
 

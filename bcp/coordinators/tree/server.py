@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
-import json
 import os
 import secrets
 import socket
@@ -20,8 +19,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from bcp._messages.coordination import Introduction
 from bcp.coordinators.hosts import identity
-from bcp.coordinators.messages import PeerInfo
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tree.rendezvous import Invitation
@@ -34,7 +34,6 @@ from bcp.coordinators.tree.transport import (
     converse,
     grpc,
     info_of,
-    metadata_of,
     proof_of,
     server_credentials,
 )
@@ -399,7 +398,7 @@ class Server:
         expected = proof_of(token, "child", said, rank, challenge)
         if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
-        who = json.dumps(metadata_of(self._info)).encode()
+        who = Introduction(self._info.rank, self._info.host, self._info.pid).encode()
         return proof_of(token, "parent", said, rank, challenge) + who
 
     async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, PeerInfo]:

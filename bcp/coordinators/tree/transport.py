@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -21,10 +20,12 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 import grpc.aio
 
+from bcp._messages.coordination import Introduction
 from bcp.coordinators.hosts import HINT
-from bcp.coordinators.messages import PeerInfo
+from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls, proof
-from bcp.coordinators.tree.messages import FrameError, joined, pieces_of
+from bcp.coordinators.tree.frames import FrameError, joined, pieces_of
+from bcp.errors import MessageError
 
 __all__ = [
     "METHOD",
@@ -147,7 +148,7 @@ async def converse(
                 return "the rank has connected anew"
             if not receive(link.rank, data):
                 return None
-    except FrameError as error:
+    except (FrameError, MessageError) as error:
         return f"what came over it makes no sense: {error}"
     finally:
         pump.cancel()
@@ -323,7 +324,13 @@ async def dial(
             link.up(connection, await _introduced(call, said, token, link.rank))
             why = await converse(link, connection, call.read, call.write, receive)
             in_peace, reason = why is None, why or ""
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, CredentialsError) as error:
+        except (
+            grpc.aio.AioRpcError,
+            grpc.aio.UsageError,
+            asyncio.InvalidStateError,
+            CredentialsError,
+            MessageError,
+        ) as error:
             code, reason = await _status(call, error)
         finally:
             call.cancel()
@@ -351,7 +358,8 @@ async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: in
     expected = proof_of(token, "parent", said, parent, challenge)
     if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
         raise CredentialsError("it does not know the job's token, so it is no rank of this job")
-    return info_of(map(tuple, json.loads(answer[len(expected) :])))
+    found = Introduction.decode(answer[len(expected) :], parent)
+    return PeerInfo(found.rank, "", found.host, found.pid)
 
 
 def _channel(address: str, tls: Tls | None) -> Any:

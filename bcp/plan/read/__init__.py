@@ -42,10 +42,10 @@ def divide_load(
         speed: the same.
 
     Raises:
-        CorruptError: a message names blocks that do not exist.
+        MessageError: a message names blocks that do not exist.
 
     """
-    runs = [blocks.decode(message) for message in messages]
+    runs = [blocks.decode(message, rank) for rank, message in enumerate(messages)]
     blocks.check(np.concatenate(runs))
     return share_reads(blocks, runs, read_bytes=read_bytes, exchange_bytes=exchange_bytes, speed=speed)
 

@@ -12,7 +12,6 @@ at once.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bcp.errors import CorruptError
+from bcp._messages.base import refused
+from bcp._messages.planning import BlockRuns, SharedRuns
+from bcp.errors import MessageError
 from bcp.plan.box import sweep_intervals
 from bcp.plan.columns import Ints, mix, spread
 from bcp.plan.layout import Layout
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 VERSIONS = "run the same version of bcp on every rank"
-COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,28 +97,28 @@ class BlockIndex:
         """
         steps = np.diff(runs.ravel(), prepend=0).reshape(-1, 2)
         packed: bytes = pa.compress(steps.T.astype(self.word).tobytes(), codec="zstd", asbytes=True)
-        return COUNT.pack(len(runs)) + packed
+        return BlockRuns(len(runs), packed).encode()
 
-    def decode(self, data: bytes) -> Ints:
+    def decode(self, data: bytes, sender: int | None = None) -> Ints:
         """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`.
 
         Raises:
-            CorruptError: these are no runs.
+            MessageError: these are no runs.
 
         """
+        message = BlockRuns.decode(data, sender)
+        nbytes = 2 * min(message.count, int(self.base[-1])) * self.word.itemsize  # no more is allocated
         try:
-            (count,) = COUNT.unpack_from(data)
-            nbytes = 2 * min(count, int(self.base[-1])) * self.word.itemsize  # no more is allocated, whatever it says
-            steps = np.frombuffer(pa.decompress(data[COUNT.size :], nbytes, codec="zstd", asbytes=True), self.word)
-        except (struct.error, pa.ArrowException, OSError, ValueError) as error:
-            raise CorruptError(f"a rank sent {len(data)} bytes that do not name blocks: {error}; {VERSIONS}") from error
+            steps = np.frombuffer(pa.decompress(message.columns, nbytes, codec="zstd", asbytes=True), self.word)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise refused("BlockRuns", data, error, sender) from error
         return np.cumsum(steps.reshape(2, -1).T, dtype=np.int64).reshape(-1, 2)
 
     def check(self, runs: Ints) -> None:
         """Check rows that come from another rank.
 
         Raises:
-            CorruptError: a row is no run of this line.
+            MessageError: a row is no run of this line.
 
         """
         first, stop = runs.T
@@ -127,7 +127,7 @@ class BlockIndex:
             bad = stop > self.base[np.searchsorted(self.base, first, side="right")]
         if bad.any():
             row = runs[np.flatnonzero(bad)[0]].tolist()
-            raise CorruptError(f"a rank names blocks {row}, which are not in one file; {VERSIONS}")
+            raise MessageError(f"a rank names blocks {row}, which are not in one file; {VERSIONS}")
 
     @property
     def word(self) -> np.dtype[np.uint32] | np.dtype[np.uint64]:
@@ -304,8 +304,6 @@ def _disjoint(sets: RankSets) -> list[Ints]:
 CHUNKS_PER_RANK = 8
 """What travels is cut at least this fine, so that ranks send while they read."""
 
-HEAD = struct.Struct("<3q")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedReads:
@@ -360,26 +358,27 @@ class SharedReads:
         narrow = (self.parts, self.reader, self.group, self.groups.size, self.groups.rank)
         columns = [column.astype(line.word) for column in wide] + [column.astype("<u4") for column in narrow]
         data = b"".join(column.tobytes() for column in columns)
-        counts = HEAD.pack(len(self.reader), len(self.groups.size), len(self.groups.rank))
         packed: bytes = pa.compress(data, codec="zstd", asbytes=True)
-        return counts + packed
+        return SharedRuns(len(self.reader), len(self.groups.size), len(self.groups.rank), packed).encode()
 
     @classmethod
     def decode(cls, data: bytes, line: BlockIndex, world_size: int) -> SharedReads:
         """Undo :meth:`encode`.
 
         Raises:
-            CorruptError: this is no such table, or it names blocks or ranks that do not exist.
+            MessageError: this is no such table, or it names blocks or ranks that do not exist.
 
         """
+        message = SharedRuns.decode(data, sender=0)
+        count, groups, members = message.count, message.groups, message.members
+        if count > line.base[-1] or members > groups * world_size:  # before so much is allocated
+            reason = f"{count} stretches of {line.base[-1]} blocks for {groups} groups of {members} ranks"
+            raise refused("SharedRuns", data, reason, sender=0)
         try:
-            count, groups, members = _counts(data, int(line.base[-1]), world_size)
             rows = (count, count, count, count, count, groups, members)
-            step, length, parts, reader, group, size, rank = _columns(data[HEAD.size :], rows, line.word)
-        except (struct.error, pa.ArrowException, OSError, ValueError) as error:
-            raise CorruptError(
-                f"rank 0 sent {len(data)} bytes that do not say who reads what: {error}; {VERSIONS}"
-            ) from error
+            step, length, parts, reader, group, size, rank = _columns(message.columns, rows, line.word)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise refused("SharedRuns", data, error, sender=0) from error
         first = np.cumsum(step, dtype=line.word).astype(np.int64)  # differences wrap around, and so does their sum
         line.check(run := np.stack((first, first + length), axis=1))
         sound = (
@@ -388,16 +387,8 @@ class SharedReads:
             max(reader.max(initial=0), rank.max(initial=0)) < world_size,
         )
         if not all(sound):
-            raise CorruptError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
+            raise MessageError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
         return cls(run, parts, reader, group, RankSets(begins(size), rank))
-
-
-def _counts(data: bytes, blocks: int, world_size: int) -> tuple[int, int, int]:
-    """Return the numbers of runs, groups and members, before anything of that size is allocated."""
-    count, groups, members = HEAD.unpack_from(data)
-    if not (0 <= groups <= count <= blocks and 0 <= members <= groups * world_size):
-        raise ValueError(f"{count} stretches of {blocks} blocks for {groups} groups of {members} ranks")
-    return count, groups, members
 
 
 def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:

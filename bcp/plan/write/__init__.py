@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from bcp.plan.layout import Layout
 from bcp.plan.shards import ShardTable
-from bcp.plan.units import decode_claims
+from bcp.plan.units import claimed_paths, decode_claims
 from bcp.plan.write.divide import WriteDivision, Writes, divide_writes, expand
 from bcp.plan.write.survey import (
     EncodedTable,
@@ -76,11 +76,11 @@ class RankTable:
             share: rank 0's answer, one of :func:`~bcp.plan.write.survey.encode_shares`.
 
         Raises:
-            CorruptError: the bytes are no share.
+            MessageError: the bytes are no share.
 
         """
         answer = decode_share(share)
-        paths = [path for claim in decode_claims(self.table.units) for path in claim.paths()]
+        paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]
         return RankPlan(
             expand(self.table, self.factored, answer.rows),
             [self.table.objects[row] for row in answer.owned.tolist()],
@@ -111,7 +111,7 @@ def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, bloc
         block_bytes: the same.
 
     Raises:
-        CorruptError: a message does not answer the survey.
+        MessageError: a message does not answer the survey.
         StateError: as in :func:`plan_save`.
         CoverageError: the same.
 

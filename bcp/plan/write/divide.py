@@ -16,7 +16,7 @@ import numpy.typing as npt
 from bcp.plan.columns import Ints, grouped, runs
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, Segments, ShardTable
-from bcp.plan.units import divide_units
+from bcp.plan.units import claimed_paths, divide_units
 from bcp.plan.write.cover import check_cover
 from bcp.plan.write.merge import DistinctShards, MergedTensors, merge_shards, merge_tensors
 from bcp.plan.write.world import MOST_MEMBERS, AllTables, FactoredTable, signature
@@ -419,7 +419,7 @@ def _owned(world: AllTables, owners: Mapping[tuple[str, str], int]) -> dict[int,
 def _units(world: AllTables, owners: Mapping[str, int]) -> dict[int, Ints]:
     """Return, for every rank, the paths in its claims that it writes, as numbers."""
     chosen = {
-        rank: np.flatnonzero([owners[path] == rank for claim in claims for path in claim.paths()])
+        rank: np.flatnonzero([owners[path] == rank for claim in claims for path in claimed_paths(claim)])
         for rank, claims in world.claims.items()
     }
     return {rank: paths for rank, paths in chosen.items() if len(paths)}

@@ -5,16 +5,15 @@ and for each distinct slots then sends these. Each rank sends its own flat inter
 sharded states. For 405B parameters on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
 Rank 0 answers each rank with its share of the writing.
 
-Tables with names are Arrow IPC, all else is plain little-endian integers; there is no pickle. No message is trusted to
-be well-formed: it comes from another process.
+Tables with names are Arrow IPC inside of a message, all other columns are plain little-endian integers; there is no
+pickle. No message is trusted to be well-formed: it comes from another process.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from bcp.errors import CorruptError
+from bcp._messages.base import refused
+from bcp._messages.planning import (
+    DIGEST_BYTES,
+    CatalogueColumns,
+    Share,
+    SlotColumns,
+    SurveyAnswer,
+    Table,
+    numbers,
+)
+from bcp.errors import MessageError
 from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.shards import TENSOR_COLUMNS, ShardTable, TensorTable
@@ -48,33 +57,25 @@ __all__ = [
     "survey_tables",
 ]
 
-DIGEST_BYTES = 16
-CATALOGUE = b"bcp catalogue 1"
-LARGEST = 1 << 32  # bytes of a catalogue: ten million names
 FLAT = np.dtype([("slot", "<i4"), ("start", "<i8"), ("stop", "<i8")])
 """20 bytes for every flat interval."""
-
-_SHARE_HEAD = struct.Struct("<2Q")
-"""How many objects a rank owns, and how many units it writes."""
 
 Column = Ints | Sequence[str]
 
 
 def encode_catalogue(catalogue: Catalogue) -> bytes:
     """Encode the names of a rank; :func:`decode_catalogue` is the exact inverse. Equal ones give equal bytes."""
-    return _encode(
-        CATALOGUE, _names(catalogue.tensors, catalogue.objects, catalogue.extras) | {"family": catalogue.family}
-    )
+    return _encode(_names(catalogue.tensors, catalogue.objects, catalogue.extras) | {"family": catalogue.family})
 
 
-def decode_catalogue(data: bytes) -> Catalogue:
-    """Decode a catalogue of :func:`encode_catalogue`. Columns are read-only views of ``data`` if possible.
+def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
+    """Decode a catalogue of :func:`encode_catalogue`, of the rank ``sender``.
 
     Raises:
-        CorruptError: these are not the bytes of a catalogue, or another version of bcp made them.
+        MessageError: these are not the bytes of a catalogue, or another version of bcp made them.
 
     """
-    columns = _decode(CATALOGUE, data)
+    columns = _decode(data, sender)
     try:
         width, tensors = int(columns["width"][0]), len(columns["fqn"])
         grids = {name: columns[name].reshape(tensors, width) for name in ("shape", "stride")}
@@ -82,36 +83,30 @@ def decode_catalogue(data: bytes) -> Catalogue:
         objects = list(zip(columns["object_kind"], columns["object_path"], strict=True))
         family = columns["family"].reshape(tensors)
         lengths = set(map(len, table.columns().values()))
-    except (KeyError, ValueError) as error:
-        raise CorruptError(f"a catalogue of {len(data)} bytes has wrong columns: {error}") from error
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise refused("CatalogueColumns", data, f"wrong columns: {error!r}", sender) from error
     if lengths != {tensors}:
-        raise CorruptError(f"a catalogue of {len(data)} bytes has columns of different lengths")
+        raise refused("CatalogueColumns", data, "columns of different lengths", sender)
     return Catalogue(table, family, objects, columns["extras"])
 
 
 def encode_slots(slots: Slots) -> bytes:
     """Encode the boxes of a rank; :func:`decode_slots` is the exact inverse. Equal ones give equal bytes."""
-    columns = [slots.family, slots.regular, slots.offset.ravel(), slots.length.ravel()]
-    shape = np.array(slots.offset.shape, dtype=np.int64)
-    return np.concatenate([shape, *columns]).astype("<i8").tobytes()
+    columns = (slots.family, slots.regular, slots.offset, slots.length)
+    return SlotColumns(slots.offset.shape[1], *(column.astype("<i8").tobytes() for column in columns)).encode()
 
 
-def decode_slots(data: bytes) -> Slots:
-    """Decode the slots of :func:`encode_slots`.
+def decode_slots(data: bytes, sender: int | None = None) -> Slots:
+    """Decode the slots of :func:`encode_slots`, of the rank ``sender``.
 
     Raises:
-        CorruptError: these are not the bytes of slots.
+        MessageError: these are not the bytes of slots.
 
     """
-    numbers = np.frombuffer(data[: len(data) // 8 * 8], dtype="<i8").astype(np.int64, copy=False)
-    rows, width = numbers[:2].tolist() if len(numbers) > 1 else (-1, -1)
-    if rows < 0 or width < 0 or len(data) != 8 * (2 + 2 * rows * (1 + width)):
-        raise CorruptError(
-            f"{len(data)} bytes from another rank are no boxes; run the same version of bcp on every rank"
-        )
-    family, regular, boxes = np.split(numbers[2:], [rows, 2 * rows])
-    offset, length = boxes.reshape(2, rows, width)
-    return Slots(family, offset, length, regular)
+    columns = SlotColumns.decode(data, sender)
+    family = numbers(columns.family)
+    offset, length = (numbers(each).reshape(len(family), columns.width) for each in (columns.offset, columns.length))
+    return Slots(family, offset, length, numbers(columns.regular))
 
 
 def encode_flat(flat: Ints) -> bytes:
@@ -126,10 +121,10 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
     """Decode intervals of :func:`encode_flat`, of one rank or of several joined: slots, starts, stops.
 
     Raises:
-        CorruptError: these are not whole intervals.
+        MessageError: these are not whole intervals.
 
     """
-    rows = _records(data, FLAT)
+    rows = _records(data, FLAT, "of flat intervals")
     slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
     return slot, start, stop
 
@@ -137,36 +132,32 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 def encode_shares(division: WriteDivision) -> list[bytes]:
     """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
-    heads = [bytes(_SHARE_HEAD.size)] * (len(ends) - 1)
-    none = np.empty(0, np.int64)
-    for rank in division.owned.keys() | division.units.keys():
-        owned, units = division.owned.get(rank, none), division.units.get(rank, none)
-        numbers = np.concatenate([owned, units]).astype("<i8").tobytes()
-        heads[rank] = _SHARE_HEAD.pack(len(owned), len(units)) + numbers
-    return [head + rows[begin:end] for head, begin, end in zip(heads, ends, ends[1:], strict=False)]
+    owned, units = ({rank: _packed(rows) for rank, rows in of.items()} for of in (division.owned, division.units))
+    return [
+        Share(owned.get(rank, b""), units.get(rank, b""), rows[begin:end]).encode()
+        for rank, (begin, end) in enumerate(pairwise(ends))
+    ]
+
+
+def _packed(column: Ints) -> bytes:
+    return column.astype("<i8").tobytes()
 
 
 def decode_share(data: bytes) -> RankShare:
     """Decode one answer of :func:`encode_shares`.
 
     Raises:
-        CorruptError: these are not whole rows.
+        MessageError: these are not whole rows.
 
     """
-    start = _SHARE_HEAD.size
-    owned, units = _SHARE_HEAD.unpack_from(data) if len(data) >= start else (len(data), 0)
-    end = start + 8 * (owned + units)
-    if end > len(data):
-        raise CorruptError(f"{len(data)} bytes from another rank are shorter than they say; save again")
-    numbers = _records(data[start:end], np.dtype("<i8")).astype(np.int64)
-    return RankShare(numbers[:owned], numbers[owned:], _records(data[end:], SHARE))
+    share = Share.decode(data, sender=0)
+    owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
+    return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
 
 
-def _records(data: bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = None) -> npt.NDArray[Any]:
     if len(data) % dtype.itemsize:
-        raise CorruptError(
-            f"{len(data)} bytes from another rank are no rows of {dtype.itemsize}; run the same bcp on every rank"
-        )
+        raise refused(name, data, f"no rows of {dtype.itemsize} bytes", sender)
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -228,16 +219,16 @@ def _names(tensors: TensorTable, objects: Sequence[tuple[str, str]], extras: Seq
     }
 
 
-def _encode(what: bytes, columns: Mapping[str, Column]) -> bytes:
+def _encode(columns: Mapping[str, Column]) -> bytes:
     """Write columns of different lengths as one Arrow record."""
     lists = {name: _list(column) for name, column in columns.items()}
-    schema = pa.schema([(name, array.type) for name, array in lists.items()], metadata={b"bcp": what})
+    schema = pa.schema([(name, array.type) for name, array in lists.items()])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as stream:
         stream.write_batch(pa.record_batch(list(lists.values()), schema=schema))
     data = sink.getvalue()
     # Compressed whole: Arrow would compress each of 60 buffers, which takes as long again to undo.
-    return len(data).to_bytes(8, "little") + bytes(pa.compress(data, codec="zstd", asbytes=True))
+    return CatalogueColumns(len(data), pa.compress(data, codec="zstd", asbytes=True)).encode()
 
 
 def _list(column: Column) -> pa.Array:
@@ -247,28 +238,21 @@ def _list(column: Column) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([0, len(values)], type=pa.int32()), values)
 
 
-def _decode(what: bytes, data: bytes) -> dict[str, Any]:
+def _decode(data: bytes, sender: int | None) -> dict[str, Any]:
     """Read the columns of :func:`_encode`: numbers as int64 arrays, texts as lists."""
+    message = CatalogueColumns.decode(data, sender)
     try:
-        size = int.from_bytes(data[:8], "little")
-        if size > LARGEST:
-            raise CorruptError(f"{len(data)} bytes from another rank claim to be {size}; save again")
-        with pa.ipc.open_stream(pa.decompress(data[8:], size, codec="zstd")) as stream:
-            found, batch = (stream.schema.metadata or {}).get(b"bcp"), stream.read_next_batch()
+        with pa.ipc.open_stream(pa.decompress(message.columns, message.nbytes, codec="zstd")) as stream:
+            batch = stream.read_next_batch()
             batch.validate(full=True)
-    except (pa.ArrowException, OSError, StopIteration) as error:
-        raise CorruptError(f"{len(data)} bytes from another rank are damaged ({error}); save again") from error
-    if found != what:
-        raise CorruptError(f"expected {what!r} and got {found!r}; run the same version of bcp on every rank")
+    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
+        raise refused("CatalogueColumns", data, error, sender) from error
     columns = {name: batch.column(name).values for name in batch.schema.names}
     return {
         name: values.to_numpy(zero_copy_only=False) if pa.types.is_int64(values.type) else values.to_pylist()
         for name, values in columns.items()
     }
 
-
-_HEAD = struct.Struct("<3q")
-"""Bytes of catalogue, slots and units in a message that has any."""
 
 _DIGESTS = 4  # of table, catalogue, slots, units
 _NO_UNITS = bytes(DIGEST_BYTES)
@@ -283,14 +267,14 @@ class EncodedTable:
         catalogue: encoded.
         slots: encoded.
         flat: encoded.
-        units: claims of units, encoded; empty as a rule.
+        units: claims of units, as text; empty as a rule.
     """
 
     table: bytes
     catalogue: bytes
     slots: bytes
     flat: bytes
-    units: bytes = b""
+    units: str = ""
 
     @classmethod
     def of(cls, factored: FactoredTable, table: bytes) -> EncodedTable:
@@ -300,21 +284,22 @@ class EncodedTable:
             encode_catalogue(factored.catalogue),
             encode_slots(factored.slots),
             encode_flat(factored.flat),
-            factored.units.encode(),
+            factored.units,
         )
 
     @property
     def hello(self) -> bytes:
         """64 bytes for :func:`survey_tables`."""
-        units = xxhash.xxh3_128_digest(self.units) if self.units else _NO_UNITS
+        units = xxhash.xxh3_128_digest(self.units.encode()) if self.units else _NO_UNITS
         return self.table + xxhash.xxh3_128_digest(self.catalogue) + xxhash.xxh3_128_digest(self.slots) + units
 
     def message(self, rank: int, plan: Survey) -> bytes:
         """Return the message that :func:`gather_tables` needs of this rank."""
         catalogue = self.catalogue if rank in plan.catalogue_leaders else b""
         slots = self.slots if rank in plan.slots_leaders else b""
-        head = _HEAD.pack(len(catalogue), len(slots), len(self.units)) if catalogue or slots or self.units else b""
-        return head + catalogue + slots + self.units + self.flat
+        if not (catalogue or slots or self.units):
+            return self.flat
+        return Table(catalogue, slots, self.units, self.flat).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,16 +326,18 @@ class Survey:
 
     def encode(self) -> bytes:
         """Return the answer to the ranks: the key and the leaders."""
-        leaders = np.concatenate([[len(self.catalogue_leaders)], self.catalogue_leaders, self.slots_leaders])
-        return self.key + leaders.astype("<i4").tobytes()
+        leaders = (self.catalogue_leaders, self.slots_leaders)
+        return SurveyAnswer(self.key, *(ranks.astype("<i4").tobytes() for ranks in leaders)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Survey:
-        """Undo :meth:`encode`; the rest is empty."""
-        count, *leaders = np.frombuffer(data[DIGEST_BYTES:], "<i4").astype(np.int64).tolist()
-        none = np.empty(0, dtype=np.int64)
-        first, second = (np.array(ranks, dtype=np.int64) for ranks in (leaders[:count], leaders[count:]))
-        return cls(data[:DIGEST_BYTES], first, second, none, none, none, none)
+        """Undo :meth:`encode`; the rest is empty. Raises MessageError."""
+        answer, none = SurveyAnswer.decode(data, sender=0), np.empty(0, dtype=np.int64)
+        catalogue_leaders, slots_leaders = (
+            numbers(answer.catalogue_leaders, "<i4"),
+            numbers(answer.slots_leaders, "<i4"),
+        )
+        return cls(answer.key, catalogue_leaders, slots_leaders, none, none, none, none)
 
 
 def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
@@ -362,15 +349,13 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
         block_bytes: the same.
 
     Raises:
-        CorruptError: a hello has another size; the ranks run different versions of bcp.
+        MessageError: a hello has another size; the ranks run different versions of bcp.
 
     """
-    sizes = set(map(len, hellos))
-    if sizes != {_DIGESTS * DIGEST_BYTES}:
-        raise CorruptError(
-            f"ranks sent {sorted(sizes)} bytes instead of {_DIGESTS * DIGEST_BYTES}; run the same version of bcp on "
-            "every rank"
-        )
+    nbytes = _DIGESTS * DIGEST_BYTES
+    if set(map(len, hellos)) != {nbytes}:
+        rank = next(rank for rank, hello in enumerate(hellos) if len(hello) != nbytes)
+        raise refused("of digests", hellos[rank], f"{nbytes} bytes were expected", rank)
     digests = np.frombuffer(b"".join(hellos), dtype="<i8").reshape(len(hellos), -1).astype(np.int64)
     tables, catalogues, boxes, units = np.split(digests, _DIGESTS, axis=1)
     first, template = distinct_rows(np.hstack([catalogues, boxes]))
@@ -389,55 +374,49 @@ def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
         messages: :meth:`EncodedTable.message` of every rank, by rank.
 
     Raises:
-        CorruptError: a message does not answer the survey.
+        MessageError: a message does not answer the survey.
 
     """
-    flats, catalogues, slots, units = list(messages), {}, {}, {}
+    flats = list(messages)
     stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}
-    for rank in stating:
-        catalogues[rank], slots[rank], units[rank], flats[rank] = _take_apart(messages[rank])
+    tables = {rank: Table.decode(messages[rank], rank) for rank in stating}
+    for rank, table in tables.items():
+        flats[rank] = table.flat
+    nbytes = np.fromiter(map(len, flats), np.int64)
+    if (ragged := np.flatnonzero(nbytes % FLAT.itemsize)).size:
+        rank = int(ragged[0])
+        raise refused("of flat intervals", flats[rank], f"no rows of {FLAT.itemsize} bytes", rank)
     slot, start, stop = decode_flat(b"".join(flats))
-    boxes = [decode_slots(slots[rank]) for rank in plan.slots_leaders.tolist()]
+    boxes = [decode_slots(tables[rank].slots, rank) for rank in plan.slots_leaders.tolist()]
     world = AllTables(
-        catalogues=[decode_catalogue(catalogues[rank]) for rank in plan.catalogue_leaders.tolist()],
+        catalogues=[decode_catalogue(tables[rank].catalogue, rank) for rank in plan.catalogue_leaders.tolist()],
         template_catalogue=plan.template_catalogue,
         template_slots=[boxes[number] for number in plan.template_slots.tolist()],
         template=plan.template,
-        flat_rank=np.repeat(np.arange(len(flats)), np.fromiter(map(len, flats), np.int64) // FLAT.itemsize),
+        flat_rank=np.repeat(np.arange(len(flats)), nbytes // FLAT.itemsize),
         flat_slot=slot,
         flat_start=start,
         flat_stop=stop,
-        claims={rank: decode_claims(text.decode(errors="replace")) for rank, text in units.items() if text},
+        claims={rank: decode_claims(table.units, rank) for rank, table in tables.items() if table.units},
     )
     _check(world)
     return world
 
 
-def _take_apart(message: bytes) -> tuple[bytes, bytes, bytes, bytes]:
-    """Return the catalogue, the slots, the claims of units and the flat intervals of a message that has a head."""
-    if len(message) < _HEAD.size:
-        raise CorruptError(
-            f"{len(message)} bytes from another rank lack what was asked for; run the same bcp everywhere"
-        )
-    ends = accumulate((max(size, 0) for size in _HEAD.unpack_from(message)), initial=_HEAD.size)
-    first, second, third, last = ends
-    return message[first:second], message[second:third], message[third:last], message[last:]
-
-
 def _check(world: AllTables) -> None:
-    """Raise CorruptError if numbers point to nothing."""
+    """Raise MessageError if numbers point to nothing."""
     families = np.array([int(each.family.max(initial=-1)) + 1 for each in world.catalogues], dtype=np.int64)
     family = concat([each.family for each in world.template_slots])
     sizes = np.array([len(each.family) for each in world.template_slots], dtype=np.int64)
     known = np.repeat(families[world.template_catalogue], sizes)
     if ((family < 0) | (family >= known)).any():
-        raise CorruptError(
+        raise MessageError(
             "a rank states boxes of a family that does not exist; run the same version of bcp on every rank"
         )
     slot = world.flat_slot
     wrong = (slot < 0) | (slot >= sizes[world.template[world.flat_rank]])
     if wrong.any():
         rank = int(world.flat_rank[int(wrong.argmax())])
-        raise CorruptError(
+        raise MessageError(
             f"rank {rank} states an interval of a box that does not exist; run the same version of bcp everywhere"
         )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from bcp._messages.planning import Claim
 from bcp.plan.columns import Ints, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
-from bcp.plan.units import Claim
 
 __all__ = ["MOST_MEMBERS", "AllTables", "Catalogue", "FactoredTable", "Slots", "factor", "signature"]
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import anyio
 
+from bcp._messages.coordination import Abort
 from bcp.errors import InputError, PeerError
 
-__all__ = ["LEFT", "Abort", "Heartbeats", "PeerInfo", "describe", "different", "error_of"]
+__all__ = ["LEFT", "Heartbeats", "PeerInfo", "describe", "different", "error_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,6 @@ class PeerInfo:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The cause of an operation's end.
-
-    Attributes:
-        rank: the rank that failed.
-        message: the cause, for the other ranks.
-        disagreement: whether the ranks' inputs do not fit together.
-    """
-
-    rank: int
-    message: str
-    disagreement: bool = False
 
 
 def error_of(abort: Abort) -> InputError | PeerError:

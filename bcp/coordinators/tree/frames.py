@@ -15,16 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
-from bcp.coordinators.messages import Abort
-
 __all__ = [
     "DIGEST_BYTES",
     "Frame",
     "FrameError",
     "Kind",
     "Values",
-    "abort_of",
-    "body_of_abort",
     "bytes_of",
     "digest_of",
     "joined",
@@ -87,7 +83,7 @@ class Values:
 
     @classmethod
     def unpack(cls, data: bytes, count: int) -> Values:
-        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.messages.FrameError`."""
+        """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.frames.FrameError`."""
         size, at = unpack_number(data, 0)
         if not (0 < size <= count and size <= len(data)):
             raise FrameError(f"{size} distinct values for {count} ranks, in {len(data)} bytes")
@@ -148,7 +144,7 @@ class Kind(IntEnum):
         DOWN: the answer to a step, the same for all.
         EACH: the answers to a step, for the ranks of a subtree; body: Values.
         SAY: this rank's own words for the step, for one that differs; step 0 is the operation.
-        ABORT: the operation has ended; body: see ``body_of_abort``.
+        ABORT: the operation has ended; body: an encoded :class:`~bcp._messages.coordination.Abort`.
         OLD: the operation is over on this rank; body: the number of the next one.
         BYE: this rank talks no more.
     """
@@ -243,17 +239,6 @@ def unpack_number(data: bytes, at: int) -> tuple[int, int]:
         if data[position] < 0x80:  # noqa: PLR2004 -- the last byte
             return number, position + 1
     raise FrameError(f"a frame of {len(data)} bytes has no number at byte {at}")
-
-
-def body_of_abort(abort: Abort) -> bytes:
-    """Return the body of an ABORT frame."""
-    return bytes((abort.disagreement,)) + pack_number(abort.rank) + bytes_of(abort.message)
-
-
-def abort_of(body: bytes) -> Abort:
-    """Read the body of an ABORT frame. Raises :class:`FrameError`."""
-    rank, at = unpack_number(body, 1)
-    return Abort(rank, text_of(body[at:]), disagreement=bool(body[0]))
 
 
 def bytes_of(text: str) -> bytes:

@@ -1,0 +1,101 @@
+"""Messages of ``python -m bcp doctor``, which lie in the job's store."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bcp._messages.base import Count, Message, Rank, Seconds, expect
+from bcp._messages.coordination import Port
+
+__all__ = ["DoorSign", "Finding", "Leaders", "RankReport", "Trial", "Way", "WholeVerdict"]
+
+
+class Leaders(Message, frozen=True):
+    """The lowest rank of each host.
+
+    Attributes:
+        ranks: of all hosts, in order; for a rank that leads none, that of its own host alone.
+        names: of these hosts.
+    """
+
+    ranks: tuple[Rank, ...]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        expect(len(self.ranks) == len(self.names) > 0, reason=f"{len(self.ranks)} leaders, {len(self.names)} names")
+
+
+class DoorSign(Message, frozen=True):
+    """The place at which the leader of a host answers.
+
+    Attributes:
+        address: the address; None if the host cannot listen.
+        port: the port; None with the address.
+    """
+
+    address: str | None = None
+    port: Port | None = None
+
+    def __post_init__(self) -> None:
+        expect((self.address is None) == (self.port is None), reason="an address goes with a port")
+
+
+class Trial(Message, frozen=True):
+    """Whether the leader of a host could write its file."""
+
+    wrote: bool
+
+
+class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong.
+
+    Attributes:
+        check: the check that found it.
+        text: the message, which follows the name of the rank or the host, as in ``"cannot reach host h4"``.
+        do: the remedy.
+        of_host: whether it concerns the rank's host, and not only the rank.
+    """
+
+    check: str
+    text: str
+    do: str = ""
+    of_host: bool = False
+
+
+class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A connection to another host that has worked.
+
+    Attributes:
+        seconds: the duration of the connection and the answer.
+        ahead: the seconds by which the other host's clock is ahead of this one's, give or take half of ``seconds``.
+    """
+
+    seconds: float
+    ahead: float
+
+
+class RankReport(Message, frozen=True):
+    """All that one rank knows; the fields are those of :class:`bcp._doctor.report.Report`."""
+
+    rank: Rank
+    findings: tuple[Finding, ...]
+    more: dict[str, Count]
+    versions: dict[str, str]
+    store_seconds: Seconds
+    address: str
+    interface: str
+    ways: Count
+    slowest: Seconds
+    clock: Way | None
+
+
+class WholeVerdict(Message, frozen=True):
+    """Rank 0's verdict.
+
+    Attributes:
+        healthy: whether nothing is wrong.
+        unheard: ranks whose report did not come in time.
+    """
+
+    healthy: bool
+    unheard: tuple[Rank, ...]

@@ -1,0 +1,377 @@
+"""Every message between ranks and processes: it survives the wire, and bytes that are no message raise one error."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import pkgutil
+import random
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import bcp
+import bcp._messages
+from bcp._agree import collective_operation, gather_broadcast, gather_scatter
+from bcp._messages.base import Message, decode_either
+from bcp._messages.coordination import (
+    Abort,
+    Answer,
+    Card,
+    Ended,
+    Failure,
+    Host,
+    Introduction,
+    MemberSign,
+    OperationEnd,
+    Reply,
+    RootSign,
+    Seat,
+)
+from bcp._messages.doctor import DoorSign, Finding, Leaders, RankReport, Trial, Way, WholeVerdict
+from bcp._messages.planning import (
+    BlockRuns,
+    CatalogueColumns,
+    LoadAnswer,
+    LoadRequestColumns,
+    Opened,
+    Opening,
+    Rate,
+    Share,
+    SharedDigests,
+    SharedRuns,
+    SlotColumns,
+    SurveyAnswer,
+    Table,
+    Written,
+)
+from bcp._messages.reading import (
+    ArrayPlace,
+    Batch,
+    Consumed,
+    Enclosure,
+    ReaderJob,
+    Start,
+    States,
+    StatesRequest,
+    WorkerFailure,
+)
+from bcp._messages.running import (
+    Absence,
+    Alarm,
+    Candidates,
+    Choice,
+    Departure,
+    Outcome,
+    Plan,
+    Standing,
+    Stop,
+    Verdict,
+)
+from bcp.coordinators.local import SoloCoordinator
+from bcp.data.worker import Line
+from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
+from bcp.protocols import Agreement
+from bcp.runs.resuming import resume
+
+HOST = Host("h1", "4026531840 boot", "10.0.0.1", ("10.0.0.1/24",))
+FINDING = Finding("reach", "cannot reach host h4", "look at the network", of_host=True)
+
+EXAMPLES: list[Message] = [
+    Plan(15, saves=True),
+    Candidates((30, 20), (Choice(40, "not committed"),), "a7c1"),
+    Outcome("damaged", "CorruptError: bit-flipped"),
+    Verdict(3, "rank 3: OSError"),
+    Verdict(None),
+    Alarm("SIGTERM on rank 3", 29.5),
+    Alarm("notice", None),
+    Departure(2, 17),
+    Standing(17, math.inf),
+    Stop(18, 12.0),
+    Absence(5, "rank 5 did not answer"),
+    Failure(None, "StateError", "no such name"),
+    Failure(3, "OSError", "disk full"),
+    Abort(3, "rank 3 (host h, pid 7): the disk is full"),
+    Abort(0, "different paths", disagreement=True),
+    Card("10.0.0.1", 4711, "h1", "4026531840", "secret", tls=False),
+    Introduction(4, "h1", 4711),
+    RootSign("ab12", 7, None),
+    RootSign("ab12", 8, OperationEnd(3, Abort(1, "gone"))),
+    MemberSign("cd34", "ab12", HOST),
+    Ended(None, OperationEnd(0, Abort(1, "gone"))),
+    Reply("cd34", Answer("ef56", "secret", "h1", (HOST,), b"words")),
+    Seat(0, (17, 33), (16, 16), ("h0", "h1", "h2")),
+    Seat(None, (), (), ()),
+    Leaders((0, 8), ("h0", "h1")),
+    DoorSign("10.0.0.1", 4711),
+    DoorSign(),
+    Trial(wrote=False),
+    RankReport(3, (FINDING,), {"reach": 2}, {"bcp": "0.1"}, 0.1, "10.0.0.1", "eth0", 7, 0.2, Way(0.1, -3.5)),
+    WholeVerdict(False, (7, 9)),  # noqa: FBT003 -- an example
+    SharedDigests({"train": "ab"}),
+    Opening("0123456789abcdef", True, None, ""),  # noqa: FBT003 -- an example
+    Opening("0123456789abcdef", cached=False, found="etag", trace="00-1-2-01"),
+    CatalogueColumns(100, b"columns"),
+    SlotColumns(2, bytes(16), bytes(16), bytes(32), bytes(32)),
+    Table(b"catalogue", b"slots", "", bytes(20)),
+    SurveyAnswer(bytes(16), bytes(8), bytes(4)),
+    Share(bytes(8), b"", bytes(32)),
+    Written(bytes(16), 1000, bytes(18)),
+    Opened("00-1-2-01", b"metadata"),
+    BlockRuns(3, b"columns"),
+    LoadRequestColumns(3, bytes(8), "", b"runs"),
+    LoadAnswer(4, bytes(4), b"runs"),
+    SharedRuns(3, 2, 4, b"columns"),
+    Rate(math.inf),
+    Enclosure(128, 40),
+    ReaderJob({"job": ArrayPlace(0, (70,), "|u1")}),
+    Start({"units": ArrayPlace(0, (2, 2), "<i8"), "0 tokens": ArrayPlace(64, (0,), "<i8")}),
+    Consumed(),
+    StatesRequest(2, 7),
+    Batch({name: ArrayPlace(64, (2, 3), "<i8") for name in ("numbers", "tokens", "documents", "samples")}, live=True),
+    States({}, 2, 7),
+    WorkerFailure("a batch", "OSError: gone", "Traceback"),
+]
+"""One or more of each class."""
+
+OTHERS = [None, True, -1, 1 << 63, 0.5, math.nan, "text", b"bytes", [], [1], {}, {"a": 1}]
+"""Values that some field of a message may not have."""
+
+FLIPS = 250
+
+
+def classes() -> Iterator[type[Message]]:
+    """All message classes of the package."""
+    for module in pkgutil.iter_modules(bcp._messages.__path__):
+        found = importlib.import_module(f"bcp._messages.{module.name}")
+        for _, each in inspect.getmembers(found, inspect.isclass):
+            if issubclass(each, Message) and each is not Message and each.__module__ == found.__name__:
+                yield each
+
+
+def fields_of(message: Message) -> Any:
+    """The message as msgspec writes it: a dict, or a list if the class is an array."""
+    return msgspec.msgpack.decode(message.encode())
+
+
+def refused_or_sound(kind: type[Message], data: bytes) -> None:
+    """Decode damaged bytes: a message, which encodes again, or MessageError."""
+    try:
+        found = kind.decode(data, sender=3)
+    except MessageError as error:
+        said = str(error)
+        assert said.startswith(f"the message {kind.__name__} of rank 3 cannot be decoded, {len(data)} bytes: ")
+        assert said.endswith("; run the same version of bcp on all ranks")
+    else:
+        assert type(found) is kind
+        assert kind.decode(found.encode()) == found or found != found  # noqa: PLR0124 -- NaN
+
+
+each_message = pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+
+
+def test_every_class_has_an_example() -> None:
+    assert set(classes()) == set(map(type, EXAMPLES))
+
+
+def test_every_class_is_strict() -> None:
+    for kind in classes():
+        config = kind.__struct_config__
+        assert config.frozen
+        assert config.forbid_unknown_fields
+        assert config.tag == kind.__name__ or (config.array_like and config.tag is None)
+
+
+@each_message
+def test_a_message_survives(message: Message) -> None:
+    assert type(message).decode(message.encode()) == message
+
+
+@each_message
+def test_a_truncated_message_is_refused(message: Message) -> None:
+    data = message.encode()
+    for end in range(len(data)):
+        with pytest.raises(MessageError, match=f"{type(message).__name__} cannot be decoded, {end} bytes"):
+            type(message).decode(data[:end])
+    with pytest.raises(MessageError, match="trailing"):
+        type(message).decode(data + b"\0")
+
+
+@each_message
+def test_flipped_bytes_are_refused_or_sound(message: Message) -> None:
+    dice = random.Random(type(message).__name__)  # noqa: S311 -- a sample, no secret
+    for _ in range(FLIPS):
+        data = bytearray(message.encode())
+        for _ in range(dice.randint(1, 3)):
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        refused_or_sound(type(message), bytes(data))
+
+
+@each_message
+def test_random_bytes_are_refused(message: Message) -> None:
+    dice = random.Random(1)  # noqa: S311 -- a sample, no secret
+    for _ in range(FLIPS):
+        refused_or_sound(type(message), dice.randbytes(dice.randint(0, 64)))
+
+
+@each_message
+def test_other_types_are_refused_or_sound(message: Message) -> None:
+    fields = fields_of(message)
+    for place in fields if isinstance(fields, dict) else range(len(fields)):
+        for other in OTHERS:
+            changed = fields.copy()
+            changed[place] = other
+            refused_or_sound(type(message), msgspec.msgpack.encode(changed))
+
+
+@each_message
+def test_another_versions_fields_are_refused(message: Message) -> None:
+    fields = fields_of(message)
+    if isinstance(fields, dict):
+        others = [fields | {"added": 1}, fields | {"type": "Other"}]
+        required = [each.name for each in msgspec.structs.fields(message) if each.required]
+        others += [{name: value for name, value in fields.items() if name != lost} for lost in required]
+        others += [{("renamed" if name == old else name): value for name, value in fields.items()} for old in fields]
+    else:
+        others = [[*fields, 1], fields[1:], fields[:-1], [["Other"], *fields[1:]]]
+    for other in others:
+        with pytest.raises(MessageError):
+            type(message).decode(msgspec.msgpack.encode(other))
+
+
+@pytest.mark.parametrize(
+    "claim", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
+)
+@each_message
+def test_a_length_that_is_claimed_takes_no_memory(message: Message, claim: bytes) -> None:
+    fields = fields_of(message)
+    head, names = bytes([(0x80 if isinstance(fields, dict) else 0x90) + len(fields)]), list(fields)
+    for place in range(len(fields)):
+        data = bytearray(head)
+        for name in names[:place]:
+            data += msgspec.msgpack.encode(name)
+            data += msgspec.msgpack.encode(fields[name]) if isinstance(fields, dict) else b""
+        data += msgspec.msgpack.encode(names[place]) if isinstance(fields, dict) else b""
+        with pytest.raises(MessageError):
+            type(message).decode(bytes(data) + claim)
+
+
+def test_a_message_of_another_class_is_refused() -> None:
+    with pytest.raises(MessageError, match="Stop of rank 7 cannot be decoded"):
+        Stop.decode(Standing(1, None).encode(), sender=7)
+
+
+def test_one_of_two_classes_is_told_by_its_tag() -> None:
+    assert decode_either(Alarm, Departure, Departure(1, 2).encode()) == Departure(1, 2)
+    with pytest.raises(MessageError, match="Alarm or Departure of rank 2 cannot be decoded, 3 bytes"):
+        decode_either(Alarm, Departure, b"abc", sender=2)
+
+
+def test_a_text_that_is_no_unicode_is_sent_escaped() -> None:
+    assert Absence.decode(Absence(1, "a\udcff.bin").encode()) == Absence(1, "a\\udcff.bin")
+
+
+def test_numbers_of_numpy_and_subclasses_of_texts_are_sent() -> None:
+    message = Absence(np.int64(3), torch.__version__)  # type: ignore[arg-type]  # numpy's is an index
+    assert Absence.decode(message.encode()) == Absence(3, str(torch.__version__))
+    assert Standing.decode(Standing(np.int32(3), np.float32(0.5)).encode()) == Standing(3, 0.5)  # type: ignore[arg-type]
+
+
+def test_no_checkpoint_is_to_blame_for_a_message() -> None:
+    assert not issubclass(MessageError, CheckpointError)
+    assert bcp.MessageError is MessageError
+
+
+@pytest.mark.parametrize("error", [MessageError("garbled"), PeerError(1, "rank 1 failed: MessageError: garbled")])
+def test_a_run_that_resumes_condemns_no_checkpoint_for_a_message(error: BcpError) -> None:
+    async def candidates() -> Candidates:
+        return Candidates((20, 10), (), "life")
+
+    tried: list[int] = []
+
+    async def load(step: int) -> None:
+        tried.append(step)
+        raise error
+
+    with pytest.raises(type(error), match="garbled"):
+        anyio.run(partial(resume, SoloCoordinator(), "resume", 10.0, candidates, load))
+    assert tried == [20]
+
+
+class _Forger:
+    """The agreement of rank 0 of two ranks, the other one of which sends the given bytes."""
+
+    def __init__(self, other: bytes) -> None:
+        self._other = other
+
+    async def gather_broadcast(
+        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    ) -> bytes:
+        del step
+        return await decide([mine, self._other])
+
+    async def gather_scatter(
+        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    ) -> bytes:
+        del step
+        return divide([mine, self._other])[0]
+
+
+@pytest.mark.parametrize("other", [b"", b"\7", b"\1", b'\1[null, "StateError", "no such name"]'])
+def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
+    forger = cast("Agreement", _Forger(other))
+
+    async def answer(_: Sequence[bytes]) -> bytes:
+        return b""
+
+    async def broadcast() -> None:
+        async with collective_operation(nullcontext(forger)) as agreement:
+            await gather_broadcast(agreement, "begin", 0, b"mine", answer)
+
+    async def scatter() -> None:
+        async with collective_operation(nullcontext(forger)) as agreement:
+            await gather_scatter(agreement, "plan", 0, b"mine", lambda messages: messages)
+
+    for step in (broadcast, scatter):
+        with pytest.raises(MessageError, match="of rank 1 cannot be decoded") as caught:
+            anyio.run(step)
+        assert caught.value.of_all_ranks
+
+
+@pytest.mark.parametrize(
+    ("file", "packet"),
+    [
+        (b"", b"\0" * 16),
+        (b"short", Enclosure(128, 40).encode()),
+        (b"arrays, and no message", Enclosure(8, 14).encode()),
+        (States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(), None),
+    ],
+)
+def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = os.memfd_create("test")
+    try:
+        os.write(descriptor, file)
+        opened = len([*Path("/proc/self/fd").iterdir()])
+        socket.send_fds(theirs, [packet or Enclosure(0, len(file)).encode()], [descriptor])
+        with pytest.raises(MessageError, match="run the same version of bcp"):
+            Line(ours).receive()
+        assert len([*Path("/proc/self/fd").iterdir()]) == opened
+        theirs.send(b"{}")
+        with pytest.raises(MessageError, match="of a reader worker cannot be decoded, 2 bytes"):
+            Line(ours).receive()
+    finally:
+        os.close(descriptor)
+        ours.close()
+        theirs.close()
