@@ -37,7 +37,7 @@ from bcp.backends.hdfs.subfiles import SubFiles
 from bcp.backends.hdfs.wire import Call, Connection
 from bcp.backends.objects import ObjectBackend
 from bcp.errors import InputError, MissingExtraError, StorageError
-from bcp.protocols import Backend
+from bcp.protocols import Backend, RetryPolicy
 from bcp.testing.backend_suite import BackendSuite
 
 pytest_plugins = ["servers.hdfs_fixtures"]
@@ -213,7 +213,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
         monkeypatch.setattr(kind, name, seen)
 
     watch(hdfs_native.AsyncFileReader, "read_range")
-    watch(hdfs_native.AsyncFileWriter, "write")
+    watch(hdfs_native.FileWriter, "write")
     return found
 
 
@@ -222,11 +222,33 @@ async def test_large_data_does_not_pass_the_callers_event_loop(url: str, threads
     data = Random(7).randbytes(20 * MIB)  # noqa: S311 -- no secret
     await upload(backend, "large", data, 10 * MIB, {})
     assert bytes(await backend.get("large")) == data
-    assert threads == {"read_range": {"bcp-hdfs"}, "write": {"bcp-hdfs"}}
+    assert threads == {"read_range": {"bcp-hdfs"}, "write": {"AnyIO worker thread"}}
     await backend.put("small", b"1")
     await backend.get("small")
-    both = {"bcp-hdfs", threading.current_thread().name}
-    assert threads == {"read_range": both, "write": both}
+    here = threading.current_thread().name
+    assert threads == {"read_range": {"bcp-hdfs", here}, "write": {"AnyIO worker thread"}}
+
+
+async def test_a_write_that_hangs_in_hdfs_native_ends_at_its_deadline_and_holds_up_no_thread(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = backend_of(url, RetryPolicy(deadline=1.0, longest_pause=0.1), seconds=0.5)
+    goes_on = threading.Event()
+    write = hdfs_native.FileWriter.write
+
+    def hang(self: Any, data: bytes) -> int:
+        goes_on.wait(30)
+        return int(write(self, data))
+
+    monkeypatch.setattr(hdfs_native.FileWriter, "write", hang)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="no answer in time"):
+        await backend.put("key", b"1" * MIB)
+    assert time.monotonic() - began < 20
+    goes_on.set()
+    monkeypatch.undo()
+    await backend.put("key", b"2")
+    assert bytes(await backend.get("key")) == b"2"
 
 
 async def test_a_cancelled_read_leaves_its_buffer_alone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

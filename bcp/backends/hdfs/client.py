@@ -6,9 +6,11 @@ import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+from anyio import to_thread
 
 from bcp.backends.hdfs.cluster import Cluster, FileState, NameNodes, ServiceAbsentError, user_name
 from bcp.backends.hdfs.faults import HdfsError, hdfs_errors
@@ -36,13 +38,19 @@ __all__ = [
 T = TypeVar("T")
 MIB = 1 << 20
 BLOCK_BYTES = 128 * MIB
-WRITE_BYTES = MIB // 4
+WRITE_BYTES = MIB
 """Bytes of one call to hdfs-native: copied to ``bytes`` first, for of a memoryview it takes each byte by itself."""
+
+SMALL_BYTES = MIB // 4
+"""Most bytes of a read on the caller's own event loop."""
 
 READ_BYTES = MIB
 """Bytes of one ranged read. hdfs-native returns new ``bytes``, and 8 MiB took twice the CPU time of 1 MiB."""
 
 READS = 8
+WRITES = 64
+"""Threads, which mostly wait; more files than that are not written at once."""
+
 AT_ONCE = 16
 COPY_BYTES = 8 * MIB
 SECONDS = 120.0
@@ -96,40 +104,53 @@ class OpenFile:
 
 @dataclass(slots=True)
 class _Session:
-    """Connections of one event loop and process; ``reads``: how many ranges of its files are read at once."""
+    """Connections of one event loop and process.
+
+    Attributes:
+        client: for coroutines.
+        writing: for blocking calls of writers, in threads.
+        names: the NameNodes.
+        reads: how many ranges of files are read at once.
+        writes: how many threads write at once.
+    """
 
     client: Any
+    writing: Any
     names: NameNodes
     reads: anyio.CapacityLimiter
+    writes: anyio.CapacityLimiter
     has_states: bool = True
     open_files: dict[str, OpenFile] = field(default_factory=dict)
 
 
 class Stream:
-    """A file that is being written from its beginning to its end."""
+    """A file that is being written from its beginning to its end.
 
-    def __init__(self, hdfs: Hdfs, path: str, writer: Any) -> None:
+    Its blocking calls run in threads. A coroutine of hdfs-native 0.14 that writes can freeze the whole process: it
+    waits for a lock with the GIL held, while the thread that has the lock waits for the GIL to wake the coroutine. It
+    happened as DataNodes died. A thread whose call takes too long is abandoned; the call ends by itself.
+    """
+
+    def __init__(self, hdfs: Hdfs, path: str, writer: Any, threads: anyio.CapacityLimiter) -> None:
         self._hdfs = hdfs
         self._path = path
         self._writer = writer
+        self._threads = threads
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes, a copy of them. The buffer is not used any more when this returns or raises."""
         view = flat_view(data)
-        if len(view) <= WRITE_BYTES:
-            await self._append(view)
-        else:
-            await on_loop(transfer_loop(), self._append, view)
-
-    async def _append(self, view: memoryview) -> None:
         for first in range(0, len(view), WRITE_BYTES):
-            async with self._hdfs.request(f"writing {self._path}"):
-                await self._writer.write(bytes(view[first : first + WRITE_BYTES]))
+            chunk = bytes(view[first : first + WRITE_BYTES])
+            await self._call(f"writing {self._path}", self._writer.write, chunk)
 
     async def close(self) -> None:
         """Wait until the DataNodes have all bytes, and end the file."""
-        async with self._hdfs.request(f"closing {self._path}"):
-            await self._writer.close()
+        await self._call(f"closing {self._path}", self._writer.close)
+
+    async def _call(self, what: str, function: Callable[..., object], *args: bytes) -> None:
+        async with self._hdfs.request(what):
+            await to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._threads)
 
 
 class Hdfs:
@@ -160,7 +181,7 @@ class Hdfs:
 
     async def create(self, path: str, *, create_parent: bool) -> Stream:
         """Begin a file; one of that name is replaced. ``create_parent``: make the directories that it needs."""
-        client = (await self._sessions.here()).client
+        session = await self._sessions.here()
         options = hdfs_native().WriteOptions(
             block_size=self.settings.block_bytes,
             replication=self.settings.replication,
@@ -168,7 +189,9 @@ class Hdfs:
             create_parent=create_parent,
         )
         async with self.request(f"creating {path}"):
-            return Stream(self, path, await client.create(path, options))
+            create = partial(session.writing.create, path, options)
+            writer = await to_thread.run_sync(create, abandon_on_cancel=True, limiter=session.writes)
+        return Stream(self, path, writer, session.writes)
 
     async def write(self, path: str, data: memoryview, *, create_parent: bool) -> None:
         """Write a whole file. After an error or cancellation it is removed, unless that fails too."""
@@ -225,7 +248,7 @@ class Hdfs:
             await in_parallel(read, range(0, nbytes, READ_BYTES), session.reads)
 
         try:
-            if nbytes <= WRITE_BYTES:
+            if nbytes <= SMALL_BYTES:
                 await read(0)
             else:
                 await on_loop(transfer_loop(), read_all)
@@ -324,8 +347,13 @@ class Hdfs:
         await self._sessions.aclose()
 
     async def _open_session(self) -> _Session:
-        client = native_client(self.cluster.url, self.cluster.settings, self._config_dir)
-        return _Session(client, NameNodes(self.cluster, self._user), anyio.CapacityLimiter(READS))
+        native = hdfs_native()
+        client, writing = (
+            native_client(kind, self.cluster.url, self.cluster.settings, self._config_dir)
+            for kind in (native.AsyncClient, native.Client)
+        )
+        names = NameNodes(self.cluster, self._user)
+        return _Session(client, writing, names, anyio.CapacityLimiter(READS), anyio.CapacityLimiter(WRITES))
 
 
 async def _close_session(session: _Session) -> None:

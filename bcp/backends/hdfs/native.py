@@ -1,7 +1,7 @@
-"""The event loop that awaits hdfs-native's reads and writes of large data, on a thread of its own.
+"""The event loop that awaits hdfs-native's reads of large data, on a thread of its own.
 
 hdfs-native's network code runs in threads of Rust, but copies received bytes within the event loop that awaits them.
-Eight reads or writes at once stalled that loop for 50 to 80 ms, and for 300 ms on busy cores. Nothing else waits for
+Eight reads at once stalled that loop for 50 to 80 ms, and for 300 ms on busy cores. Nothing else waits for
 the loop of this module: stalls of the caller's loop were 5 to 30 ms (512 MiB, two cores shared with the servers).
 
 Clients of hdfs-native: one a process and cluster, and none that a forked child could drop or mix up.
@@ -47,14 +47,14 @@ def hdfs_native() -> Any:
     return native
 
 
-def native_client(url: str, settings: Mapping[str, str], config_dir: str | None) -> Any:
-    """Return this process's client of a cluster. It stays until the process ends."""
+def native_client(kind: type, url: str, settings: Mapping[str, str], config_dir: str | None) -> Any:
+    """Return this process's client of a class and a cluster. It stays until the process ends."""
     user = os.environ.get("HADOOP_USER_NAME")
-    key = (os.getpid(), url, tuple(sorted(settings.items())), config_dir, user)
+    key = (os.getpid(), kind, url, tuple(sorted(settings.items())), config_dir, user)
     client = _clients.get(key)
     if client is None:
         with hdfs_errors(f"connecting to {url}"):
-            client = _clients[key] = hdfs_native().AsyncClient(url, dict(settings), config_dir)
+            client = _clients[key] = kind(url, dict(settings), config_dir)
     return client
 
 
