@@ -18,7 +18,6 @@ from bcp._save import BLOCK_BYTES
 from bcp.format import metadata
 from bcp.format.metadata import Commit, encode_layout, encode_metadata
 from bcp.options import LoadOptions
-from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout, find_all
 from bcp.plan.read import divide_load
@@ -30,6 +29,7 @@ from bcp.plan.write import RankTable
 from bcp.plan.write.divide import WriteDivision, divide_writes
 from bcp.plan.write.survey import EncodedTable, Survey, encode_flat, encode_shares, gather_tables, survey_tables
 from bcp.plan.write.world import factor
+from bcp.runtime.cache import LruCache
 from benchmarks.figures import Figures, cpu_ms
 from benchmarks.llama import Job
 
@@ -144,7 +144,7 @@ def look_up(planned: Planned, figures: Figures) -> None:
     table = job.table(job.world_size // 2)
 
     def first() -> object:
-        metadata._layouts = PlanCache(1)  # noqa: SLF001 -- every run opens a checkpoint that it has not seen
+        metadata._layouts = LruCache(1)  # noqa: SLF001 -- every run opens a checkpoint that it has not seen
         layout = metadata.decode_metadata(planned.metadata, "metadata.arrow").layout
         return wants(layout, table).ranges()
 

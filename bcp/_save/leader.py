@@ -33,11 +33,11 @@ from bcp.format.metadata import (
     receipt_key,
 )
 from bcp.format.receipt import Receipt
-from bcp.plan.cache import PlanCache
 from bcp.plan.units import check_shared
 from bcp.plan.write import divide_save
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
 from bcp.protocols import Agreement, Backend, ObjectInfo, Sweeper, Unfinished, Version
+from bcp.runtime.cache import LruCache
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.telemetry.store import FOLDER as TELEMETRY
 from bcp.telemetry.store import outdated
@@ -159,7 +159,7 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 BLOCK_BYTES = 1 << 20
 
 
-_layouts: PlanCache[bytes] = PlanCache(16)
+_layouts: LruCache[bytes, bytes] = LruCache(16)
 Step = TypeVar("Step")
 
 

@@ -11,18 +11,18 @@ from bcp._job import SaveJob
 from bcp._save.leader import Opening, Planned, broadcast_step, open_save, scatter_step
 from bcp._save.local_state import LocalState
 from bcp.errors import BcpError, InputError
-from bcp.plan.cache import PlanCache
 from bcp.plan.units import encode_shared
 from bcp.plan.write import RankTable
 from bcp.plan.write.files import DataFile, data_files
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, digest
 from bcp.protocols import Agreement
+from bcp.runtime.cache import LruCache
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread_gc_paused
 
 __all__ = ["SavePlan", "only_save_to", "plan_writes"]
 
-_plans: PlanCache[SavePlan] = PlanCache(16)
+_plans: LruCache[bytes, SavePlan] = LruCache(16)
 _in_flight: set[tuple[str, int]] = set()
 _in_flight_lock = process_lock()
 

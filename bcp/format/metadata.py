@@ -27,9 +27,9 @@ from bcp.format.container import (
     unseal,
 )
 from bcp.format.layout_file import decode_layout, encode_layout, layout_digest
-from bcp.plan.cache import PlanCache
 from bcp.plan.layout import Layout, check_block_bytes, find, names, resolve
 from bcp.plan.shards import KINDS
+from bcp.runtime.cache import LruCache
 
 __all__ = [
     "EXTRA_NAME",
@@ -65,7 +65,7 @@ SPREAD_RANKS = 1000
 
 COMMIT = schema("commit", digest=pa.binary(DIGEST_BYTES))
 
-_layouts: PlanCache[Layout] = PlanCache(4)
+_layouts: LruCache[bytes, Layout] = LruCache(4)
 """By digest. A layout of 300,000 segments takes 14 MB."""
 
 

@@ -21,10 +21,10 @@ from bcp.format.metadata import (
     operation_of,
     receipt_key,
 )
-from bcp.plan.cache import PlanCache
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
 from bcp.plan.shards import Segments, TensorMeta, TensorTable
+from bcp.runtime.cache import LruCache
 
 RECEIPTS = b"a" * 16 + b"\x00" * 16
 DATA = encode_metadata(encode_layout(LAYOUT), commit(RECEIPTS))
@@ -225,13 +225,13 @@ def test_families_in_one_plane_have_leaders_in_one_plane() -> None:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> PlanCache[Layout]:
-    cache: PlanCache[Layout] = PlanCache(2)
+def cache(monkeypatch: pytest.MonkeyPatch) -> LruCache[bytes, Layout]:
+    cache: LruCache[bytes, Layout] = LruCache(2)
     monkeypatch.setattr(metadata, "_layouts", cache)
     return cache
 
 
-def test_a_layout_is_decoded_once_and_its_commit_every_time(cache: PlanCache[Layout]) -> None:
+def test_a_layout_is_decoded_once_and_its_commit_every_time(cache: LruCache[bytes, Layout]) -> None:
     later = replace(commit(RECEIPTS[::-1]), operation="f" * 16)
     first, again = (
         decode_metadata(encode_metadata(encode_layout(LAYOUT), one), WHERE) for one in (commit(RECEIPTS), later)
@@ -241,7 +241,7 @@ def test_a_layout_is_decoded_once_and_its_commit_every_time(cache: PlanCache[Lay
     assert (cache.hits, cache.misses) == (1, 1)
 
 
-def test_another_layout_is_never_served(cache: PlanCache[Layout]) -> None:
+def test_another_layout_is_never_served(cache: LruCache[bytes, Layout]) -> None:
     others = [
         LAYOUT,
         replace(LAYOUT, block_bytes=32),
@@ -258,7 +258,7 @@ def test_another_layout_is_never_served(cache: PlanCache[Layout]) -> None:
     assert len(cache) == cache.capacity
 
 
-def test_a_layout_that_was_refused_is_refused_again(cache: PlanCache[Layout]) -> None:
+def test_a_layout_that_was_refused_is_refused_again(cache: LruCache[bytes, Layout]) -> None:
     data = seal(DATA[:-24].replace(encode_layout(LAYOUT), encode_layout(LAYOUT)[:-1]), b"BCPMETA")
     for _ in range(2):
         with pytest.raises(CorruptError, match=WHERE):
@@ -266,7 +266,7 @@ def test_a_layout_that_was_refused_is_refused_again(cache: PlanCache[Layout]) ->
     assert (cache.hits, len(cache)) == (0, 0)
 
 
-def test_receipts_are_checked_against_a_layout_from_the_cache(cache: PlanCache[Layout]) -> None:
+def test_receipts_are_checked_against_a_layout_from_the_cache(cache: LruCache[bytes, Layout]) -> None:
     decode_metadata(DATA, WHERE)
     with pytest.raises(CorruptError, match="1 receipts for a world of 2 ranks"):
         decode_metadata(encode_metadata(encode_layout(LAYOUT), commit(b"a" * 16)), WHERE)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from bcp.plan.box import Box
-from bcp.plan.cache import PlanCache, plan_id
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.plan.write.survey import digest
+from bcp.plan.write.survey import digest, plan_id
+from bcp.runtime.cache import LruCache
 
 W = TensorMeta("model", "w", "float32", 4, (8, 4))
 
@@ -31,7 +31,7 @@ def key(tables: list[ShardTable], balance: str = "split", block_bytes: int = 409
 
 
 def test_the_same_layout_hits():
-    cache = PlanCache[str]()
+    cache = LruCache[bytes, str]()
     assert cache.get(key(mesh(4))) is None
     cache.put(key(mesh(4)), "plan")
     assert cache.get(key(mesh(4))) == "plan"
@@ -55,14 +55,14 @@ def test_the_same_layout_hits():
     ],
 )
 def test_another_layout_never_hits(other):
-    cache = PlanCache[str]()
+    cache = LruCache[bytes, str]()
     cache.put(key(mesh(4)), "plan")
     assert cache.get(other) is None
     assert cache.misses == 1
 
 
 def test_the_one_used_longest_ago_makes_room():
-    cache = PlanCache[int](capacity=2)
+    cache = LruCache[bytes, int](capacity=2)
     cache.put(b"a", 1)
     cache.put(b"b", 2)
     assert cache.get(b"a") == 1
@@ -72,7 +72,7 @@ def test_the_one_used_longest_ago_makes_room():
 
 
 def test_putting_again_replaces_and_evicts_nothing():
-    cache = PlanCache[int](capacity=2)
+    cache = LruCache[bytes, int](capacity=2)
     cache.put(b"a", 1)
     cache.put(b"b", 2)
     cache.put(b"a", 3)
@@ -80,11 +80,11 @@ def test_putting_again_replaces_and_evicts_nothing():
 
 
 def test_repr_shows_its_state():
-    cache = PlanCache[int](capacity=2)
+    cache = LruCache[bytes, int](capacity=2)
     cache.get(b"a")
-    assert repr(cache) == "PlanCache(0 of 2 plans, 0 hits, 1 misses)"
+    assert repr(cache) == "LruCache(0 of 2 values, 0 hits, 1 misses)"
 
 
 def test_no_room_is_refused():
     with pytest.raises(ValueError, match="capacity=0"):
-        PlanCache[int](capacity=0)
+        LruCache[bytes, int](capacity=0)

@@ -14,7 +14,7 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout, check_layout, find, find_all, names, resolve, resolve_all
-from bcp.plan.read.reads import LATELY, Pieces, ReadRequest, pieces_of, wants
+from bcp.plan.read.reads import Pieces, ReadRequest, _indices, pieces_of, wants
 from bcp.plan.shards import Segments, ShardRow, ShardTable, TensorTable
 
 
@@ -154,7 +154,9 @@ def test_states_of_one_parameter_are_looked_up_once_and_read_in_their_own_planes
 
 def test_pieces_are_indexed_once_for_a_layout_and_not_for_ever() -> None:
     tensor = meta("w", (4,))
-    layouts = [save([tensor], [Piece(tensor, Box.whole((4,)), [(4, 0)])], 1, 16).layout for _ in range(LATELY + 1)]
+    layouts = [
+        save([tensor], [Piece(tensor, Box.whole((4,)), [(4, 0)])], 1, 16).layout for _ in range(_indices.capacity + 1)
+    ]
     first = pieces_of(layouts[0])
     assert pieces_of(layouts[0]) is first
     for layout in layouts[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,6 +16,7 @@ from bcp.backends.objects.retry import Retries, in_turns
 from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, RetryPolicy, Unfinished, Version, flat_view
+from bcp.runtime.cache import LruCache
 from bcp.runtime.threads import in_thread
 
 __all__ = ["ObjectBackend"]
@@ -56,7 +56,7 @@ class ObjectBackend:
         """
         self.store = store
         self.retries = Retries(policy)
-        self._versions: OrderedDict[str, Version] = OrderedDict()
+        self._versions: LruCache[str, Version] = LruCache(_PINNED)
 
     def __repr__(self) -> str:
         return f"ObjectBackend({self.store.name})"
@@ -76,7 +76,7 @@ class ObjectBackend:
     async def put(self, key: str, data: Buffer) -> None:
         """Store a small object by one request."""
         view = flat_view(data)
-        self._versions.pop(check_key(key), None)
+        self._versions.forget(check_key(key))
         await self._request("put", key, f"storing {key!r}", partial(self.store.put, key, view), len(view))
 
     async def version(self, key: str) -> Version | None:
@@ -91,7 +91,7 @@ class ObjectBackend:
         compared with the data: a commit has contents that no other has.
         """
         view, attempts = flat_view(data), 0
-        self._versions.pop(check_key(key), None)
+        self._versions.forget(check_key(key))
 
         async def attempt() -> Version | None:
             nonlocal attempts
@@ -121,7 +121,7 @@ class ObjectBackend:
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
         """Write a large object in parts, several at once."""
-        self._versions.pop(check_key(key), None)
+        self._versions.forget(check_key(key))
         parts = _Parts(self, key, nbytes)
         try:
             yield parts
@@ -167,11 +167,11 @@ class ObjectBackend:
         try:
             found, version = await self._request("read", key, what, partial(self._read_once, key, start, out), len(out))
         except ConditionError as error:
-            self._versions.pop(key, None)
+            self._versions.forget(key)
             raise StorageError(
                 f"{self!r}: {key!r} was replaced while it was being read; nothing was mixed: read it again"
             ) from error
-        self._remember(key, version)
+        self._versions.put(key, version)
         if found < len(out):
             raise CorruptError(
                 f"{self!r}: {key!r} is too short: wanted {len(out)} bytes from byte {start} and got {found}; the "
@@ -183,12 +183,6 @@ class ObjectBackend:
         read = partial(self.store.read, key, start, out, self._versions.get(key))
         hedge = self.retries.policy.hedge
         return await read() if hedge is None else await _first_of_two(read, hedge)
-
-    def _remember(self, key: str, version: Version) -> None:
-        self._versions[key] = version
-        self._versions.move_to_end(key)
-        if len(self._versions) > _PINNED:
-            self._versions.popitem(last=False)
 
     # -- the rest -----------------------------------------------------------------------------
 
@@ -208,7 +202,7 @@ class ObjectBackend:
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
         for key in keys:
-            self._versions.pop(check_key(key), None)
+            self._versions.forget(check_key(key))
         count = self.store.most_keys
         await in_turns(partial(self._delete, keys[first : first + count]) for first in range(0, len(keys), count))
 

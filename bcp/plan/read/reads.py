@@ -17,12 +17,9 @@ from bcp.plan.box import Boxes, decompose
 from bcp.plan.columns import Ints, order_of, spread
 from bcp.plan.layout import Layout, find_all, resolve_all
 from bcp.plan.shards import KINDS, Segments, ShardTable
-from bcp.runtime.process import process_lock
+from bcp.runtime.cache import LruCache
 
 __all__ = ["Pieces", "ReadRequest", "fitted", "pieces_of", "wants"]
-
-LATELY = 4
-"""So many layouts are remembered; a job saves and loads one or two."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,21 +73,18 @@ def fitted(matrix: Ints, width: int, fill: int) -> Ints:
     return matrix[:, :width] if given >= width else np.pad(matrix, ((0, 0), (0, width - given)), constant_values=fill)
 
 
-_lately: list[tuple[Layout, Pieces]] = []
-_lock = process_lock()
+_indices: LruCache[int, tuple[Layout, Pieces]] = LruCache(4)
+"""By the layout's id, which no other object has while the layout is here. A job saves and loads one or two layouts;
+further loads and ranks of one process find them."""
 
 
 def pieces_of(layout: Layout) -> Pieces:
-    """Return the index of a layout; the last few are remembered, for further loads and for ranks of one process."""
-    with _lock:
-        for known, pieces in _lately:
-            if known is layout:
-                return pieces
-    pieces = Pieces.of(layout)
-    with _lock:
-        _lately.insert(0, (layout, pieces))
-        del _lately[LATELY:]
-    return pieces
+    """Return the index of a layout; the last few are remembered."""
+    known = _indices.get(id(layout))
+    if known is None:
+        known = layout, Pieces.of(layout)
+        _indices.put(id(layout), known)
+    return known[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,6 @@ from bcp._messages.planning import (
     numbers,
 )
 from bcp.errors import MessageError
-from bcp.plan.cache import plan_id
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.shards import TENSOR_COLUMNS, ShardTable, TensorTable
 from bcp.plan.units import decode_claims
@@ -302,12 +301,24 @@ class EncodedTable:
         return Table(catalogue, slots, self.units, self.flat).encode()
 
 
+def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
+    """Return 16 bytes that name a division: it is a function of the ranks' tables, in rank order, and these options.
+
+    Args:
+        digests: :func:`digest` of every rank's table, 16 bytes each, in the order of the ranks.
+        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
+        block_bytes: the same.
+
+    """
+    return xxhash.xxh3_128_digest(f"{balance} {block_bytes}\n".encode() + digests)
+
+
 @dataclass(frozen=True, slots=True)
 class Survey:
     """The groups of ranks with equal tables.
 
     Attributes:
-        key: :func:`~bcp.plan.cache.plan_id` of all ranks' tables.
+        key: :func:`plan_id` of all ranks' tables.
         catalogue_leaders: int64[c], the lowest rank that has each distinct catalogue, ascending.
         slots_leaders: int64[s], the same for slots.
         template: int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it.
