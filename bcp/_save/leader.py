@@ -33,6 +33,7 @@ from bcp.format.metadata import (
     receipt_key,
 )
 from bcp.format.receipt import Receipt
+from bcp.options import SaveOptions
 from bcp.plan.units import check_shared
 from bcp.plan.write import divide_save
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
@@ -50,6 +51,7 @@ __all__ = [
     "Opening",
     "Planned",
     "Surveyed",
+    "Target",
     "broadcast_step",
     "check_written",
     "commit_save",
@@ -219,11 +221,35 @@ def _not_leading(name: str, rank: int) -> BcpError:
     return BcpError(f"the coordinator let rank {rank} answer in step {name!r}; only rank 0 may")
 
 
-async def open_save(job: SaveJob, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The destination of a save.
+
+    It leads to no tensor, because the frames of an error's traceback keep it until the next garbage collection.
+
+    Attributes:
+        path: where the checkpoint goes, for messages.
+        backend: the same, for bytes.
+        options: how to save.
+        trace: trace context of rank 0; empty for none.
+    """
+
+    path: str
+    backend: Backend
+    options: SaveOptions
+    trace: str
+
+    @classmethod
+    def of(cls, job: SaveJob) -> Target:
+        """Return the target of a save."""
+        return cls(job.path, job.backend, job.options, job.watch.trace)
+
+
+async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
     """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds.
 
     Args:
-        job: the save on rank 0.
+        target: the destination.
         framework: name of the planner on rank 0.
         hellos: of every rank, its plan's key and its claims of shared parts.
 
@@ -231,17 +257,17 @@ async def open_save(job: SaveJob, framework: str, hellos: Sequence[bytes]) -> tu
         ExistsError: a checkpoint is there, and may not be overwritten.
 
     """
-    found = await job.backend.version(METADATA_KEY)
-    if found is not None and not job.options.overwrite:
+    found = await target.backend.version(METADATA_KEY)
+    if found is not None and not target.options.overwrite:
         raise ExistsError(
-            f"{job.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
+            f"{target.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
         )
     check_shared([hello[DIGEST_BYTES:] for hello in hellos])
     key = hellos[0][:DIGEST_BYTES]
     layout = _layouts.get(key) or b""
     cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)
-    opening = Opening(secrets.token_hex(8), cached, found, job.watch.trace)
-    return Opened(job, framework, opening, layout), opening.encode()
+    opening = Opening(secrets.token_hex(8), cached, found, target.trace)
+    return Opened(target, framework, opening, layout), opening.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +275,13 @@ class Opened:
     """The save has an id, and harms no checkpoint.
 
     Attributes:
-        job: the save on rank 0.
+        target: the destination.
         framework: name of the planner on rank 0.
         opening: the answer to all ranks.
         layout: encoded; of the plan that rank 0 has already, empty for none.
     """
 
-    job: SaveJob
+    target: Target
     framework: str
     opening: Opening
     layout: bytes
@@ -266,7 +292,7 @@ class Opened:
 
     async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
-        find = partial(survey_tables, balance=self.job.options.balance, block_bytes=BLOCK_BYTES)
+        find = partial(survey_tables, balance=self.target.options.balance, block_bytes=BLOCK_BYTES)
         survey = await in_thread_gc_paused(find, hellos)
         return Surveyed(self, survey), survey.encode()
 
@@ -285,7 +311,7 @@ class Surveyed:
 
     def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
-        balance = self.opened.job.options.balance
+        balance = self.opened.target.options.balance
         division = divide_save(self.survey, messages, balance=balance, block_bytes=BLOCK_BYTES)
         layout = encode_layout(division.layout)
         _layouts.put(self.survey.key, layout)
@@ -324,22 +350,22 @@ class Planned:
 
     async def check(self, messages: Sequence[bytes]) -> Committing:
         """List all objects, once; among them has to be every file that a rank says it has written."""
-        job, opening = self.opened.job, self.opened.opening
-        listed = await job.backend.list()
+        target, opening = self.opened.target, self.opened.opening
+        listed = await target.backend.list()
         try:
-            encoded = bool(job.options.codecs)
-            await check_written(job.backend, job.path, messages, listed, opening.operation, encoded=encoded)
+            encoded = bool(target.options.codecs)
+            await check_written(target.backend, target.path, messages, listed, opening.operation, encoded=encoded)
         except StorageError as error:
-            await check_not_replaced(job.backend, job.path, opening.operation, opening.found, error)
+            await check_not_replaced(target.backend, target.path, opening.operation, opening.found, error)
             raise
         return Committing(self, messages, listed, await self._unfinished())
 
     async def _unfinished(self) -> Sequence[Unfinished]:
-        job, operation = self.opened.job, self.opened.opening.operation
+        target, operation = self.opened.target, self.opened.opening.operation
         try:
-            return await job.backend.unfinished() if isinstance(job.backend, Sweeper) else []
+            return await target.backend.unfinished() if isinstance(target.backend, Sweeper) else []
         except StorageError as error:  # nothing is swept then; the commit needs none of it
-            log.warning("unfinished files were not listed", path=job.path, operation=operation, error=repr(error))
+            log.warning("unfinished files were not listed", path=target.path, operation=operation, error=repr(error))
             return []
 
 
@@ -362,20 +388,20 @@ class Committing:
     async def put(self, undo: CleanUp) -> Committed:
         """Put the metadata, if they are still the ones that this save found."""
         opened = self.planned.opened
-        job, opening = opened.job, opened.opening
+        target, opening = opened.target, opened.opening
         undo.committing = True
         data = encode_metadata(self.planned.layout, self._record())
-        version = await job.backend.put_if(METADATA_KEY, data, opening.found)
+        version = await target.backend.put_if(METADATA_KEY, data, opening.found)
         if version is None:
             undo.committing = False
-            raise await taken(job.backend, job.path, opening.operation, opening.found)
+            raise await taken(target.backend, target.path, opening.operation, opening.found)
         await self._check_place(version)
         all_nbytes = await in_thread_gc_paused(data_nbytes, self.messages)
         return Committed(self, all_nbytes)
 
     def _record(self) -> Commit:
         opened = self.planned.opened
-        options = opened.job.options
+        options = opened.target.options
         return Commit(
             operation=opened.opening.operation,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -388,17 +414,17 @@ class Committing:
 
     async def _check_place(self, version: Version) -> None:
         """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""
-        job, operation = self.planned.opened.job, self.planned.opened.opening.operation
+        target, operation = self.planned.opened.target, self.planned.opened.opening.operation
         try:
-            await job.backend.get(receipt_key(0, operation))
+            await target.backend.get(receipt_key(0, operation))
         except FileNotFoundError as error:
-            now = await job.backend.version(METADATA_KEY)
+            now = await target.backend.version(METADATA_KEY)
             if now not in (version, None):
                 return  # the next save has replaced this one already
             if now is not None:
-                await job.backend.delete([METADATA_KEY])  # it names files that are not there
+                await target.backend.delete([METADATA_KEY])  # it names files that are not there
             raise StorageError(
-                f"{job.path}: the files of operation {operation} disappeared during its commit; it is not "
+                f"{target.path}: the files of operation {operation} disappeared during its commit; it is not "
                 "committed there. The directory was deleted or moved away: save again"
             ) from error
 
@@ -418,7 +444,7 @@ class Committed:
     async def sweep(self) -> None:
         """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""
         opened = self.committing.planned.opened
-        job, operation = opened.job, opened.opening.operation
+        target, operation = opened.target, opened.opening.operation
         listed, unfinished = self.committing.listed, self.committing.unfinished
 
         def stale(key: str) -> bool:
@@ -427,13 +453,13 @@ class Committed:
         try:
             left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
             left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
-            if left and isinstance(job.backend, Sweeper):
-                await job.backend.discard(left)
+            if left and isinstance(target.backend, Sweeper):
+                await target.backend.discard(left)
             keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
             if keys:
-                await job.backend.delete(keys)
+                await target.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
-            log.warning("old files were not deleted", path=job.path, operation=operation, error=repr(error))
+            log.warning("old files were not deleted", path=target.path, operation=operation, error=repr(error))
 
 
 def _is_of_a_save(key: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bcp._job import SaveJob
-from bcp._save.leader import Opening, Planned, broadcast_step, open_save, scatter_step
+from bcp._save.leader import Opening, Planned, Target, broadcast_step, open_save, scatter_step
 from bcp._save.local_state import LocalState
 from bcp.errors import BcpError, InputError
 from bcp.plan.units import encode_shared
@@ -62,7 +62,8 @@ async def plan_writes(
     known = _plans.get(layout)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
-    begun, opened = await broadcast_step(agreement, "begin", rank, hello, partial(open_save, job, held.framework))
+    begin = partial(open_save, Target.of(job), held.framework)
+    begun, opened = await broadcast_step(agreement, "begin", rank, hello, begin)
     opening = Opening.decode(begun, sender=0)
     if opening.cached and known is not None:
         return held, opening, known, opened.reuse() if opened else None
