@@ -465,12 +465,12 @@ def test_a_dataloader_still_hears_of_a_worker_that_was_killed(installed: Preempt
     before = signal.getsignal(signal.SIGCHLD)
     batches._workers[1].terminate()
 
-    def rest() -> None:
+    def rest(batches: Any) -> None:
         batches._workers[1].join()  # torch raises as it dies, or else at the next batch
         list(batches)
 
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)"):
-        rest()
+        rest(batches)
     assert signal.getsignal(signal.SIGCHLD) == before
     assert installed.reason is None
     del batches
