@@ -277,8 +277,8 @@ def sets_in_order(description: Any) -> Any:
     if not isinstance(description, list):
         return description
     each = [sets_in_order(one) for one in description]
-    if len(each) == 2 and each[0] in ("set", "frozenset"):
-        each[1] = sorted(each[1], key=text_of)
+    if each[:2] in (["bcp", "set"], ["bcp", "frozenset"]):
+        each[2] = sorted(each[2], key=text_of)
     return each
 
 
