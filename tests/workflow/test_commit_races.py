@@ -15,7 +15,7 @@ from interleave import Dead, Turns, orders
 
 import bcp
 from bcp._save.failures import not_replaced, undone_on_error
-from bcp._save.leader import Opening, Planned, encode_written, open_save
+from bcp._save.leader import Opening, Planned, Target, encode_written, open_save
 from bcp.backends import LocalBackend, MemoryBackend, swap
 from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
 from bcp.format.receipt import receipt_digest
@@ -55,7 +55,7 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
         watch = SimpleNamespace(trace="")
         job = cast("Any", SimpleNamespace(rank=0, backend=backend, path="the path", options=options, watch=watch))
         async with undone_on_error(job) as undo:
-            opened, answer = await open_save(job, "torch", [bytes(16)])
+            opened, answer = await open_save(Target.of(job), "torch", [bytes(16)])
             opening = Opening.decode(answer)
             assert opening == opened.opening
             undo.begin(opening.operation, [])
