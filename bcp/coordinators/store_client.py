@@ -65,7 +65,7 @@ _LEAST_SECONDS = 1.0  # a store that answers after less is slow, not dead, whate
 _LOOKS = 10  # parts of a wait: a process that was itself stopped loses one of them, not all
 _EXIT_SECONDS = 5.0
 """Longest wait of the end of the process for calls: a thread that returns from torch's C++ during it may abort the
-process. A connection on an overloaded host has taken more than a second."""
+process. One job aborted so with a limit of 1 s, on an overloaded host."""
 
 _clients: WeakSet[StoreClient] = WeakSet()
 
