@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
+from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.plan.columns import Ints, Whole
 
 __all__ = [
@@ -388,7 +388,7 @@ def integers(table: pa.RecordBatch, column: str) -> Ints:
 
 def narrow(table: pa.RecordBatch, column: str) -> Whole:
     """Return an :data:`INT` column as the read-only numpy array that is stored: int8, int16, int32 or int64."""
-    return np.asarray(table.column(column).to_numpy(zero_copy_only=True))
+    return numbers_of(table.column(column))
 
 
 def steps(numbers: Ints) -> Ints:
@@ -410,7 +410,7 @@ def values(table: pa.RecordBatch, column: str) -> list[Any]:
     array = table.column(column)
     if pa.types.is_dictionary(array.type):
         words = np.array(array.dictionary.to_pylist(), dtype=np.object_)
-        return list(words[array.indices.to_numpy()])
+        return list(words[numbers_of(array.indices)])
     found: list[Any] = array.to_pylist()
     return found
 
@@ -425,8 +425,7 @@ def fixed_bytes(table: pa.RecordBatch, column: str) -> bytes:
 def grid(table: pa.RecordBatch, column: str) -> Ints:
     """Return a :data:`GRID` column as an int64 matrix."""
     array = table.column(column)
-    flat = array.flatten().to_numpy(zero_copy_only=True)
-    return np.asarray(flat, dtype=np.int64).reshape(len(array), array.type.list_size)
+    return numbers_of(array.flatten()).astype(np.int64).reshape(len(array), array.type.list_size)
 
 
 def counted(counts: Ints, rows: int, what: str) -> Ints:
@@ -456,8 +455,8 @@ def _encoded(column: Any, kind: pa.DataType) -> pa.Array:
         item = pa.field("item", flat.type, nullable=False)
         return pa.Array.from_buffers(pa.list_(item, rows.shape[1]), len(rows), [None], children=[flat])
     if kind == WORD:
-        return pc.dictionary_encode(pa.array(column, type=pa.string()))
-    return pa.array(column, type=kind)
+        return arrow_array(column, pa.string()).dictionary_encode()
+    return arrow_array(column, kind)
 
 
 def _narrowest(numbers: Ints) -> pa.Array:
@@ -468,7 +467,7 @@ def _narrowest(numbers: Ints) -> pa.Array:
     """
     low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
     fitting = (width for width in WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
-    return pa.array(numbers.astype(next(fitting)))
+    return arrow_array(numbers, pa.from_numpy_dtype(next(fitting)))
 
 
 def _fits(found: pa.Field, wanted: pa.Field) -> bool:

@@ -7,9 +7,11 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import numpy.ma  # np.unique would import it in the first save, where a fork may leave it half done
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
+
+from bcp.plan.arrow import arrow_array, numbers_of
 
 __all__ = [
     "Bools",
@@ -133,7 +135,7 @@ def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in rows.T:
             hashes = mix(hashes ^ column.astype(np.uint64), seed)
-        codes = np.asarray(pc.dictionary_encode(pa.array(hashes)).indices, dtype=np.int64)
+        codes = numbers_of(arrow_array(hashes, pa.uint64()).dictionary_encode().indices).astype(np.int64)
         first = np.full(int(codes.max(initial=-1)) + 1, len(codes), dtype=np.int64)
         np.minimum.at(first, codes, np.arange(len(codes), dtype=np.int64))
         if np.array_equal(rows, rows[first[codes]]):

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.serialization.config  # torch.save would import it in the first save
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 

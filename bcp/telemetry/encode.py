@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from bcp._version import __version__
 from bcp.events import BudgetEvent, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent
+from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.telemetry.failures import host_name
 from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 from bcp.telemetry.settings import settings
@@ -153,7 +153,7 @@ def _batch(watch: Watch, most: int) -> tuple[pa.RecordBatch, int]:
     if len(rows) > most:
         rows = _telling(rows, most)
     columns = zip(*rows, strict=True) if rows else [()] * len(_COLUMNS)
-    arrays = [pa.array(column, kind) for column, kind in zip(columns, _COLUMNS.types, strict=True)]
+    arrays = [arrow_array(column, kind) for column, kind in zip(columns, _COLUMNS.types, strict=True)]
     return pa.record_batch(arrays, schema=_COLUMNS), dropped
 
 
@@ -203,10 +203,15 @@ def _clocks(about: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 def _placed(rank: int, batch: pa.RecordBatch, later: float) -> pa.Table:
     """Return a rank's events with the rank, at their places in the recording."""
-    ranks = pa.array(np.full(len(batch), rank, np.int32))
+    ranks = arrow_array(np.full(len(batch), rank), pa.int32())
     columns = {name: batch.column(name) for name in batch.schema.names}
-    columns["start"] = pc.add(columns["start"], later)
+    columns["start"] = _later(columns["start"], later)
     return pa.table([ranks, *columns.values()], schema=EVENTS)
+
+
+def _later(starts: pa.Array, seconds: float) -> pa.Array:
+    """Return times that are so many seconds later."""
+    return arrow_array(numbers_of(starts) + seconds, pa.float64())
 
 
 def _ranks(about: Mapping[int, Mapping[str, Any]], started: Mapping[int, float]) -> tuple[RankRecord, ...]:
@@ -262,7 +267,7 @@ def _are_one(first: Recording, later: Recording) -> bool:
 def _together(first: Recording, later: Recording) -> Recording:
     """Return one recording of two; times are counted from the first one's."""
     columns = {name: later.events.column(name) for name in EVENTS.names}
-    columns["start"] = pc.add(columns["start"], later.time - first.time)
+    columns["start"] = _later(columns["start"].combine_chunks(), later.time - first.time)
     return replace(
         first,
         ranks=sorted((*first.ranks, *later.ranks), key=lambda each: each.rank),

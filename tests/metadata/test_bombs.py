@@ -45,10 +45,11 @@ for path in sys.argv[1:]:
 """
 
 
-def squeezed(table: str, arrays: Sequence[pa.Array]) -> bytes:
-    """Encode a table with columns of any type, compressed."""
-    names, about = TABLES[table].names, {b"bcp.table": table.encode(), b"bcp.commit": FACTS.encode()}
-    of = pa.schema([pa.field(n, a.type, nullable=False) for n, a in zip(names, arrays, strict=True)], metadata=about)
+def squeezed(table: str, arrays: Sequence[pa.Array], of: pa.Schema | None = None) -> bytes:
+    """Encode a table with columns of any type, compressed. It is one of the metadata's, unless ``of`` is given."""
+    names, about = (of or TABLES[table]).names, {b"bcp.table": table.encode(), b"bcp.commit": FACTS.encode()}
+    fields = [pa.field(name, array.type, nullable=False) for name, array in zip(names, arrays, strict=True)]
+    of = pa.schema(fields, metadata=about)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, of, options=pa.ipc.IpcWriteOptions(compression="zstd")) as stream:
         stream.write_batch(pa.record_batch(list(arrays), schema=of))
@@ -182,7 +183,7 @@ def receipt(**tables: bytes) -> bytes:
 
 def receipt_of_many_blocks() -> bytes:
     lengths = np.ones(MANY, np.int64)
-    digests = pa.Array.from_buffers(pa.binary(16), MANY, [None, pa.py_buffer(bytes(16 * MANY))])
+    digests = np.zeros(MANY, "V16")
     files = encode_table(FILES, ([0], [0], [MANY], [MANY], [[]], [MANY]))
     return receipt(files=files, blocks=encode_table(BLOCKS, (lengths, lengths, digests)))
 
@@ -194,7 +195,8 @@ def receipt_of_a_long_value() -> bytes:
 def receipt_of_many_codecs() -> bytes:
     offsets, inner = pa.array([0, 3 * MANY], pa.int32()), pa.py_buffer(bytes(4 * (3 * MANY + 1)))
     names = pa.Array.from_buffers(pa.string(), 3 * MANY, [None, inner, pa.py_buffer(b"")])
-    return receipt(files=encode_table(FILES, ([0], [0], [0], [0], pa.ListArray.from_arrays(offsets, names), [0])))
+    codecs = pa.ListArray.from_arrays(offsets, names)
+    return receipt(files=squeezed("files", [*[zeros(1)] * 4, codecs, zeros(1)], FILES))
 
 
 BOMBS = (

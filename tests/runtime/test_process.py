@@ -17,18 +17,22 @@ ROOT = Path(__file__).parents[2]
 LOCK = re.compile(r"(?<![\w.])(threading\.)?R?Lock\(\)")
 
 FORKS = """\
-import itertools, os, random, signal, sys, threading
+import faulthandler, itertools, os, random, signal, sys, threading
 import torch
 import bcp
 
 torch.set_num_threads(1)
 random.seed(int(sys.argv[2]))
 folder, forks = sys.argv[1], 12
-states = {"model": {f"w{n}": torch.full((64,), float(n)) for n in range(50)}, "extra_states": {"rng": bcp.RngState()}}
 ended = threading.Event()
 
 
+def make_states():
+    return {"model": {f"w{n}": torch.full((64,), float(n)) for n in range(50)}, "extra_states": {"rng": bcp.RngState()}}
+
+
 def save_again_and_again(name):
+    states = make_states()  # of its own: no state may be loaded in one thread and saved in another one
     for number in itertools.count():
         pending = bcp.save(f"{folder}/{name}", states, overwrite=True, async_checkpoint=True)
         bcp.save(f"memory://{name}", states, overwrite=True)
@@ -40,7 +44,9 @@ def save_again_and_again(name):
 
 
 def work_in_child(number):
-    signal.alarm(60)  # a child that hangs is killed
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(60)  # a child that hangs says where, and is killed
+    states = make_states()
     for path in (f"{folder}/child-{number}", f"memory://child-{number}"):
         bcp.save(path, states)
         fresh = {"model": {name: torch.zeros(64) for name in states["model"]}}
@@ -75,6 +81,32 @@ def test_children_of_forks_at_random_moments_save_and_load(seed: int, tmp_path: 
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, str(tmp_path), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603 -- our own code
     assert done.returncode == 0, done.stderr
+
+
+IMPORTS = """\
+import sys
+import torch
+import bcp
+
+before, path = set(sys.modules), sys.argv[1]
+states = {"model": {f"w{n}": torch.ones(n + 1) for n in range(5)}, "extra_states": {"rng": bcp.RngState(), "a": [1]}}
+for url in (path, f"memory://{path}"):
+    bcp.save(f"{url}/one", states, async_checkpoint=True).wait()
+    bcp.save(f"{url}/one", states, overwrite=True)
+    bcp.load(f"{url}/one", states)
+with bcp.Run(f"{path}/run", states, save=1, keep=1) as run:
+    for step in range(run.resume() + 1, 4):
+        run.maybe_save(step)
+        run.should_stop(step)
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_saves_and_loads_import_nothing(tmp_path: Path) -> None:
+    """A process that is forked in an import cannot make the same import: it waits for the thread that did not come."""
+    command = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)  # noqa: S603 -- our own code
+    assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("make", [process_lock, process_rlock])

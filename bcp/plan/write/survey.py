@@ -33,6 +33,7 @@ from bcp._messages.planning import (
     numbers,
 )
 from bcp.errors import MessageError
+from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.shards import TENSOR_COLUMNS, ShardTable, TensorTable
 from bcp.plan.units import decode_claims
@@ -233,8 +234,8 @@ def _encode(columns: Mapping[str, Column]) -> bytes:
 def _list(column: Column) -> pa.Array:
     """Return a list array whose only element is the column."""
     is_ints = isinstance(column, np.ndarray)
-    values = pa.array(column, type=pa.int64() if is_ints else pa.string())
-    return pa.ListArray.from_arrays(pa.array([0, len(values)], type=pa.int32()), values)
+    values = arrow_array(column, pa.int64() if is_ints else pa.string())
+    return pa.ListArray.from_arrays(arrow_array([0, len(values)], pa.int32()), values)
 
 
 def _decode(data: bytes, sender: int | None) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def _decode(data: bytes, sender: int | None) -> dict[str, Any]:
         raise refused("CatalogueColumns", data, error, sender) from error
     columns = {name: batch.column(name).values for name in batch.schema.names}
     return {
-        name: values.to_numpy(zero_copy_only=False) if pa.types.is_int64(values.type) else values.to_pylist()
+        name: numbers_of(values) if pa.types.is_int64(values.type) else values.to_pylist()
         for name, values in columns.items()
     }
 
