@@ -62,6 +62,7 @@ class Torchrun:
         self._attempts = 0
         for host in hosts:
             self.start(host)
+        self._let_in()
 
     def __repr__(self) -> str:
         return f"Torchrun({self._nodes}, agents on {sorted(self._agents)})"
@@ -83,7 +84,9 @@ class Torchrun:
         ]
         variables = {"HOST": str(host), "GLOO_SOCKET_IFNAME": "eth0", **self._environment}
         self._agents[host] = forkserver().Process(
-            target=_be_agent, args=(words, variables, self._log(host), *self._seat(host)), daemon=True
+            target=_be_agent,
+            args=(words, variables, self._log(host), self._gate(host), *self._seat(host)),
+            daemon=True,
         )
         self._agents[host].start()
 
@@ -130,6 +133,24 @@ class Torchrun:
         self._listener.close()
         self._folder.cleanup()
 
+    def _let_in(self) -> None:
+        """Let the agents meet once all are ready to, host 1 first, which has their store.
+
+        When the fewest hosts have come, the others have 2 s, and agents of a slow machine may need 5 s to be ready.
+        """
+        deadline = time.monotonic() + 120.0
+        while not all(self._gate(host)[0].exists() for host in self._agents) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._gate(1)[1].touch()
+        while not _listens(self._agents[1].pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for host in self._agents:
+            self._gate(host)[1].touch()
+
+    def _gate(self, host: int) -> tuple[Path, Path]:
+        """Return the file that an agent makes when it is ready, and the one that it waits for then."""
+        return Path(f"{self._folder.name}/ready.{host}"), Path(f"{self._folder.name}/open.{min(host, 2)}")
+
     def _admit(self, deadline: float) -> None:
         """Fork a rank for each stand-in that asks; wait shortly for one."""
         while wait([self._listener], min(0.1, max(0.0, deadline - time.monotonic()))):
@@ -163,8 +184,15 @@ class Torchrun:
         )
 
 
-def _be_agent(words: list[str], variables: Mapping[str, str], log: Path, *where: Any) -> None:
-    """Be ``torchrun``."""
+def _listens(process: int) -> bool:
+    """Tell whether the agents' port is open in the network of a process."""
+    table = "".join(Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    sockets = map(str.split, table.splitlines())
+    return any(words[1].endswith(f":{_PORT:04X}") and words[3] == "0A" for words in sockets)  # 0A: it listens
+
+
+def _be_agent(words: list[str], variables: Mapping[str, str], log: Path, gate: tuple[Path, Path], *where: Any) -> None:
+    """Be ``torchrun``, as soon as it is let in."""
     from torch.distributed import run  # noqa: PLC0415 -- the agents alone need it
 
     enter(*where)
@@ -172,6 +200,9 @@ def _be_agent(words: list[str], variables: Mapping[str, str], log: Path, *where:
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    gate[0].touch()
+    while not gate[1].exists():
+        time.sleep(0.02)
     run.main(words)
 
 

@@ -24,6 +24,7 @@ import anyio
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -75,13 +76,26 @@ def disturb(situation: str) -> None:
             while time.monotonic() < end:
                 torch.rand(64, 64, generator=torch.Generator()) @ torch.ones(64, 64)
     elif situation == "compile":
-        threading.Timer(0.3, ask_to_stop, (situation,)).start()
-        # four C++ compilers at once may take longer than the 30 s that torchrun leaves after the signal
-        backend = "inductor" if dist.get_world_size() <= 2 else "aot_eager"
         with torch.random.fork_rng():
-            torch.compile(lambda tensor: tensor.sin().cos().sum(), backend=backend)(torch.ones(8))
+            be_asked_in_compilation(situation)
     else:
         ask_to_stop(situation)
+
+
+def be_asked_in_compilation(situation: str) -> None:
+    """Be asked to stop while the compiler works.
+
+    A first compilation goes before, with imports, tests of the C++ compiler and precompiled headers. They may take
+    longer than the 30 s that torchrun leaves after the signal, and so may four C++ compilers at once.
+    """
+    compiler = lookup_backend("inductor" if dist.get_world_size() <= 2 else "aot_eager")
+    torch.compile(lambda tensor: tensor.exp().sum(), backend=compiler)(torch.ones(8))
+
+    def asked(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        ask_to_stop(situation)
+        return compiler(graph, inputs)
+
+    torch.compile(lambda tensor: tensor.sin().cos().sum(), backend=asked)(torch.ones(8))
 
 
 def hang(held: Path) -> None:
