@@ -24,7 +24,6 @@ import anyio
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -88,8 +87,11 @@ def be_asked_in_compilation(situation: str) -> None:
     A first compilation goes before, with imports, tests of the C++ compiler and precompiled headers. They may take
     longer than the 30 s that torchrun leaves after the signal, and so may four C++ compilers at once.
     """
+    from torch._dynamo.backends.registry import lookup_backend  # noqa: PLC0415 -- takes seconds, and one job needs it
+
     compiler = lookup_backend("inductor" if dist.get_world_size() <= 2 else "aot_eager")
     torch.compile(lambda tensor: tensor.exp().sum(), backend=compiler)(torch.ones(8))
+    dist.barrier()
 
     def asked(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         ask_to_stop(situation)
