@@ -188,7 +188,7 @@ class Folder:
 
         Raises:
             InputError: the folder was not taken.
-            RunTakenError: another job has taken it since; nothing is deleted.
+            RunTakenError: another job has taken it since. No checkpoint of the ledger is deleted.
             StorageError: storage failed.
 
         """

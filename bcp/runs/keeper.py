@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from bcp._log import log
@@ -29,12 +29,12 @@ class RunClock:
     """
 
     def __init__(self) -> None:
-        self._start, self._steady = time.time(), time.monotonic()
+        self._start, self._steady = time.time(), _seconds_since_boot()
         self._complained = False
 
     def now(self) -> float:
         """Return the host's time at the start of the life, plus the seconds since; warn, once, if the host differs."""
-        now = self._start + time.monotonic() - self._steady
+        now = self._start + _seconds_since_boot() - self._steady
         ahead = time.time() - now
         if abs(ahead) > JUMP_SECONDS and not self._complained:
             self._complained = True
@@ -53,6 +53,11 @@ class RunClock:
                 "is wrong. Policies of days keep checkpoints of the future",
                 newest - self._start,
             )
+
+
+def _seconds_since_boot() -> float:
+    """Return seconds that go on while the machine is suspended, as those of ``time.monotonic()`` do not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Keeper:
@@ -109,13 +114,18 @@ class Keeper:
         """Remember the checkpoints that the run was not resumed from, until they are saved again."""
         self._distrusted = set(steps)
 
-    async def committed(self, step: int, metrics: Mapping[str, float]) -> None:
+    async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.
 
         Newer ones are left alone: the run may be saving one of these steps again. An entry that cannot be stored now is
         stored with the next one.
 
         The first one of a life also deletes the remains of killed writers of the ledger.
+
+        Args:
+            step: its step.
+            metrics: its metrics, by name.
+            live: the steps that this job is saving now; a held snapshot may be committed before an older save.
 
         Raises:
             RunTakenError: another job has taken the folder since.
@@ -130,13 +140,22 @@ class Keeper:
         for old in doomed(ledger.entries, self._keep, now, self._distrusted):
             if old < step:
                 await self._folder.remove(old)
-        for old in await self._folder.leftovers({step}):
+        for old in await self._folder.leftovers(live):
             if old < step:
                 log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
                 await self._folder.remove(old)
         if unfinished is not None:
             await self._folder.discard(unfinished)
             self._tidied = True
+
+    async def doubt(self, step: int) -> None:
+        """Take back the mark "verified" of a checkpoint that is about to be replaced: it was passed over.
+
+        A job that is killed between the commit and the ledger leaves a new checkpoint with the old entry.
+        """
+        ledger = self._folder.ledger
+        if ledger is not None and any(entry.step == step and entry.trust == "verified" for entry in ledger.entries):
+            await self.change(lambda ledger: ledger.marked(step, "unknown"))
 
     async def _unfinished(self) -> Sequence[Unfinished] | None:
         """List interrupted writes of the ledger; None if storage fails: retention needs none of it."""

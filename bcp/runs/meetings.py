@@ -27,7 +27,7 @@ from bcp.coordinators.hosts import private_connection
 from bcp.coordinators.store_client import STORE_ERRORS, StoreClient, compare_set_bytes, set_bytes
 from bcp.errors import InputError, MessageError, PeerError
 from bcp.runs.preemption import Preemption
-from bcp.runtime.process import process_lock
+from bcp.runtime.process import process_lock, process_rlock
 
 __all__ = ["Meetings", "Stand", "meeting_place"]
 
@@ -143,7 +143,7 @@ class Meetings:
         self.rank, self._world_size, self._preemption = rank, world_size, preemption
         self._prefix, self._timeout, self._on_alarm = f"bcp/run/{life}", timeout, on_alarm
         self._store, self._pid = store, os.getpid()
-        self._lock = process_lock()
+        self._lock = process_rlock()  # a user's signal handler may call Run.stop()
         self._stand = Stand()
         self._reason: str | None = None
         self._deadline: float | None = None

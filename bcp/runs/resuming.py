@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bcp._messages.running import Candidates, Choice, Outcome, Verdict
-from bcp.errors import BcpError, CheckpointError, CorruptError, FormatVersionError, MissingCodecError, PeerError
+from bcp.errors import CheckpointError, CorruptError, FormatVersionError, MissingCodecError, PeerError
 from bcp.protocols import Coordinator
 
 __all__ = ["Candidates", "Choice", "Resumed", "Trust", "resume"]
@@ -95,10 +95,10 @@ async def _reason_against(
     ranks: Coordinator, name: str, patience: float, step: int, load: Callable[[int], Awaitable[object]]
 ) -> str:
     """Load a step on all ranks; return the damage that keeps it from loading, or "". Raise any other error."""
-    error: BcpError | None = None
+    error: Exception | None = None
     try:
         await load(step)
-    except BcpError as caught:
+    except Exception as caught:  # noqa: BLE001 -- a user's object may raise anything, and all ranks have to know
         error = caught
 
     async def judge(outcomes: Sequence[bytes]) -> bytes:
@@ -112,8 +112,8 @@ async def _reason_against(
     return verdict.reason
 
 
-def _outcome(error: BcpError | None) -> Outcome:
-    """Return this rank's outcome. A message that cannot be decoded is fatal: no checkpoint is to blame for it."""
+def _outcome(error: Exception | None) -> Outcome:
+    """Return this rank's outcome. An error of a message or of a user's object is fatal: no checkpoint causes it."""
     if error is None:
         return Outcome("")
     damaged = isinstance(error, CheckpointError) and not isinstance(error, FormatVersionError | MissingCodecError)

@@ -95,7 +95,7 @@ class Run:
             keep: which checkpoints to keep; a number is the newest so many.
             run_id: name of the job. A folder of another job is refused. None accepts the name in the folder.
             preemption: signals and notices that end training early. None: SIGTERM and SIGUSR1.
-            while_saving: a save that is due while another one runs waits for it, or is skipped.
+            while_saving: a save that is due while another one runs waits for it, or is put off until it has ended.
             standby: keep a snapshot of every so many steps in host memory. It is written if a stop signal comes and no
                 step ends. It takes one more copy of the state in host memory; None for none.
             tolerate: so many failed saves in a row are logged, not raised.
@@ -269,6 +269,8 @@ class Run:
         yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
+        if self._keeper is not None:
+            yield partial(self._keeper.doubt, step)
         background = self._saves.begin(step, self._call(step, self._save_options))
         try:
             yield background.astarted
@@ -335,7 +337,9 @@ class Run:
     async def _housekeeping(self, step: int) -> None:
         metrics = self._metrics.pop(step, {})
         if self._keeper is not None:
-            await self._keeper.committed(step, metrics)
+            begun = self._saves.step
+            live = {step} if begun is None or not self._saves.running else {step, begun}
+            await self._keeper.committed(step, metrics, live)
 
     # -- stop --------------------------------------------------------------------------------------
 
@@ -417,9 +421,8 @@ class Run:
     def _alarmed(self) -> None:
         """Watch over the end of the step; called in a thread when a stop signal is heard."""
         if self._standby_every is not None and self._meetings is not None:
-            deadline = self._meetings.deadline
-            if deadline is not None:
-                self._watchdog = Watchdog(self._standby.release, deadline, self._saves.durable)
+            meetings = self._meetings
+            self._watchdog = Watchdog(self._standby.release, lambda: meetings.deadline, self._saves.durable)
 
     # -- trust -------------------------------------------------------------------------------------
 
@@ -447,7 +450,7 @@ class Run:
         _ = self._started
         if self._keeper is not None:
             drive(once(self._saves.kept), name)
-            drive(once(partial(self._keeper.change, how)), name)
+            drive(once(partial(self._saves.between_keepings, partial(self._keeper.change, how))), name)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -469,6 +472,8 @@ class Run:
         if self._closed or os.getpid() != self._pid:  # a forked child has nothing to close
             return
         self._closed = True
+        if self._watchdog is not None:
+            self._watchdog.step_ended()
         errors: list[Exception] = []
         end = "preempted" if self._last is not None else end
         try:
@@ -480,7 +485,7 @@ class Run:
             if self._meetings is not None:
                 self._meetings.close()
             self._preemption.close()
-        self._saves.raise_failure()
+        self._saves.raise_failure(last=True)
         if errors:
             raise errors[0]
 

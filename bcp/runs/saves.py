@@ -1,16 +1,17 @@
-"""The standby snapshot: a save whose upload waits until a step end fails to come.
+"""The saves of a run in the background, one after the other, and its standby snapshot.
+
+The standby snapshot is a save whose upload waits until a step end fails to come.
 
 After a stop signal, training may hang in an evaluation, a compilation or a collective until the process is killed.
 A run with ``standby=`` keeps a recent snapshot in host memory for this case. It is a whole save, divided and staged,
 whose parts wait before the stage ``upload``. The next save drops it. The watchdog releases it when the notice is nearly
 over and no step has ended.
-
-The saves of a run in the background: one after the other, and no failure is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -102,7 +103,8 @@ class Saves:
         if self._taken is not None:
             raise self._taken
         if last and self._tolerated is not None:
-            raise self._tolerated
+            tolerated, self._tolerated = self._tolerated, None
+            raise tolerated
         if self._newest is None or not self._newest.done():
             return
         error, self._newest = self._newest.exception(), None
@@ -132,6 +134,11 @@ class Saves:
         """Wait until the housekeeping after all ended saves is done."""
         for keeping in list(self._keeping):
             await in_thread(keeping.wait_ended)
+
+    async def between_keepings(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work on the folder while no housekeeping is under way."""
+        async with self._order:
+            await work()
 
     async def _save(self, step: int, call: SaveCall[SaveReport], started: Callable[[], None]) -> SaveReport:
         """Save, begin the housekeeping, and call the callbacks."""
@@ -178,6 +185,10 @@ PARTS_HELD = 1 << 16
 """Parts that may wait at once: 2 TiB of them per rank."""
 RESERVE = 0.5
 """Share of the notice that is kept for a standby upload, unless saves are known to take longer."""
+
+
+LOOK_SECONDS = 0.25
+"""Between two looks at the deadline after a stop signal."""
 
 
 class Standby:
@@ -261,18 +272,17 @@ class Standby:
 class Watchdog:
     """A thread that releases the standby snapshot when the notice is nearly over and no step has ended."""
 
-    def __init__(self, release: Callable[[], bool], deadline: float, needed: float) -> None:
+    def __init__(self, release: Callable[[], bool], deadline: Callable[[], float | None], needed: float) -> None:
         """Start to watch.
 
         Args:
             release: writes the snapshot; returns whether there is one.
-            deadline: when the process is killed, in monotonic seconds.
+            deadline: returns when the process is killed, in monotonic seconds, or None while that is unknown. A second
+                notice may make it sooner.
             needed: seconds that a save is known to take; 0 if that is unknown.
 
         """
-        now = time.monotonic()
-        self._release = release
-        self._fires = max(now, deadline - max(RESERVE * (deadline - now), 2 * needed))
+        self._release, self._deadline, self._needed = release, deadline, needed
         self._step_ended = threading.Event()
         threading.Thread(target=self._watch, name="bcp watchdog", daemon=True).start()
 
@@ -281,7 +291,12 @@ class Watchdog:
         self._step_ended.set()
 
     def _watch(self) -> None:
-        if self._step_ended.wait(max(0.0, self._fires - time.monotonic())):
-            return
+        known = fires = math.inf
+        while (left := fires - time.monotonic()) > 0:
+            if self._step_ended.wait(min(left, LOOK_SECONDS)):
+                return
+            told, now = self._deadline(), time.monotonic()
+            if told is not None and told < known:
+                known, fires = told, told - max(RESERVE * (told - now), 2 * self._needed)
         if self._release():
             log.warning("no step has ended since the stop signal: the standby snapshot is written")

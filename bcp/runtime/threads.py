@@ -1,6 +1,6 @@
 """Spares calls that make many objects, and soon let go of them, Python's garbage collection.
 
-Calls in other threads, which are never left alone, and may give way to other work.
+Calls in other threads, which may give way to other work. None but those of :func:`in_daemon_thread` is left alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bcp.runtime.process import in_forked_child, process_lock
 __all__ = [
     "collect_failure_garbage",
     "gc_paused",
+    "in_daemon_thread",
     "in_pool",
     "in_thread",
     "in_thread_even_if_cancelled",
@@ -136,6 +137,27 @@ async def in_pool(
     box: list[Outcome[T]] = []
     await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)), interrupt)
     return _taken(box)
+
+
+async def in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Run a blocking call, which may never return, in a thread of its own; when cancelled, leave it alone.
+
+    The end of the process does not wait for it. The call must use no buffer of the caller's.
+    """
+    job = Future[T]()
+
+    def run() -> None:
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(*args)
+        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+            job.set_exception(error)
+        else:
+            job.set_result(result)
+
+    threading.Thread(target=run, name="bcp-daemon", daemon=True).start()
+    return await asyncio.wrap_future(job)
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:

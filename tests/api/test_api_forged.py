@@ -258,7 +258,7 @@ def test_a_commit_record_of_nested_brackets_is_corrupt(tmp_path: Path) -> None:
     file = tmp_path / "metadata.arrow"
     payload = file.read_bytes()[:-24]
     table, layout = read_table(payload, COMMIT)
-    data = encode_table(COMMIT, [table.column("digest")], commit="[" * 200_000) + bytes(layout)
+    data = encode_table(COMMIT, [table.column("digest").to_pylist()], commit="[" * 200_000) + bytes(layout)
     file.write_bytes(seal(data, b"BCPMETA"))
     with pytest.raises(bcp.CorruptError, match=r"metadata\.arrow is corrupt: maximum recursion depth"):
         bcp.load(tmp_path, model())

@@ -537,12 +537,12 @@ async def test_remains_of_killed_writers_of_the_ledger_go_with_the_first_commit_
     keeper = Keeper(Folder(LocalBackend(tmp_path), URL), Latest(3))
     await keeper.candidates(None, "any")
     await save(LocalBackend(tmp_path), 20)
-    await keeper.committed(20, {})
+    await keeper.committed(20, {}, {20})
     assert names_in(tmp_path) == ["run.json", *map(step_name, (10, 20, 30))]
     assert other.exists()
     (tmp_path / remains[0]).write_bytes(b"of a live writer")
     await save(LocalBackend(tmp_path), 40)
-    await keeper.committed(40, {})
+    await keeper.committed(40, {}, {40})
     assert (tmp_path / remains[0]).exists(), "once in a life"
 
 
@@ -565,7 +565,7 @@ async def test_remains_that_cannot_be_listed_cost_no_retention(tmp_path: Path) -
     for step in (10, 20, 30):  # the first list fails, and the next one is the last
         (tmp_path / f".run.json.{step:024}.bcp-tmp").write_bytes(b"half")
         await save(backend, step)
-        await keeper.committed(step, {})
+        await keeper.committed(step, {}, {step})
     assert backend.failed
     assert names_in(tmp_path) == [f".run.json.{30:024}.bcp-tmp", "run.json", step_name(30)]
 
@@ -580,7 +580,7 @@ async def test_a_clock_that_is_set_during_a_run_deletes_nothing_and_is_told(
     with captured_logs() as lines:
         for step in (10, 20, 30):
             await save(memory, step)
-            await keeper.committed(step, {})
+            await keeper.committed(step, {}, {step})
             monkeypatch.setattr(time, "time", lambda: hosts_time() + days * 86_400)
     ledger = await stored(memory)
     assert entries(ledger) == [10, 20, 30]
@@ -879,3 +879,32 @@ async def tell(backend: Backend, events: list[tuple[str, int, int]]) -> None:
     found = set(entries(await Folder(backend, URL).take(None)))
     assert found <= there
     assert there - found <= story.ordered
+
+
+async def test_a_save_that_is_overtaken_by_the_standby_snapshot_stays(tmp_path: Path) -> None:
+    keeper = Keeper(Folder(LocalBackend(tmp_path), URL), Latest(3))
+    await keeper.candidates(None, "any")
+    (tmp_path / step_name(10)).mkdir()
+    (tmp_path / step_name(10) / "half").write_bytes(b"of a save that is in flight")
+    await save(LocalBackend(tmp_path), 20)
+    await keeper.committed(20, {}, {20, 10})
+    assert names_in(tmp_path) == ["run.json", step_name(10), step_name(20)]
+    await save(LocalBackend(tmp_path), 30)
+    await keeper.committed(30, {}, {30})
+    assert names_in(tmp_path) == ["run.json", step_name(20), step_name(30)]
+
+
+async def test_time_in_which_the_machine_was_suspended_counts(
+    memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = Keeper(Folder(memory, URL), LastDays(7))
+    await keeper.candidates(None, "any")
+    hosts_time, boot_time, days = time.time, time.clock_gettime, 3 * 86_400
+    monkeypatch.setattr(time, "time", lambda: hosts_time() + days)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: boot_time(clock) + days)
+    with captured_logs() as lines:
+        await save(memory, 10)
+        await keeper.committed(10, {}, {10})
+    (entry,) = (await stored(memory)).entries
+    assert entry.committed == pytest.approx(hosts_time() + days, abs=60)
+    assert [line for line in lines if line["log_level"] == "warning"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,8 @@ from bcp import policies
 from bcp.format.metadata import METADATA_KEY
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.ledger import Ledger
+from bcp.runs.saves import Watchdog
+from bcp.runtime.threads import in_thread
 
 STEPS = 12
 
@@ -472,6 +475,108 @@ def test_a_last_save_that_fails_is_not_tolerated(tmp_path: Path, stage: str) -> 
         run.stop()
         with pytest.raises(bcp.StageError, match="the disk is gone"):
             run.should_stop(2)
+
+
+@pytest.mark.parametrize("stage", ["d2h", "checksum"])
+def test_the_end_of_a_run_raises_the_error_of_its_last_save_although_it_was_tolerated(
+    tmp_path: Path, stage: str
+) -> None:
+    options = bcp.SaveOptions(edit=_Failing(1, stage).edit)
+    run = bcp.Run(str(tmp_path), Training().states, save=2, tolerate=2, save_options=options)
+    run.resume()
+    run.maybe_save(2)
+    with pytest.raises(bcp.StageError, match="the disk is gone"):
+        run.close()
+    assert committed(tmp_path) == []
+    run.close()
+
+
+def test_a_verified_checkpoint_that_is_replaced_is_verified_no_more(tmp_path: Path) -> None:
+    """Its entry is that of the old one, if the job is killed before the ledger has the new one."""
+    trained(tmp_path, 4, keep=10)
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        run.resume()
+        run.mark(4, "verified")
+    data = next((tmp_path / step_name(4) / "model").iterdir())
+    data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+    options = bcp.SaveOptions(edit=_Failing(1).edit)
+    with bcp.Run(str(tmp_path), Training().states, save=2, tolerate=2, save_options=options) as run:
+        assert run.resume() == 2
+        run.maybe_save(4)
+        run.maybe_save(6)
+    ledger = Ledger.from_bytes((tmp_path / "run.json").read_bytes(), "run.json")
+    assert [(entry.step, entry.trust) for entry in ledger.entries if entry.step == 4] == [(4, "unknown")]
+
+
+def test_a_pin_waits_for_the_housekeeping_that_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkpoint could be deleted after it was pinned: it is chosen first, and deleted later."""
+    chosen, may_delete = threading.Event(), threading.Event()
+    remove = Folder.remove
+
+    async def wait_and_remove(folder: Folder, step: int) -> None:
+        chosen.set()
+        await in_thread(may_delete.wait)
+        await remove(folder, step)
+
+    monkeypatch.setattr(Folder, "remove", wait_and_remove)
+    errors: list[BaseException] = []
+
+    def pin(run: bcp.Run) -> None:
+        try:
+            run.pin(1)
+        except bcp.InputError as error:
+            errors.append(error)
+
+    with bcp.Run(str(tmp_path), Training().states, save=1, keep=1) as run:
+        run.resume()
+        run.maybe_save(1)
+        run.maybe_save(2)
+        assert chosen.wait(60)
+        monkeypatch.setattr(run._saves, "_keeping", set())  # as a pin sees it that comes just before the commit
+        thread = threading.Thread(target=pin, args=[run])
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        may_delete.set()
+        thread.join(60)
+    assert committed(tmp_path) == [2]
+    assert len(errors) == 1
+
+
+def test_a_stop_signal_may_come_while_a_step_is_counted(tmp_path: Path) -> None:
+    """A user's handler of a signal runs in the middle of any line of the main thread."""
+    with bcp.Run(str(tmp_path), Training().states) as run:
+        run.resume()
+        assert run._meetings is not None
+        with run._meetings._lock:
+            run.stop()
+        assert run.should_stop(1)
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, 0.2), (3600.0, 0.2)])
+def test_the_watchdog_follows_the_soonest_deadline(first: float | None, then: float) -> None:
+    released, deadlines = threading.Event(), [first]
+
+    def release() -> bool:
+        released.set()
+        return True
+
+    began = time.monotonic()
+    watchdog = Watchdog(release, lambda: None if deadlines[-1] is None else began + deadlines[-1], 0.0)
+    assert not released.wait(0.5)
+    deadlines.append(then)
+    assert released.wait(60)
+    watchdog.step_ended()
+
+
+def test_the_watchdog_releases_nothing_once_a_step_has_ended() -> None:
+    released = threading.Event()
+    watchdog = Watchdog(lambda: bool(released.set()), lambda: None, 0.0)
+    watchdog.step_ended()
+    for thread in threading.enumerate():
+        if thread.name == "bcp watchdog":
+            thread.join(60)
+    assert not released.is_set()
 
 
 def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
