@@ -15,7 +15,18 @@ import msgspec
 
 from bcp.errors import MessageError
 
-__all__ = ["Count", "Message", "Rank", "Seconds", "decode_any", "decode_either", "expect", "plain", "refused"]
+__all__ = [
+    "Count",
+    "Message",
+    "Rank",
+    "Seconds",
+    "decode_any",
+    "decode_either",
+    "expect",
+    "plain",
+    "prepare",
+    "refused",
+]
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A rank's number."""
@@ -107,6 +118,16 @@ def decode_any(kinds: Any, name: str, data: bytes, sender: int | None = None) ->
         return msgspec.msgpack.decode(data, type=kinds)
     except DECODE_ERRORS as error:
         raise refused(name, data, error, sender) from error
+
+
+def prepare(module: str, *others: Any) -> None:
+    """Let msgspec read the annotations of all messages of a module now, and of other types that are decoded.
+
+    Otherwise msgspec reads them in the first decode, by Python code. Another thread, or a fork, that comes in between
+    decodes by half a description, and crashes.
+    """
+    for kind in (*(each for each in Message.__subclasses__() if each.__module__ == module), *others):
+        msgspec.msgpack.Decoder(kind)
 
 
 def expect(*sound: bool, reason: str) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bcp._messages.base import Count, Message, expect
+from bcp._messages.base import Count, Message, expect, prepare
 
 __all__ = [
     "DIGEST_BYTES",
@@ -285,3 +285,6 @@ class Rate(Message, frozen=True, array_like=True, tag=False):
     """How fast a rank sends to other hosts; infinite if all ranks share its host."""
 
     bytes_per_second: Annotated[float, msgspec.Meta(gt=0)]
+
+
+prepare(__name__, Claim)

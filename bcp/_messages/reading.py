@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from bcp._messages.base import Count, Message, decode_any, expect
+from bcp._messages.base import Count, Message, decode_any, expect, prepare
 from bcp.errors import MessageError
 
 __all__ = [
@@ -166,3 +166,6 @@ def unexpected(message: WorkerMessage) -> MessageError:
     return MessageError(
         f"a message {type(message).__name__} came from the wrong side; run the same version of bcp in all processes"
     )
+
+
+prepare(__name__, WorkerMessage)

@@ -9,6 +9,8 @@ import os
 import pkgutil
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -265,6 +267,50 @@ def test_a_length_that_is_claimed_takes_no_memory(message: Message, claim: bytes
         data += msgspec.msgpack.encode(names[place]) if isinstance(fields, dict) else b""
         with pytest.raises(MessageError):
             type(message).decode(bytes(data) + claim)
+
+
+FIRST_DECODES = """
+import importlib, pkgutil, sys
+import bcp, bcp.data, bcp._messages, bcp.plan.units
+from bcp._messages.base import Message, decode_any
+from bcp.errors import MessageError
+
+for module in pkgutil.iter_modules(bcp._messages.__path__):
+    importlib.import_module(f"bcp._messages.{module.name}")
+from bcp._messages.reading import WorkerMessage
+from bcp._messages.running import Absence, Alarm, Departure, Stop
+
+kinds = [*Message.__subclasses__(), WorkerMessage, Alarm | Departure, Stop | Absence]
+outside = []
+
+def seen(frame, event, argument):
+    module = frame.f_globals.get("__name__", "eval")
+    if event == "call" and module != "__main__" and not module.startswith("bcp."):
+        outside.append(f"{module}.{frame.f_code.co_name}")
+
+def first_decode(kind):
+    try:
+        decode_any(kind, "", bytes(1))
+    except MessageError:
+        return
+    raise AssertionError(kind)
+
+claims = bcp.plan.units.decode_claims
+sys.setprofile(seen)
+claims('[["train", 0, 1, []]]')
+for kind in kinds:
+    first_decode(kind)
+sys.setprofile(None)
+print(len(kinds), outside)
+"""
+"""Decodes each message for the first time in its process, and prints the functions outside of bcp that ran."""
+
+
+def test_a_first_decode_runs_no_code_of_msgspec() -> None:
+    done = subprocess.run(  # noqa: S603 -- our own code
+        [sys.executable, "-c", FIRST_DECODES], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{len(set(classes())) + 3} []\n"
 
 
 def test_a_message_of_another_class_is_refused() -> None:
