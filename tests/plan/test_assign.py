@@ -339,6 +339,14 @@ def test_a_table_that_names_what_does_not_exist_is_refused(column: str, value: i
         SharedReads.decode(shared.encode(line), line, 3)
 
 
+def test_a_table_that_names_a_block_twice_is_refused() -> None:
+    line, shared = table()
+    shared.run[-1] = shared.run[0]
+    shared.parts[-1] = 1
+    with pytest.raises(MessageError, match="contradicts itself"):
+        SharedReads.decode(shared.encode(line), line, 3)
+
+
 @pytest.mark.parametrize("run", [(127, 129), (63, 65), (-2, -1)])
 def test_a_table_of_blocks_that_do_not_exist_is_refused(run: tuple[int, int]) -> None:
     line, shared = table()

@@ -381,10 +381,12 @@ class SharedReads:
             raise refused("SharedRuns", data, error, sender=0) from error
         first = np.cumsum(step, dtype=line.word).astype(np.int64)  # differences wrap around, and so does their sum
         line.check(run := np.stack((first, first + length), axis=1))
+        order = np.argsort(first)
         sound = (
             (parts >= 1).all() and (parts <= length).all() and (np.diff(reader) >= 0).all(),
             (size >= 1).all() and size.sum() == members and group.max(initial=-1) < groups,
             max(reader.max(initial=0), rank.max(initial=0)) < world_size,
+            (run[order[1:], 0] >= run[order[:-1], 1]).all(),  # no block is read twice
         )
         if not all(sound):
             raise MessageError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
