@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,6 +171,30 @@ def test_damaged_bytes_are_refused(what, damage):
         return
     with pytest.raises(MessageError, match="run the same version of bcp on all ranks"):
         decode(bad)
+
+
+NUMBERS = pa.array([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [("width", pa.array([1]))],
+        [("width", NUMBERS), ("width", NUMBERS)],
+        [("width", pa.array([[1.5]]))],
+        [("width", pa.array([[1, None]]))],
+        [("fqn", pa.array([["a", None]]))],
+    ],
+)
+def test_a_catalogue_of_other_columns_is_refused(columns):
+    names, arrays = zip(*columns, strict=True)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema(list(zip(names, (each.type for each in arrays), strict=True)))) as stream:
+        stream.write_batch(pa.record_batch(list(arrays), names=names))
+    data = sink.getvalue()
+    message = CatalogueColumns(len(data), pa.compress(data, codec="zstd", asbytes=True)).encode()
+    with pytest.raises(MessageError, match="CatalogueColumns of rank 3 cannot be decoded"):
+        decode_catalogue(message, sender=3)
 
 
 def test_an_absurd_size_is_refused_before_memory_is_taken():
