@@ -72,7 +72,7 @@ class Opening(Message, frozen=True, array_like=True, tag=False):
         trace: trace context of rank 0; empty for none.
     """
 
-    operation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     cached: bool
     found: Annotated[str, msgspec.Meta(min_length=1)] | None
     trace: str

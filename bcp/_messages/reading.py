@@ -42,7 +42,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     offset: Count
     shape: tuple[Count, ...]
-    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)$")]
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]
 
     def __post_init__(self) -> None:
         size = math.prod(max(size, 1) for size in self.shape)  # numpy limits that of empty arrays, too
