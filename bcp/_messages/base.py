@@ -136,11 +136,12 @@ def expect(*sound: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-def refused(name: str, data: bytes | memoryview, reason: object, sender: int | None = None) -> MessageError:
-    """Return the error for a message that cannot be used."""
+def refused(name: str, data: bytes | memoryview | int, reason: object, sender: int | None = None) -> MessageError:
+    """Return the error for a message that cannot be used; ``data`` may also be the number of its bytes."""
     whose = "" if sender is None else f" of rank {sender}"
+    nbytes = data if isinstance(data, int) else len(data)
     return MessageError(
-        f"the message {name}{whose} cannot be decoded, {len(data)} bytes: {reason}; "
+        f"the message {name}{whose} cannot be decoded, {nbytes} bytes: {reason}; "
         "run the same version of bcp on all ranks"
     )
 
