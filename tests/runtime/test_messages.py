@@ -81,6 +81,7 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
+from bcp._save.leader import decode_written
 from bcp.coordinators.local import SoloCoordinator
 from bcp.data.worker import Line
 from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
@@ -324,6 +325,21 @@ def test_one_of_two_classes_is_told_by_its_tag() -> None:
         decode_either(Alarm, Departure, b"abc", sender=2)
 
 
+def test_no_pattern_lets_a_line_break_pass() -> None:
+    opening = Opening("0123456789abcdef\n", cached=True, found=None, trace="")
+    job = ReaderJob({"job": ArrayPlace(0, (70,), "|u1\n")})
+    for message in (opening, job):
+        with pytest.raises(MessageError, match="matching regex"):
+            type(message).decode(message.encode())
+
+
+def test_a_file_of_no_known_kind_is_refused() -> None:
+    known, unknown = Written(bytes(16), 7, b"\3" + bytes(8)), Written(bytes(16), 7, b"\4" + bytes(8))
+    assert decode_written([known.encode(), known.encode()]) == [known, known]
+    with pytest.raises(MessageError, match="Written of rank 1 cannot be decoded"):
+        decode_written([known.encode(), unknown.encode()])
+
+
 def test_a_text_that_is_no_unicode_is_sent_escaped() -> None:
     assert Absence.decode(Absence(1, "a\udcff.bin").encode()) == Absence(1, "a\\udcff.bin")
 
@@ -396,27 +412,33 @@ def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "packet"),
+    ("file", "packet", "said"),
     [
-        (b"", b"\0" * 16),
-        (b"short", Enclosure(128, 40).encode()),
-        (b"arrays, and no message", Enclosure(8, 14).encode()),
-        (States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(), None),
+        (b"", b"\0" * 16, "Enclosure cannot be decoded, 16 bytes"),
+        (b"short", Enclosure(128, 40).encode(), "with arrays cannot be decoded, 5 bytes"),
+        (b"arrays, and no message", Enclosure(8, 14).encode(), "of a reader worker cannot be decoded, 14 bytes"),
+        (
+            States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(),
+            None,
+            "an array of 32 bytes begins at byte 64",
+        ),
     ],
 )
-def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None) -> None:
+def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None, said: str) -> None:
+    batch = next(each for each in EXAMPLES if isinstance(each, Batch))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = os.memfd_create("test")
     try:
         os.write(descriptor, file)
         opened = len([*Path("/proc/self/fd").iterdir()])
         socket.send_fds(theirs, [packet or Enclosure(0, len(file)).encode()], [descriptor])
-        with pytest.raises(MessageError, match="run the same version of bcp"):
+        with pytest.raises(MessageError, match=f"{said}.*run the same version of bcp"):
             Line(ours).receive()
         assert len([*Path("/proc/self/fd").iterdir()]) == opened
-        theirs.send(b"{}")
-        with pytest.raises(MessageError, match="of a reader worker cannot be decoded, 2 bytes"):
-            Line(ours).receive()
+        for bare in (b"{}", batch.encode(), States({}, 2, 7).encode()):
+            theirs.send(bare)
+            with pytest.raises(MessageError, match=f"of a reader worker cannot be decoded, {len(bare)} bytes"):
+                Line(ours).receive()
     finally:
         os.close(descriptor)
         ours.close()
