@@ -173,24 +173,27 @@ def test_damaged_bytes_are_refused(what, damage):
         decode(bad)
 
 
-NUMBERS = pa.array([[1, 2]])
-
-
 @pytest.mark.parametrize(
-    "columns",
+    ("name", "column"),
     [
-        [("width", pa.array([1]))],
-        [("width", NUMBERS), ("width", NUMBERS)],
-        [("width", pa.array([[1.5]]))],
-        [("width", pa.array([[1, None]]))],
-        [("fqn", pa.array([["a", None]]))],
+        ("width", pa.array([1])),
+        ("width", pa.array([[2.0]])),
+        ("width", None),
+        ("fqn", pa.array([["v", None]])),
+        ("family", pa.array([[0, None]])),
+        ("object_path", pa.array([[1.5]])),
+        ("twice", pa.array([[1]])),
     ],
 )
-def test_a_catalogue_of_other_columns_is_refused(columns):
-    names, arrays = zip(*columns, strict=True)
+def test_a_catalogue_of_other_columns_is_refused(name, column):
+    good = CatalogueColumns.decode(encode_catalogue(factor(build()).catalogue))
+    with pa.ipc.open_stream(pa.decompress(good.columns, good.nbytes, codec="zstd")) as stream:
+        batch = stream.read_next_batch()
+    columns = {each: batch.column(each) for each in batch.schema.names if each != name}
+    pairs = [*columns.items(), *([] if column is None else [(name, column)] * (1 + (name == "twice")))]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, pa.schema(list(zip(names, (each.type for each in arrays), strict=True)))) as stream:
-        stream.write_batch(pa.record_batch(list(arrays), names=names))
+    with pa.ipc.new_stream(sink, pa.schema([(each, values.type) for each, values in pairs])) as stream:
+        stream.write_batch(pa.record_batch([values for _, values in pairs], names=[each for each, _ in pairs]))
     data = sink.getvalue()
     message = CatalogueColumns(len(data), pa.compress(data, codec="zstd", asbytes=True)).encode()
     with pytest.raises(MessageError, match="CatalogueColumns of rank 3 cannot be decoded"):
