@@ -145,8 +145,8 @@ class Line:
         """
         try:
             packet, descriptors, flags, _ = socket.recv_fds(self.socket, _PACKET, 1)
-        except ConnectionResetError:
-            return None
+        except ConnectionResetError:  # it comes once if the other end was closed with messages unread, before its last
+            packet, descriptors, flags, _ = socket.recv_fds(self.socket, _PACKET, 1)
         if flags & socket.MSG_CTRUNC:
             raise OSError("a descriptor of a reader worker's message is lost: this process has too many open files")
         if not packet:

@@ -411,6 +411,18 @@ def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
         assert caught.value.of_all_ranks
 
 
+def test_the_last_message_of_a_reader_worker_survives_its_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        Line(ours).send(Consumed())
+        Line(theirs).send(failure := WorkerFailure("a batch", "OSError: gone", "Traceback"))
+        theirs.close()  # the message to it is unread
+        received = Line(ours).receive()
+        assert received is not None
+        assert received.message == failure
+        assert Line(ours).receive() is None
+
+
 @pytest.mark.parametrize(
     ("file", "packet", "said"),
     [
