@@ -330,7 +330,7 @@ def test_a_table_survives_the_wire() -> None:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("reader", 3), ("group", 9), ("parts", 0), ("parts", 1000)],
+    [("reader", 3), ("reader", 2), ("group", 9), ("parts", 0), ("parts", 1000)],
 )
 def test_a_table_that_names_what_does_not_exist_is_refused(column: str, value: int) -> None:
     line, shared = table()

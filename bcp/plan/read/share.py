@@ -388,9 +388,10 @@ class SharedReads:
             max(reader.max(initial=0), rank.max(initial=0)) < world_size,
             (run[order[1:], 0] >= run[order[:-1], 1]).all(),  # no block is read twice
         )
-        if not all(sound):
+        sets = RankSets(begins(size), rank)
+        if not all(sound) or not np.isin(group * world_size + reader, sets.owner * world_size + rank).all():
             raise MessageError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
-        return cls(run, parts, reader, group, RankSets(begins(size), rank))
+        return cls(run, parts, reader, group, sets)
 
 
 def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:
