@@ -262,8 +262,11 @@ class _DisjointSets:
         return np.append(self.first[1:], len(self.owner)) - 1
 
     def before(self, values: Floats) -> Floats:
-        """Add up the values of the members of the same set that come before each."""
-        total = np.cumsum(values) - values
+        """Add up the values of the members of the same set that come before each.
+
+        Values of at least 0 give sums that do not fall. With ``np.cumsum(values) - values`` they would, by rounding.
+        """
+        total = np.append(0.0, np.cumsum(values[:-1]))
         return np.asarray(total - total[self.first][self.owner])
 
     def pour(self, load: Floats, speed: Floats, give: Floats) -> Floats:
