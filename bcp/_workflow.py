@@ -134,7 +134,9 @@ async def aload(job: LoadJob) -> LoadReport:
                     asking = capture_error(
                         loading.ask(job, metadata)
                     )  # here, an error's traceback would lead back to it
-                    wanted, reading = await loading.plan_reads(agreement, job.rank, await asking, metadata, job.options)
+                    wanted, reading = await loading.plan_reads(
+                        agreement, job.rank, await asking, metadata, job.options, world_size=job.world_size
+                    )
                 with job.watch.phase("read"), unwrap_stage_errors():
                     context = await _read(job, agreement, metadata, wanted, reading)
             await record.share(agreement, loading.report(job, metadata, wanted, reading, context))

@@ -186,8 +186,8 @@ class PeerError(BcpError):
 class MessageError(BcpError):
     """A message of another rank or process of the job cannot be decoded: as a rule, that one runs another bcp.
 
-    The message names the kind of the message, the rank that sent it if that is known, and the number of bytes. No
-    checkpoint is to blame, so that a run that resumes passes over none because of it.
+    The text says what is wrong with the message; as a rule also its kind, the rank that sent it, and the number of its
+    bytes. No checkpoint is to blame, so that a run that resumes passes over none because of it.
     """
 
 

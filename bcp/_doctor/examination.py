@@ -176,7 +176,9 @@ async def _check(meeting: Meeting, times: Times, report: Report, shelf: TrialFol
 async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf: TrialFolder | None) -> bool:
     """Gather all reports, print the screen, and send the verdict to the others."""
     ranks = range(1, job.place.world_size)
-    posted = await meeting.board.posted(times.reported, RankReport, ranks)
+    posted, spoiled = await meeting.board.readable(times.reported, RankReport, ranks)
+    for error in spoiled.values():
+        _lost(report, error)
     unheard = [rank for rank in ranks if rank not in posted]
     if shelf is not None and unheard:
         await tidied(shelf, meeting, unheard, left(times.judged) / 2)

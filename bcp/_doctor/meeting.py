@@ -179,13 +179,23 @@ class KeyBoard:
             MessageError: one cannot be decoded.
 
         """
-        wanted, found = list(numbers), dict[int, M]()
+        found, spoiled = await self.readable(until, kind, numbers)
+        for error in spoiled.values():
+            raise error
+        return found
+
+    async def readable(
+        self, until: float, kind: type[M], numbers: Iterable[int]
+    ) -> tuple[dict[int, M], dict[int, MessageError]]:
+        """Do the same, but return the errors of messages that cannot be decoded beside the others."""
+        wanted, found = list(numbers), dict[int, M | MessageError]()
         while True:
             late = not left(until)
             found |= await self.call(until, partial(self._seen, kind, wanted, late))
             wanted = [number for number in wanted if number not in found]
             if late or not wanted:
-                return found
+                spoiled = {number: each for number, each in found.items() if isinstance(each, MessageError)}
+                return {number: each for number, each in found.items() if not isinstance(each, MessageError)}, spoiled
             await anyio.sleep(min(self._pause, left(until)))
 
     async def count(self, until: float, name: str) -> None:
@@ -207,9 +217,14 @@ class KeyBoard:
             return await self._client.call(function)
         raise PeerError(0, f"{self._client.name} has not answered for {time.monotonic() - began:.1f} s")
 
-    def _seen(self, kind: type[M], numbers: Sequence[int], late: bool) -> dict[int, M]:  # noqa: FBT001 -- private
+    def _seen(
+        self,
+        kind: type[M],
+        numbers: Sequence[int],
+        late: bool,  # noqa: FBT001 -- private
+    ) -> dict[int, M | MessageError]:
         """Return the messages that are there; those of an incomplete group only at the end of the time. Blocks."""
-        found, name = dict[int, M](), kind.__name__
+        found, name = dict[int, M | MessageError](), kind.__name__
         for start in range(0, len(numbers), _AT_ONCE):
             some = numbers[start : start + _AT_ONCE]
             if not self._client.store.check([self._key(name, number) for number in some]):
@@ -217,11 +232,18 @@ class KeyBoard:
             if some:
                 values = self._client.store.multi_get([self._key(name, number) for number in some])
                 pairs = zip(some, values, strict=True)
-                found |= {number: kind.decode(bytes(value), number) for number, value in pairs}
+                found |= {number: _decoded(kind, bytes(value), number) for number, value in pairs}
         return found
 
     def _key(self, *names: object) -> str:
         return "/".join((self._prefix, *map(str, names)))
+
+
+def _decoded(kind: type[M], data: bytes, rank: int) -> M | MessageError:
+    try:
+        return kind.decode(data, rank)
+    except MessageError as error:
+        return error
 
 
 _PREFIX = "bcp-doctor"
@@ -296,8 +318,9 @@ async def met(place: RankPlace, times: Times) -> Meeting:
     except PeerError as error:
         raise FoundError(Finding("store", f"has lost the store: {error}", store_help(place))) from error
     except MessageError as error:
-        do = "install the same bcp on all hosts"
-        raise FoundError(Finding("versions", f"cannot read a message: {error}", do)) from error
+        finding = Finding("versions", f"cannot read a message: {error}", "install the same bcp on all hosts")
+        tell = partial(_tell, place, client, roll, finding.text) if place.rank == 0 else None
+        raise FoundError(finding, tell) from error
     ranks, names = leaders.ranks, leaders.names
     return Meeting(place, board, roll, answer.session, ranks, names, tuple(host_of), seconds, store_seconds)
 
@@ -331,14 +354,15 @@ async def _miss(place: RankPlace, times: Times, client: StoreClient, roll: RollC
     names = sorted({host.name for host in present.values()})
     came = f"{len(present)} of {place.world_size} ranks came {waited}, from {in_words('host', names)}"
     text = f"misses {ranks_in_words(missing)}: {came}" if missing else f"has heard of all ranks, but not {waited}"
+    raise FoundError(Finding("store", text, do), partial(_tell, place, client, roll, text))
 
-    async def tell() -> None:
-        with suppress(PeerError):
-            await client.call(roll.tell, 0, Abort(0, text), seconds=_LAST_WORD_SECONDS)
-            if place.serves:
-                await anyio.sleep(_LAST_WORD_SECONDS * max(1.0, place.world_size / 1000))
 
-    raise FoundError(Finding("store", text, do), tell)
+async def _tell(place: RankPlace, client: StoreClient, roll: RollCall, text: str) -> None:
+    """Tell the ranks that have come why rank 0 ends."""
+    with suppress(PeerError):
+        await client.call(roll.tell, 0, Abort(0, text), seconds=_LAST_WORD_SECONDS)
+        if place.serves:
+            await anyio.sleep(_LAST_WORD_SECONDS * max(1.0, place.world_size / 1000))
 
 
 def _words_of(host_of: list[int], hosts: Sequence[Host]) -> list[bytes]:

@@ -23,6 +23,7 @@ from bcp._job import LoadJob
 from bcp._load.opening import file_of
 from bcp._load.targets import LoadRequest, both_names, some
 from bcp._load.units import check_wanted
+from bcp._messages.base import refused
 from bcp._messages.planning import LoadAnswer, LoadRequestColumns, Rate
 from bcp.coordinators.process_group import GroupExchange, join_group
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, MessageError
@@ -144,7 +145,13 @@ class LoadPlan:
 
 
 async def plan_reads(
-    agreement: Agreement, rank: int, request: LoadRequest | BcpError, metadata: Metadata, options: LoadOptions
+    agreement: Agreement,
+    rank: int,
+    request: LoadRequest | BcpError,
+    metadata: Metadata,
+    options: LoadOptions,
+    *,
+    world_size: int,
 ) -> tuple[LoadRequest, LoadPlan]:
     """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
 
@@ -172,9 +179,8 @@ async def plan_reads(
     claims = encode_claims([read.claim for read in request.units])
     blocks = line.encode(runs) if options.overlap_loading else b""
     message = LoadRequestColumns(kinds, request.rows.astype("<i4").tobytes(), claims, blocks).encode()
-    agreed = LoadAnswer.decode(await gather_broadcast(agreement, "reads", rank, message, answer), sender=0)
+    agreed = _agreed(await gather_broadcast(agreement, "reads", rank, message, answer), world_size)
     unexpected = _rows(agreed.names, request.renamed, 0)
-    world_size = agreed.world_size
     shared = await in_thread_gc_paused(SharedReads.decode, agreed.runs, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
@@ -183,6 +189,14 @@ async def plan_reads(
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
     return request, LoadPlan(assignment, tuple(_names(request.renamed, unexpected)))
+
+
+def _agreed(data: bytes, world_size: int) -> LoadAnswer:
+    """Decode rank 0's answer. Raises MessageError if it is for another number of ranks."""
+    agreed = LoadAnswer.decode(data, sender=0)
+    if agreed.world_size != world_size:
+        raise refused("LoadAnswer", data, f"it is for {agreed.world_size} ranks, the job has {world_size}", 0)
+    return agreed
 
 
 async def _nothing(_: Sequence[bytes]) -> bytes:

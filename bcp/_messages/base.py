@@ -15,7 +15,18 @@ import msgspec
 
 from bcp.errors import MessageError
 
-__all__ = ["Count", "Message", "Rank", "Seconds", "decode_any", "decode_either", "expect", "plain", "refused"]
+__all__ = [
+    "Count",
+    "Message",
+    "Rank",
+    "Seconds",
+    "decode_any",
+    "decode_either",
+    "expect",
+    "plain",
+    "prepare",
+    "refused",
+]
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A rank's number."""
@@ -109,17 +120,28 @@ def decode_any(kinds: Any, name: str, data: bytes, sender: int | None = None) ->
         raise refused(name, data, error, sender) from error
 
 
+def prepare(module: str, *others: Any) -> None:
+    """Let msgspec read the annotations of all messages of a module now, and of other types that are decoded.
+
+    Otherwise msgspec reads them in the first decode, by Python code. Another thread, or a fork, that comes in between
+    decodes by half a description, and crashes.
+    """
+    for kind in (*(each for each in Message.__subclasses__() if each.__module__ == module), *others):
+        msgspec.msgpack.Decoder(kind)
+
+
 def expect(*sound: bool, reason: str) -> None:
     """Raise ValueError, which a decoder turns into a MessageError, unless all conditions hold."""
     if not all(sound):
         raise ValueError(reason)
 
 
-def refused(name: str, data: bytes | memoryview, reason: object, sender: int | None = None) -> MessageError:
-    """Return the error for a message that cannot be used."""
+def refused(name: str, data: bytes | memoryview | int, reason: object, sender: int | None = None) -> MessageError:
+    """Return the error for a message that cannot be used; ``data`` may also be the number of its bytes."""
     whose = "" if sender is None else f" of rank {sender}"
+    nbytes = data if isinstance(data, int) else len(data)
     return MessageError(
-        f"the message {name}{whose} cannot be decoded, {len(data)} bytes: {reason}; "
+        f"the message {name}{whose} cannot be decoded, {nbytes} bytes: {reason}; "
         "run the same version of bcp on all ranks"
     )
 

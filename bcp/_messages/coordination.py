@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from bcp._messages.base import Count, Message, Rank, expect
+from bcp._messages.base import Count, Message, Rank, expect, prepare
 
 __all__ = [
     "Abort",
@@ -217,3 +217,6 @@ class Seat(Message, frozen=True):
             len(self.hosts) == neighbours,
             reason=f"{len(self.sizes)} sizes and {len(self.hosts)} hosts of {neighbours} neighbours",
         )
+
+
+prepare(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from bcp._messages.base import Count, Message, Rank, Seconds, expect
+from bcp._messages.base import Count, Message, Rank, Seconds, expect, prepare
 from bcp._messages.coordination import Port
 
 __all__ = ["DoorSign", "Finding", "Leaders", "RankReport", "Trial", "Way", "WholeVerdict"]
@@ -99,3 +99,6 @@ class WholeVerdict(Message, frozen=True):
 
     healthy: bool
     unheard: tuple[Rank, ...]
+
+
+prepare(__name__)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bcp._messages.base import Count, Message, expect
+from bcp._messages.base import Count, Message, expect, prepare
 
 __all__ = [
     "DIGEST_BYTES",
@@ -72,7 +72,7 @@ class Opening(Message, frozen=True, array_like=True, tag=False):
         trace: trace context of rank 0; empty for none.
     """
 
-    operation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     cached: bool
     found: Annotated[str, msgspec.Meta(min_length=1)] | None
     trace: str
@@ -285,3 +285,6 @@ class Rate(Message, frozen=True, array_like=True, tag=False):
     """How fast a rank sends to other hosts; infinite if all ranks share its host."""
 
     bytes_per_second: Annotated[float, msgspec.Meta(gt=0)]
+
+
+prepare(__name__, Claim)

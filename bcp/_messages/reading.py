@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from bcp._messages.base import Count, Message, decode_any, expect
+from bcp._messages.base import Count, Message, decode_any, expect, prepare
 from bcp.errors import MessageError
 
 __all__ = [
@@ -42,7 +42,7 @@ class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     offset: Count
     shape: tuple[Count, ...]
-    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)$")]
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]
 
     def __post_init__(self) -> None:
         size = math.prod(max(size, 1) for size in self.shape)  # numpy limits that of empty arrays, too
@@ -166,3 +166,6 @@ def unexpected(message: WorkerMessage) -> MessageError:
     return MessageError(
         f"a message {type(message).__name__} came from the wrong side; run the same version of bcp in all processes"
     )
+
+
+prepare(__name__, WorkerMessage)

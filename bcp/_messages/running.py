@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from bcp._messages.base import Count, Message, Rank, Seconds
+from bcp._messages.base import Count, Message, Rank, Seconds, prepare
 
 __all__ = ["Absence", "Alarm", "Candidates", "Choice", "Departure", "Outcome", "Plan", "Standing", "Stop", "Verdict"]
 
@@ -140,3 +140,6 @@ class Absence(Message, frozen=True):
 
     rank: Rank
     cause: str
+
+
+prepare(__name__, Alarm | Departure, Stop | Absence)

@@ -19,6 +19,7 @@ from typing import TypeVar
 from bcp._agree import gather_broadcast, gather_scatter
 from bcp._job import SaveJob
 from bcp._log import log
+from bcp._messages.base import refused
 from bcp._messages.planning import Opening, Written
 from bcp._save.failures import CleanUp, check_not_replaced, taken
 from bcp._version import __version__
@@ -34,6 +35,7 @@ from bcp.format.metadata import (
 )
 from bcp.format.receipt import Receipt
 from bcp.options import SaveOptions
+from bcp.plan.shards import KINDS
 from bcp.plan.units import check_shared
 from bcp.plan.write import divide_save
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
@@ -56,6 +58,7 @@ __all__ = [
     "check_written",
     "commit_save",
     "data_nbytes",
+    "decode_written",
     "encode_written",
     "open_save",
     "scatter_step",
@@ -72,20 +75,29 @@ def encode_written(receipt: Receipt, digest: bytes, nbytes: int) -> bytes:
     return Written(digest, nbytes, b"".join(files)).encode()
 
 
-def receipt_digests(messages: Sequence[bytes]) -> bytes:
-    """Return the digests of all ranks' receipts, in the order of the ranks."""
-    return b"".join(written.digest for written in Written.decode_all(messages))
+def decode_written(messages: Sequence[bytes]) -> list[Written]:
+    """Decode :func:`encode_written` of every rank, by rank.
+
+    Raises:
+        MessageError: one cannot be decoded, or has a file of no known kind.
+
+    """
+    all_written = Written.decode_all(messages)
+    for rank, written in enumerate(all_written):
+        if any(kind >= len(KINDS) for kind, _ in _FILE.iter_unpack(written.files)):
+            raise refused("Written", messages[rank], "a file is of no known kind", rank)
+    return all_written
 
 
-def data_nbytes(messages: Sequence[bytes]) -> int:
+def data_nbytes(all_written: Sequence[Written]) -> int:
     """Return the bytes that all ranks wrote into data files."""
-    return sum(stored for written in Written.decode_all(messages) for _, stored in _FILE.iter_unpack(written.files))
+    return sum(stored for written in all_written for _, stored in _FILE.iter_unpack(written.files))
 
 
 async def check_written(
     backend: Backend,
     path: str,
-    messages: Sequence[bytes],
+    all_written: Sequence[Written],
     listed: Sequence[ObjectInfo],
     operation: str,
     *,
@@ -100,7 +112,7 @@ async def check_written(
         StorageError: a file is missing or has another size; names the first ones.
 
     """
-    wrong = await in_thread_gc_paused(_differences, messages, listed, operation, encoded)
+    wrong = await in_thread_gc_paused(_differences, all_written, listed, operation, encoded)
     lost = [info async for info in _lost(backend, wrong)]
     if lost:
         raise StorageError(
@@ -111,7 +123,7 @@ async def check_written(
 
 
 def _differences(
-    messages: Sequence[bytes],
+    all_written: Sequence[Written],
     listed: Sequence[ObjectInfo],
     operation: str,
     encoded: bool,  # noqa: FBT001 -- for a thread
@@ -119,9 +131,7 @@ def _differences(
     """Return the written files that the list does not have as they are."""
     sizes = {info.key: info.nbytes for info in listed}
     written = (
-        info
-        for rank, written in enumerate(Written.decode_all(messages))
-        for info in _files(rank, written, operation, encoded=encoded)
+        info for rank, written in enumerate(all_written) for info in _files(rank, written, operation, encoded=encoded)
     )
     return [info for info in written if sizes.get(info.key) != info.nbytes]
 
@@ -351,14 +361,15 @@ class Planned:
     async def check(self, messages: Sequence[bytes]) -> Committing:
         """List all objects, once; among them has to be every file that a rank says it has written."""
         target, opening = self.opened.target, self.opened.opening
+        written = await in_thread_gc_paused(decode_written, messages)
         listed = await target.backend.list()
         try:
             encoded = bool(target.options.codecs)
-            await check_written(target.backend, target.path, messages, listed, opening.operation, encoded=encoded)
+            await check_written(target.backend, target.path, written, listed, opening.operation, encoded=encoded)
         except StorageError as error:
             await check_not_replaced(target.backend, target.path, opening.operation, opening.found, error)
             raise
-        return Committing(self, messages, listed, await self._unfinished())
+        return Committing(self, written, listed, await self._unfinished())
 
     async def _unfinished(self) -> Sequence[Unfinished]:
         target, operation = self.opened.target, self.opened.opening.operation
@@ -375,13 +386,13 @@ class Committing:
 
     Attributes:
         planned: the step before.
-        messages: :func:`encode_written` of every rank.
+        written: the receipt and the files of every rank.
         listed: all objects under the path, those of other saves included.
         unfinished: uploads under the path that nobody has finished.
     """
 
     planned: Planned
-    messages: Sequence[bytes]
+    written: Sequence[Written]
     listed: Sequence[ObjectInfo]
     unfinished: Sequence[Unfinished]
 
@@ -396,7 +407,7 @@ class Committing:
             undo.committing = False
             raise await taken(target.backend, target.path, opening.operation, opening.found)
         await self._check_place(version)
-        all_nbytes = await in_thread_gc_paused(data_nbytes, self.messages)
+        all_nbytes = await in_thread_gc_paused(data_nbytes, self.written)
         return Committed(self, all_nbytes)
 
     def _record(self) -> Commit:
@@ -409,7 +420,7 @@ class Committing:
             codecs=tuple(codec.name for codec in options.codecs),
             part_bytes=options.part_bytes,
             version=__version__,
-            receipts=receipt_digests(self.messages),
+            receipts=b"".join(written.digest for written in self.written),
         )
 
     async def _check_place(self, version: Version) -> None:

@@ -1,4 +1,4 @@
-"""Messages of ranks about themselves and about the end of an operation, and a record of their signs of life."""
+"""A rank's name for the others, the errors and texts of an operation's end, and a record of signs of life."""
 
 from __future__ import annotations
 

@@ -145,14 +145,17 @@ class Line:
         """
         try:
             packet, descriptors, flags, _ = socket.recv_fds(self.socket, _PACKET, 1)
-        except ConnectionResetError:
-            return None
+        except ConnectionResetError:  # it comes once if the other end was closed with messages unread, before its last
+            packet, descriptors, flags, _ = socket.recv_fds(self.socket, _PACKET, 1)
         if flags & socket.MSG_CTRUNC:
             raise OSError("a descriptor of a reader worker's message is lost: this process has too many open files")
         if not packet:
             return None
         if not descriptors:
-            return Received(decode_worker_message(packet), {})
+            message = decode_worker_message(packet)
+            if hasattr(message, "arrays"):
+                raise refused("of a reader worker", packet, "it names arrays, and came without them")
+            return Received(message, {})
         try:
             enclosure = Enclosure.decode(packet)
             memory = _mapped(descriptors[0], enclosure)
@@ -199,7 +202,7 @@ def _mapped(descriptor: int, enclosure: Enclosure) -> np.ndarray[Any, np.dtype[n
     """Map an anonymous file, but not by the module mmap, which keeps a descriptor for as long as there is an array."""
     nbytes, expected = os.fstat(descriptor).st_size, enclosure.end + enclosure.nbytes
     if nbytes != expected:  # torch would make a shorter file longer
-        raise refused("with arrays", b"", f"its file has {nbytes} bytes instead of {expected}")
+        raise refused("with arrays", nbytes, f"{expected} bytes were announced")
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
     return cast("np.ndarray[Any, np.dtype[np.uint8]]", memory.numpy())
 

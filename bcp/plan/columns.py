@@ -28,12 +28,18 @@ __all__ = [
     "runs",
     "spread",
     "weigh",
+    "within",
 ]
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Whole = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint64]
+
+
+def within(numbers: Ints, count: int) -> bool:
+    """Return whether all numbers are at least 0 and less than ``count``."""
+    return bool(numbers.min(initial=0) >= 0 and numbers.max(initial=-1) < count)
 
 
 def matrix(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -134,12 +135,15 @@ def check_readers(held: Mapping[int, Claim]) -> None:
             )
         if not 0 <= claim.reader < claim.readers:
             raise StateError(f"{claim}: rank {rank} is reader {claim.reader} of {claim.readers}; readers count from 0")
-    missing = sorted(set(range(first.readers)) - {claim.reader for claim in held.values()})
-    if missing:
-        readers = {rank: claim.reader for rank, claim in held.items()}
+    found = {claim.reader for claim in held.values()}
+    if len(found) < first.readers:
+        missing = islice((reader for reader in range(first.readers) if reader not in found), _SHOWN)
+        more = first.readers - len(found) - _SHOWN
         raise StateError(
-            f"{first} has {first.readers} readers, and no rank is reader {_some(missing)} (rank: reader = "
-            f"{_some(f'{rank}: {reader}' for rank, reader in readers.items())}); pass the data-parallel rank as reader"
+            f"{first} has {first.readers} readers, and no rank is reader {', '.join(map(str, missing))}"
+            f"{f' and {more} more' if more > 0 else ''} (rank: reader = "
+            f"{_some(f'{rank}: {claim.reader}' for rank, claim in held.items())}); {len(held)} ranks have it: pass the "
+            "data-parallel rank as reader, and the number of data-parallel ranks as readers"
         )
 
 

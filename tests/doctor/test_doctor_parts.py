@@ -18,7 +18,8 @@ from bcp._doctor import storage
 from bcp._doctor.dial import Door, UnreachedError, answering, knock
 from bcp._doctor.examination import _judge, _judged
 from bcp._doctor.meeting import KeyBoard, Meeting, RankPlace
-from bcp._doctor.report import Report, Times, ranks_in_words
+from bcp._doctor.meeting import met as meet
+from bcp._doctor.report import FoundError, Report, Times, ranks_in_words
 from bcp._doctor.screen import Job, screen
 from bcp._messages.doctor import Finding, RankReport, Trial, Way
 from bcp.coordinators.roll_call import RollCall
@@ -163,6 +164,40 @@ async def test_a_report_that_does_not_come_is_named(meeting: Meeting, capsys: py
     assert not await _judge(job, meeting, met(2.0), Report(0), None)
     assert time.monotonic() - began < 2.0
     assert "no report has come from rank 1 (host h1)" in capsys.readouterr().out
+
+
+async def test_a_report_that_cannot_be_read_hides_no_other(
+    meeting: Meeting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, place = HashStore(), RankPlace(0, 3, ("h0", 29500))
+    board = KeyBoard(StoreClient(store), "session", 3)
+    job = Job(place, meeting.names, (0, 1, 1))
+    mine = Report(1, findings=[Finding("storage", "cannot write to /shared: no space left", "free some")])
+    await board.post(time.monotonic() + 10.0, 1, mine.message())
+    store.set("session/RankReport/2", "what another version says")
+    assert not await _judge(job, replace(meeting, place=place, board=board), met(2.0), Report(0), None)
+    out = capsys.readouterr().out
+    assert "the message RankReport of rank 2 cannot be decoded" in out
+    assert "cannot write to /shared: no space left" in out
+
+
+async def test_others_hear_that_rank_0_cannot_read_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+
+    async def opened_store(*_: object) -> HashStore:
+        return store
+
+    monkeypatch.setattr("bcp._doctor.meeting.opened_store", opened_store)
+    member = RollCall(StoreClient(store), "bcp-doctor", 1, 2)
+    member.look()
+    store.set(member._keys.name("here", 1), "what another version says")
+    with pytest.raises(FoundError) as caught:
+        await meet(RankPlace(0, 2, ("h0", 29500)), Times(10.0, 0))
+    assert caught.value.tell is not None
+    await caught.value.tell()
+    member.look()
+    assert member.heard is not None
+    assert "MemberSign of rank 1 cannot be decoded" in member.heard.abort.message
 
 
 async def test_a_rank_without_a_verdict_prints_its_own_findings(

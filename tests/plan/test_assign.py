@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
@@ -123,6 +123,17 @@ def run_job_loosely(memories: list[Memory], plan: list[Assignment]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 5), min_size=1), st.integers(1, 9)), min_size=1, max_size=8))
+@example(
+    [
+        ({0}, 3),
+        ({0, 1, 2, 3, 4}, 9),
+        ({0, 1, 2, 3, 4, 5}, 5),
+        ({0, 1, 3, 4}, 9),
+        ({0, 1, 2, 3, 4, 5}, 3),
+        ({0, 4}, 7),
+        ({0, 1, 2, 3, 4, 5}, 7),
+    ]
+)
 def test_a_strip_is_divided_among_the_members_of_its_sets(given_: list[tuple[set[int], int]]) -> None:
     ranks = [sorted(members) for members, _ in given_]
     blocks = np.array([n for _, n in given_])
@@ -335,6 +346,21 @@ def test_a_table_survives_the_wire() -> None:
 def test_a_table_that_names_what_does_not_exist_is_refused(column: str, value: int) -> None:
     line, shared = table()
     getattr(shared, column)[-1] = value
+    with pytest.raises(MessageError, match="contradicts itself"):
+        SharedReads.decode(shared.encode(line), line, 3)
+
+
+def test_a_table_whose_reader_wants_nothing_of_it_is_refused() -> None:
+    line, shared = table()
+    shared.groups.rank[:] = (shared.groups.rank + 1) % 3
+    with pytest.raises(MessageError, match="contradicts itself"):
+        SharedReads.decode(shared.encode(line), line, 3)
+
+
+def test_a_table_that_names_a_block_twice_is_refused() -> None:
+    line, shared = table()
+    shared.run[-1] = shared.run[0]
+    shared.parts[-1] = 1
     with pytest.raises(MessageError, match="contradicts itself"):
         SharedReads.decode(shared.encode(line), line, 3)
 

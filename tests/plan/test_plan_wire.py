@@ -3,14 +3,17 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp._messages.planning import LARGEST, CatalogueColumns, Share
+from bcp._messages.planning import LARGEST, CatalogueColumns, Claim, Share
 from bcp.errors import MessageError
 from bcp.plan.box import Box
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.units import encode_claims
+from bcp.plan.write import RankTable
 from bcp.plan.write.divide import SHARE, WriteDivision
 from bcp.plan.write.survey import (
     decode_catalogue,
@@ -170,11 +173,62 @@ def test_damaged_bytes_are_refused(what, damage):
         decode(bad)
 
 
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("width", pa.array([1])),
+        ("width", pa.array([[2.0]])),
+        ("width", None),
+        ("fqn", pa.array([["v", None]])),
+        ("family", pa.array([[0, None]])),
+        ("object_path", pa.array([[1.5]])),
+        ("twice", pa.array([[1]])),
+    ],
+)
+def test_a_catalogue_of_other_columns_is_refused(name, column):
+    good = CatalogueColumns.decode(encode_catalogue(factor(build()).catalogue))
+    with pa.ipc.open_stream(pa.decompress(good.columns, good.nbytes, codec="zstd")) as stream:
+        batch = stream.read_next_batch()
+    columns = {each: batch.column(each) for each in batch.schema.names if each != name}
+    pairs = [*columns.items(), *([] if column is None else [(name, column)] * (1 + (name == "twice")))]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([(each, values.type) for each, values in pairs])) as stream:
+        stream.write_batch(pa.record_batch([values for _, values in pairs], names=[each for each, _ in pairs]))
+    data = sink.getvalue()
+    message = CatalogueColumns(len(data), pa.compress(data, codec="zstd", asbytes=True)).encode()
+    with pytest.raises(MessageError, match="CatalogueColumns of rank 3 cannot be decoded"):
+        decode_catalogue(message, sender=3)
+
+
 def test_an_absurd_size_is_refused_before_memory_is_taken():
     message = CatalogueColumns.decode(encode_catalogue(factor(build()).catalogue))
     for nbytes in (LARGEST + 1, 1 << 60):
         with pytest.raises(MessageError, match="of rank 3 cannot be decoded"):
             decode_catalogue(CatalogueColumns(nbytes, message.columns).encode(), sender=3)
+
+
+def share_of(owned=(0,), units=(1,), row=(0, -1, 0, 12)) -> bytes:
+    numbers = (np.array(each, dtype="<i8").tobytes() for each in (owned, units))
+    return Share(*numbers, np.array([row], dtype=SHARE).tobytes()).encode()
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        *(share_of(owned=[number]) for number in (-1, 1, 1 << 62)),
+        *(share_of(units=[number]) for number in (-1, 3)),
+        *(share_of(row=(slot, -1, 0, 1)) for slot in (-1, 2, (1 << 31) - 1)),
+        *(share_of(row=(0, member, 0, 1)) for member in (-2, 1, (1 << 31) - 1)),
+        *(share_of(row=(0, 0, *interval)) for interval in ((-1, 1), (0, 13), (3, 2), (12, 1 << 62))),
+        *(share_of(row=(1, 0, *interval)) for interval in ((0, 2), (6, 8))),
+    ],
+)
+def test_a_share_of_what_the_rank_does_not_have_is_refused(share):
+    rank = RankTable.of(replace(build(), units=encode_claims([Claim("train", 0, 1, ("a", "b"))])))
+    plan = rank.plan(share_of())
+    assert (plan.objects, plan.units, plan.writes.stop.tolist()) == (OBJECTS, ["train/a"], [12])
+    with pytest.raises(MessageError, match=f"Share of rank 0 cannot be decoded, {len(share)} bytes"):
+        rank.plan(share)
 
 
 def test_rows_that_are_cut_off_are_refused():

@@ -66,6 +66,10 @@ def test_states_of_different_names_are_apart() -> None:
     ("claims", "message"),
     [
         ({0: [claim(0, 2, "a")]}, r"'train' has 2 readers, and no rank is reader 1 \(rank: reader = 0: 0\)"),
+        (
+            {0: [claim(1, 1 << 40, "a")], 2: [claim(5, 1 << 40, "b")]},
+            f"'train' has {1 << 40} readers, .* reader 0, 2, 3, 4, 6 and {(1 << 40) - 7} more .*; 2 ranks have",
+        ),
         ({0: [claim(0, 1, "a")], 1: [claim(0, 2, "a")]}, "rank 1 is one of 2 readers, rank 0 one of 1"),
         ({3: [claim(1, 1, "a")]}, "rank 3 is reader 1 of 1"),
         ({3: [claim(-1, 1, "a")]}, "rank 3 is reader -1 of 1"),

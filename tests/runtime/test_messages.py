@@ -9,6 +9,8 @@ import os
 import pkgutil
 import random
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -79,6 +81,7 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
+from bcp._save.leader import decode_written
 from bcp.coordinators.local import SoloCoordinator
 from bcp.data.worker import Line
 from bcp.errors import BcpError, CheckpointError, MessageError, PeerError
@@ -267,6 +270,50 @@ def test_a_length_that_is_claimed_takes_no_memory(message: Message, claim: bytes
             type(message).decode(bytes(data) + claim)
 
 
+FIRST_DECODES = """
+import importlib, pkgutil, sys
+import bcp, bcp.data, bcp._messages, bcp.plan.units
+from bcp._messages.base import Message, decode_any
+from bcp.errors import MessageError
+
+for module in pkgutil.iter_modules(bcp._messages.__path__):
+    importlib.import_module(f"bcp._messages.{module.name}")
+from bcp._messages.reading import WorkerMessage
+from bcp._messages.running import Absence, Alarm, Departure, Stop
+
+kinds = [*Message.__subclasses__(), WorkerMessage, Alarm | Departure, Stop | Absence]
+outside = []
+
+def seen(frame, event, argument):
+    module = frame.f_globals.get("__name__", "eval")
+    if event == "call" and module != "__main__" and not module.startswith("bcp."):
+        outside.append(f"{module}.{frame.f_code.co_name}")
+
+def first_decode(kind):
+    try:
+        decode_any(kind, "", bytes(1))
+    except MessageError:
+        return
+    raise AssertionError(kind)
+
+claims = bcp.plan.units.decode_claims
+sys.setprofile(seen)
+claims('[["train", 0, 1, []]]')
+for kind in kinds:
+    first_decode(kind)
+sys.setprofile(None)
+print(len(kinds), outside)
+"""
+"""Decodes each message for the first time in its process, and prints the functions outside of bcp that ran."""
+
+
+def test_a_first_decode_runs_no_code_of_msgspec() -> None:
+    done = subprocess.run(  # noqa: S603 -- our own code
+        [sys.executable, "-c", FIRST_DECODES], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{len(set(classes())) + 3} []\n"
+
+
 def test_a_message_of_another_class_is_refused() -> None:
     with pytest.raises(MessageError, match="Stop of rank 7 cannot be decoded"):
         Stop.decode(Standing(1, None).encode(), sender=7)
@@ -276,6 +323,21 @@ def test_one_of_two_classes_is_told_by_its_tag() -> None:
     assert decode_either(Alarm, Departure, Departure(1, 2).encode()) == Departure(1, 2)
     with pytest.raises(MessageError, match="Alarm or Departure of rank 2 cannot be decoded, 3 bytes"):
         decode_either(Alarm, Departure, b"abc", sender=2)
+
+
+def test_no_pattern_lets_a_line_break_pass() -> None:
+    opening = Opening("0123456789abcdef\n", cached=True, found=None, trace="")
+    job = ReaderJob({"job": ArrayPlace(0, (70,), "|u1\n")})
+    for message in (opening, job):
+        with pytest.raises(MessageError, match="matching regex"):
+            type(message).decode(message.encode())
+
+
+def test_a_file_of_no_known_kind_is_refused() -> None:
+    known, unknown = Written(bytes(16), 7, b"\3" + bytes(8)), Written(bytes(16), 7, b"\4" + bytes(8))
+    assert decode_written([known.encode(), known.encode()]) == [known, known]
+    with pytest.raises(MessageError, match="Written of rank 1 cannot be decoded"):
+        decode_written([known.encode(), unknown.encode()])
 
 
 def test_a_text_that_is_no_unicode_is_sent_escaped() -> None:
@@ -349,28 +411,46 @@ def test_a_garbled_contribution_is_refused_on_all_ranks(other: bytes) -> None:
         assert caught.value.of_all_ranks
 
 
+def test_the_last_message_of_a_reader_worker_survives_its_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        Line(ours).send(Consumed())
+        Line(theirs).send(failure := WorkerFailure("a batch", "OSError: gone", "Traceback"))
+        theirs.close()  # the message to it is unread
+        received = Line(ours).receive()
+        assert received is not None
+        assert received.message == failure
+        assert Line(ours).receive() is None
+
+
 @pytest.mark.parametrize(
-    ("file", "packet"),
+    ("file", "packet", "said"),
     [
-        (b"", b"\0" * 16),
-        (b"short", Enclosure(128, 40).encode()),
-        (b"arrays, and no message", Enclosure(8, 14).encode()),
-        (States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(), None),
+        (b"", b"\0" * 16, "Enclosure cannot be decoded, 16 bytes"),
+        (b"short", Enclosure(128, 40).encode(), "with arrays cannot be decoded, 5 bytes"),
+        (b"arrays, and no message", Enclosure(8, 14).encode(), "of a reader worker cannot be decoded, 14 bytes"),
+        (
+            States({"units": ArrayPlace(64, (2, 2), "<i8")}, 1, 1).encode(),
+            None,
+            "an array of 32 bytes begins at byte 64",
+        ),
     ],
 )
-def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None) -> None:
+def test_a_garbled_message_of_a_reader_worker_is_refused(file: bytes, packet: bytes | None, said: str) -> None:
+    batch = next(each for each in EXAMPLES if isinstance(each, Batch))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = os.memfd_create("test")
     try:
         os.write(descriptor, file)
         opened = len([*Path("/proc/self/fd").iterdir()])
         socket.send_fds(theirs, [packet or Enclosure(0, len(file)).encode()], [descriptor])
-        with pytest.raises(MessageError, match="run the same version of bcp"):
+        with pytest.raises(MessageError, match=f"{said}.*run the same version of bcp"):
             Line(ours).receive()
         assert len([*Path("/proc/self/fd").iterdir()]) == opened
-        theirs.send(b"{}")
-        with pytest.raises(MessageError, match="of a reader worker cannot be decoded, 2 bytes"):
-            Line(ours).receive()
+        for bare in (b"{}", batch.encode(), States({}, 2, 7).encode()):
+            theirs.send(bare)
+            with pytest.raises(MessageError, match=f"of a reader worker cannot be decoded, {len(bare)} bytes"):
+                Line(ours).receive()
     finally:
         os.close(descriptor)
         ours.close()

@@ -24,7 +24,7 @@ from left_over import without_recordings
 from servers.nfs import Mount
 
 import bcp
-from bcp._save.leader import check_written, encode_written
+from bcp._save.leader import check_written, decode_written, encode_written
 from bcp.backends import LocalBackend, local, probe
 from bcp.backends import files as shared
 from bcp.coordinators import SoloCoordinator, memory_coordinators
@@ -297,12 +297,12 @@ async def test_a_commit_does_not_believe_a_list(place: Place, tmp_path: Path, la
         nothing = cast("Any", SimpleNamespace(files=[]))
         messages = [encode_written(nothing, bytes(16), 7), encode_written(receipt, bytes(16), 7)]
         for known in (listed, [info for info in listed if info.key != key]):
-            await check_written(late, "path", messages, known, operation, encoded=False)
+            await check_written(late, "path", decode_written(messages), known, operation, encoded=False)
         for wrong in (2 * MIB - 1, 2 * MIB + 1):
             receipt.files[0].stored_nbytes = wrong
             messages[1] = encode_written(receipt, bytes(16), 7)
             with pytest.raises(StorageError, match="not there as they were written"):
-                await check_written(late, "path", messages, listed, operation, encoded=False)
+                await check_written(late, "path", decode_written(messages), listed, operation, encoded=False)
 
 
 # -- handles that are stale ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from saved import Piece, meta, save
 
 import bcp
@@ -18,6 +19,7 @@ from bcp import backends
 from bcp._agree import collective_operation
 from bcp._load.reads import plan_reads
 from bcp._load.targets import LoadRequest
+from bcp._messages.planning import LoadAnswer
 from bcp.coordinators import memory_coordinators
 from bcp.errors import BcpError, FqnMismatchError, MessageError, PeerError, ShapeMismatchError
 from bcp.format.metadata import Commit, Metadata
@@ -115,7 +117,9 @@ async def planned(
     async def run(rank: int) -> None:
         try:
             async with collective_operation(Seat(room, rank)) as agreement:  # type: ignore[arg-type]  # one verb is enough
-                _, found[rank] = await plan_reads(agreement, rank, asks[rank], METADATA, LoadOptions(**options))
+                _, found[rank] = await plan_reads(
+                    agreement, rank, asks[rank], METADATA, LoadOptions(**options), world_size=len(asks)
+                )
         except BcpError as error:
             found[rank] = error
 
@@ -176,6 +180,16 @@ async def test_damaged_messages_are_refused(damage: Message) -> None:
     first, second = await planned([wanted(WIDE, *PAIR)] * 2, answered=damage, strict=False)
     assert not isinstance(first, BcpError)
     assert isinstance(second, MessageError)
+
+
+@pytest.mark.anyio
+async def test_an_answer_for_another_number_of_ranks_is_refused() -> None:
+    def for_more(data: bytes) -> bytes:
+        return structs.replace(LoadAnswer.decode(data), world_size=1 << 62).encode()
+
+    _, second = await planned([wanted(WIDE)] * 2, answered=for_more, strict=False)
+    assert isinstance(second, MessageError)
+    assert f"it is for {1 << 62} ranks, the job has 2" in str(second)
 
 
 @pytest.mark.anyio

@@ -388,7 +388,7 @@ class Server:
             self._lost(link.rank, connection, reason)
 
     async def _proved(self, context: Any, said: Mapping[str, str]) -> bytes:
-        """Let a child prove that it knows the job's token; return this rank's proof, and its own metadata."""
+        """Let a child prove that it knows the job's token; return this rank's proof and its :class:`Introduction`."""
         if "bcp-nonce" not in said:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing")
         challenge = secrets.token_hex(16)

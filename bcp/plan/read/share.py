@@ -262,8 +262,11 @@ class _DisjointSets:
         return np.append(self.first[1:], len(self.owner)) - 1
 
     def before(self, values: Floats) -> Floats:
-        """Add up the values of the members of the same set that come before each."""
-        total = np.cumsum(values) - values
+        """Add up the values of the members of the same set that come before each.
+
+        Values of at least 0 give sums that do not fall. With ``np.cumsum(values) - values`` they would, by rounding.
+        """
+        total = np.append(0.0, np.cumsum(values[:-1]))
         return np.asarray(total - total[self.first][self.owner])
 
     def pour(self, load: Floats, speed: Floats, give: Floats) -> Floats:
@@ -381,14 +384,17 @@ class SharedReads:
             raise refused("SharedRuns", data, error, sender=0) from error
         first = np.cumsum(step, dtype=line.word).astype(np.int64)  # differences wrap around, and so does their sum
         line.check(run := np.stack((first, first + length), axis=1))
+        order = np.argsort(first)
         sound = (
             (parts >= 1).all() and (parts <= length).all() and (np.diff(reader) >= 0).all(),
             (size >= 1).all() and size.sum() == members and group.max(initial=-1) < groups,
             max(reader.max(initial=0), rank.max(initial=0)) < world_size,
+            (run[order[1:], 0] >= run[order[:-1], 1]).all(),  # no block is read twice
         )
-        if not all(sound):
+        sets = RankSets(begins(size), rank)
+        if not all(sound) or not np.isin(group * world_size + reader, sets.owner * world_size + rank).all():
             raise MessageError(f"rank 0 says of {count} stretches who reads them, and contradicts itself; {VERSIONS}")
-        return cls(run, parts, reader, group, RankSets(begins(size), rank))
+        return cls(run, parts, reader, group, sets)
 
 
 def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:

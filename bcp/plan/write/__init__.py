@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bcp._messages.base import refused
+from bcp.plan.columns import within
 from bcp.plan.layout import Layout
 from bcp.plan.shards import ShardTable
 from bcp.plan.units import claimed_paths, decode_claims
-from bcp.plan.write.divide import WriteDivision, Writes, divide_writes, expand
+from bcp.plan.write.divide import WriteDivision, Writes, divide_writes, expand, holds
 from bcp.plan.write.survey import (
     EncodedTable,
     Survey,
@@ -76,11 +78,14 @@ class RankTable:
             share: rank 0's answer, one of :func:`~bcp.plan.write.survey.encode_shares`.
 
         Raises:
-            MessageError: the bytes are no share.
+            MessageError: the bytes are no share, or it names what the rank does not have.
 
         """
         answer = decode_share(share)
         paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]
+        owned = within(answer.owned, len(self.table.objects)) and within(answer.units, len(paths))
+        if not (owned and holds(self.table, self.factored, answer.rows)):
+            raise refused("Share", share, "it names objects, units or intervals that this rank does not have", 0)
         return RankPlan(
             expand(self.table, self.factored, answer.rows),
             [self.table.objects[row] for row in answer.owned.tolist()],

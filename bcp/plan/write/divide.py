@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.columns import Ints, grouped, runs
+from bcp.plan.columns import Ints, grouped, runs, within
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.plan.units import claimed_paths, divide_units
@@ -30,6 +30,7 @@ __all__ = [
     "Writes",
     "divide_writes",
     "expand",
+    "holds",
     "split",
     "worst_fit",
 ]
@@ -505,6 +506,18 @@ class Writes:
 
     def __len__(self) -> int:
         return len(self.row)
+
+
+def holds(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.void]) -> bool:
+    """Return whether all intervals of a share lie in shards of the rank. Arguments as in :func:`expand`."""
+    slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
+    if not within(slot, len(factored.row_begin) - 1):
+        return False
+    first = factored.row_begin[slot]
+    if ((member < -1) | (member >= factored.row_begin[slot + 1] - first)).any():
+        return False
+    row, start, stop = factored.rows[first + np.maximum(member, 0)], share["start"], share["stop"]
+    return bool(((table.start[row] <= start) & (start <= stop) & (stop <= table.stop[row])).all())
 
 
 def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.void]) -> Writes:

@@ -238,6 +238,9 @@ def _list(column: Column) -> pa.Array:
     return pa.ListArray.from_arrays(arrow_array([0, len(values)], pa.int32()), values)
 
 
+_TYPES = (pa.int64(), pa.string())
+
+
 def _decode(data: bytes, sender: int | None) -> dict[str, Any]:
     """Read the columns of :func:`_encode`: numbers as int64 arrays, texts as lists."""
     message = CatalogueColumns.decode(data, sender)
@@ -245,9 +248,11 @@ def _decode(data: bytes, sender: int | None) -> dict[str, Any]:
         with pa.ipc.open_stream(pa.decompress(message.columns, message.nbytes, codec="zstd")) as stream:
             batch = stream.read_next_batch()
             batch.validate(full=True)
-    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
-        raise refused("CatalogueColumns", data, error, sender) from error
-    columns = {name: batch.column(name).values for name in batch.schema.names}
+        columns = {name: batch.column(name).values for name in batch.schema.names}
+    except (pa.ArrowException, OSError, StopIteration, ValueError, KeyError, AttributeError) as error:
+        raise refused("CatalogueColumns", data, repr(error), sender) from error
+    if any(values.null_count or values.type not in _TYPES for values in columns.values()):
+        raise refused("CatalogueColumns", data, "a column has neither numbers nor texts, or lacks some", sender)
     return {
         name: numbers_of(values) if pa.types.is_int64(values.type) else values.to_pylist()
         for name, values in columns.items()
