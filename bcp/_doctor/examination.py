@@ -179,7 +179,7 @@ async def _judge(job: Job, meeting: Meeting, times: Times, report: Report, shelf
     posted, spoiled = await meeting.board.readable(times.reported, RankReport, ranks)
     for error in spoiled.values():
         _lost(report, error)
-    unheard = [rank for rank in ranks if rank not in posted]
+    unheard = [rank for rank in ranks if rank not in posted and rank not in spoiled]
     if shelf is not None and unheard:
         await tidied(shelf, meeting, unheard, left(times.judged) / 2)
     result = screen(job, [report, *(Report.of(posted[rank]) for rank in sorted(posted))])

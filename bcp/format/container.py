@@ -425,7 +425,8 @@ def fixed_bytes(table: pa.RecordBatch, column: str) -> bytes:
 def grid(table: pa.RecordBatch, column: str) -> Ints:
     """Return a :data:`GRID` column as an int64 matrix."""
     array = table.column(column)
-    return numbers_of(array.flatten()).astype(np.int64).reshape(len(array), array.type.list_size)
+    flat = np.asarray(numbers_of(array.flatten()), dtype=np.int64)
+    return flat.reshape(len(array), array.type.list_size)
 
 
 def counted(counts: Ints, rows: int, what: str) -> Ints:

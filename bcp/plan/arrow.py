@@ -1,7 +1,7 @@
 """From numpy arrays and lists to Arrow arrays and back, by their buffers and without pandas.
 
 ``pyarrow.array``, ``pyarrow.scalar`` and ``to_numpy`` import pandas wherever it is installed. In the first save that
-import takes 0.5 s. A process that is forked meanwhile inherits the lock of a module that nobody goes on to import, and
+import takes 0.2 s. A process that is forked meanwhile inherits the lock of a module that nobody goes on to import, and
 waits for it for ever in its own first save.
 """
 
@@ -21,10 +21,12 @@ def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
     """Return an array without missing values, the same as ``pyarrow.array(values, kind)``.
 
     Args:
-        values: a numpy array or Python numbers; strings; lists of strings; bytes, or a numpy array of dtype ``V``.
+        values: n elements in one dimension. Numbers are a numpy array, which is cast unchecked, or Python numbers. The
+            others are strings, lists of strings, bytes, or a numpy array of dtype ``V``.
         kind: accordingly an integer or float type, ``string()``, ``list_(string())`` or ``binary(length)``.
 
     Raises:
+        OverflowError: a Python number does not fit into ``kind``.
         TypeError: an element is no string or no number.
         ValueError: an element is not as long as ``kind`` says, or all together take more than one array holds: 2 GiB.
 
@@ -45,7 +47,7 @@ def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def numbers_of(array: pa.Array) -> npt.NDArray[Any]:
-    """Return the integers or floats of an array without missing values, as a read-only view of its memory."""
+    """Return the n integers or floats of an array without missing values, as a read-only view of its memory."""
     kind = np.dtype(array.type.to_pandas_dtype())
     memory = array.buffers()[1] if len(array) else b""
     found = np.frombuffer(memory, kind, len(array), array.offset * kind.itemsize if len(array) else 0)

@@ -155,7 +155,10 @@ class Keeper:
         """
         ledger = self._folder.ledger
         if ledger is not None and any(entry.step == step and entry.trust == "verified" for entry in ledger.entries):
-            await self.change(lambda ledger: ledger.marked(step, "unknown"))
+            try:
+                await self.change(lambda ledger: ledger.marked(step, "unknown"))
+            except StorageError as error:  # the save goes on: other ranks have begun it
+                log.warning("step %d, which is saved again, is still marked as verified", step, error=repr(error))
 
     async def _unfinished(self) -> Sequence[Unfinished] | None:
         """List interrupted writes of the ledger; None if storage fails: retention needs none of it."""

@@ -269,8 +269,7 @@ class Run:
         yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
-        if self._keeper is not None:
-            yield partial(self._keeper.doubt, step)
+        yield from self._doubt(step)
         background = self._saves.begin(step, self._call(step, self._save_options))
         try:
             yield background.astarted
@@ -281,6 +280,7 @@ class Run:
     def _hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
         yield from self._replace_standby(step)
+        yield from self._doubt(step)
         options = self._standby.options(self._save_options)
         yield self._standby.begin(step, self._call(step, options), self._saves).astarted
 
@@ -301,11 +301,19 @@ class Run:
 
         A checkpoint that was passed over at the resumption is replaced.
         """
-        replaces = any(step == other.step for other in self.resumed.passed_over)
-        options = replace(options, step=step, overwrite=options.overwrite or replaces)
+        options = replace(options, step=step, overwrite=options.overwrite or self._replaces(step))
         path = f"{self._url}/{step_name(step)}"
         states = self._states.now()
         return save_call(path, states, self._framework, None, options, self._given, background=True)
+
+    def _replaces(self, step: int) -> bool:
+        """Return whether a save of this step takes the place of a checkpoint that was passed over."""
+        return any(step == other.step for other in self.resumed.passed_over)
+
+    def _doubt(self, step: int) -> Body[None]:
+        """Take back the mark of a checkpoint that is about to be replaced."""
+        if self._keeper is not None and self._replaces(step):
+            yield partial(self._keeper.doubt, step)
 
     def _moment(self, ahead: int) -> Moment:
         """Return the input of a policy, so many steps from now."""

@@ -292,11 +292,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         known = fires = math.inf
-        while (left := fires - time.monotonic()) > 0:
-            if self._step_ended.wait(min(left, LOOK_SECONDS)):
-                return
+        while time.monotonic() < fires:
             told, now = self._deadline(), time.monotonic()
             if told is not None and told < known:
                 known, fires = told, told - max(RESERVE * (told - now), 2 * self._needed)
+            if self._step_ended.wait(min(max(0.0, fires - now), LOOK_SECONDS)):
+                return
         if self._release():
             log.warning("no step has ended since the stop signal: the standby snapshot is written")

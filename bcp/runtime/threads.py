@@ -135,7 +135,7 @@ async def in_pool(
     """
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
-    await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)), interrupt)
+    await _ended(_submit(pool.submit, _boxed(box, function, *args)), interrupt)
     return _taken(box)
 
 
@@ -144,20 +144,9 @@ async def in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
 
     The end of the process does not wait for it. The call must use no buffer of the caller's.
     """
-    job = Future[T]()
-
-    def run() -> None:
-        if not job.set_running_or_notify_cancel():
-            return
-        try:
-            result = function(*args)
-        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
-            job.set_exception(error)
-        else:
-            job.set_result(result)
-
-    threading.Thread(target=run, name="bcp-daemon", daemon=True).start()
-    return await asyncio.wrap_future(job)
+    box: list[Outcome[T]] = []
+    await asyncio.wrap_future(_submit(_start_daemon, _boxed(box, function, *args)))
+    return _taken(box)
 
 
 async def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
@@ -231,8 +220,17 @@ def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
         box.append((None, error))
 
 
-def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
-    """Give the call to a thread. If none can be had, it is never made: the pool itself would keep it for later."""
+def _boxed(box: list[Outcome[T]], function: Callable[[*Ts], T], *args: *Ts) -> Callable[[], None]:
+    """Return a call that puts the outcome into the box; it sees the caller's context variables."""
+    return partial(copy_context().run, _call, partial(function, *args), box)
+
+
+def _start_daemon(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="bcp-daemon", daemon=True).start()
+
+
+def _submit(start: Callable[[Callable[[], None]], object], call: Callable[[], None]) -> Future[None]:
+    """Give the call to a thread. If none can be had, it is never made: a pool itself would keep it for later."""
     job = Future[None]()
 
     def run() -> None:
@@ -241,7 +239,7 @@ def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
             job.set_result(None)
 
     try:
-        pool.submit(run)
+        start(run)
     except RuntimeError:
         if job.cancel():
             raise

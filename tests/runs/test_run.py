@@ -555,15 +555,20 @@ def test_a_stop_signal_may_come_while_a_step_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "then"), [(None, 0.2), (3600.0, 0.2)])
 def test_the_watchdog_follows_the_soonest_deadline(first: float | None, then: float) -> None:
-    released, deadlines = threading.Event(), [first]
+    released, looked, deadlines = threading.Event(), threading.Event(), [first]
 
     def release() -> bool:
         released.set()
         return True
 
+    def deadline() -> float | None:
+        looked.set()
+        return None if deadlines[-1] is None else began + deadlines[-1]
+
     began = time.monotonic()
-    watchdog = Watchdog(release, lambda: None if deadlines[-1] is None else began + deadlines[-1], 0.0)
-    assert not released.wait(0.5)
+    watchdog = Watchdog(release, deadline, 0.0)
+    assert looked.wait(60)
+    assert not released.is_set()
     deadlines.append(then)
     assert released.wait(60)
     watchdog.step_ended()
