@@ -1,6 +1,6 @@
 """Spares calls that make many objects, and soon let go of them, Python's garbage collection.
 
-Calls in other threads, which may give way to other work. None but those of :func:`in_daemon_thread` is left alone.
+Calls in other threads, which are never left alone, and may give way to other work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from bcp.runtime.process import in_forked_child, process_lock
 __all__ = [
     "collect_failure_garbage",
     "gc_paused",
-    "in_daemon_thread",
     "in_pool",
     "in_thread",
     "in_thread_even_if_cancelled",
@@ -135,17 +134,7 @@ async def in_pool(
     """
     # Not the job's own result: asyncio ties job and awaitable into a cycle, which would keep large results alive.
     box: list[Outcome[T]] = []
-    await _ended(_submit(pool.submit, _boxed(box, function, *args)), interrupt)
-    return _taken(box)
-
-
-async def in_daemon_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Run a blocking call, which may never return, in a thread of its own; when cancelled, leave it alone.
-
-    The end of the process does not wait for it. The call must use no buffer of the caller's.
-    """
-    box: list[Outcome[T]] = []
-    await asyncio.wrap_future(_submit(_start_daemon, _boxed(box, function, *args)))
+    await _ended(_submit(pool, partial(copy_context().run, _call, partial(function, *args), box)), interrupt)
     return _taken(box)
 
 
@@ -220,17 +209,8 @@ def _call(function: Callable[[], T], box: list[Outcome[T]]) -> None:
         box.append((None, error))
 
 
-def _boxed(box: list[Outcome[T]], function: Callable[[*Ts], T], *args: *Ts) -> Callable[[], None]:
-    """Return a call that puts the outcome into the box; it sees the caller's context variables."""
-    return partial(copy_context().run, _call, partial(function, *args), box)
-
-
-def _start_daemon(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name="bcp-daemon", daemon=True).start()
-
-
-def _submit(start: Callable[[Callable[[], None]], object], call: Callable[[], None]) -> Future[None]:
-    """Give the call to a thread. If none can be had, it is never made: a pool itself would keep it for later."""
+def _submit(pool: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
+    """Give the call to a thread. If none can be had, it is never made: the pool itself would keep it for later."""
     job = Future[None]()
 
     def run() -> None:
@@ -239,7 +219,7 @@ def _submit(start: Callable[[Callable[[], None]], object], call: Callable[[], No
             job.set_result(None)
 
     try:
-        start(run)
+        pool.submit(run)
     except RuntimeError:
         if job.cancel():
             raise

@@ -6,9 +6,11 @@ import errno
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
+from anyio import to_thread
 
 from bcp.backends.hdfs.cluster import Cluster, FileState, NameNodes, ServiceAbsentError, user_name
 from bcp.backends.hdfs.faults import HdfsError, hdfs_errors
@@ -18,7 +20,7 @@ from bcp.backends.keys import scatter
 from bcp.backends.objects.session import PerLoop
 from bcp.errors import InputError
 from bcp.protocols import flat_view
-from bcp.runtime.threads import in_daemon_thread, on_loop
+from bcp.runtime.threads import on_loop
 
 __all__ = [
     "BLOCK_BYTES",
@@ -126,8 +128,8 @@ class Stream:
 
     Its blocking calls run in threads. A coroutine of hdfs-native 0.14 that writes can freeze the whole process: it
     waits for a lock with the GIL held, while the thread that has the lock waits for the GIL to wake the coroutine. It
-    happened as DataNodes died. A call that takes too long is left alone in its thread. It may never end, and the end of
-    the process does not wait for it.
+    happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on for long, and the end
+    of the process waits for it, unless the event loop runs in a daemon thread, as bcp's own does.
     """
 
     def __init__(self, hdfs: Hdfs, path: str, writer: Any, threads: anyio.CapacityLimiter) -> None:
@@ -148,8 +150,8 @@ class Stream:
         await self._call(f"closing {self._path}", self._writer.close)
 
     async def _call(self, what: str, function: Callable[..., object], *args: bytes) -> None:
-        async with self._hdfs.request(what), self._threads:
-            await in_daemon_thread(function, *args)
+        async with self._hdfs.request(what):
+            await to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._threads)
 
 
 class Hdfs:
@@ -187,8 +189,9 @@ class Hdfs:
             overwrite=True,
             create_parent=create_parent,
         )
-        async with self.request(f"creating {path}"), session.writes:
-            writer = await in_daemon_thread(session.writing.create, path, options)
+        async with self.request(f"creating {path}"):
+            create = partial(session.writing.create, path, options)
+            writer = await to_thread.run_sync(create, abandon_on_cancel=True, limiter=session.writes)
         return Stream(self, path, writer, session.writes)
 
     async def write(self, path: str, data: memoryview, *, create_parent: bool) -> None:
