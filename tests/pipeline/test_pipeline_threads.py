@@ -6,8 +6,6 @@ import ctypes
 import gc
 import os
 import platform
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -301,29 +299,3 @@ def test_more_threads_than_anyio_gives_and_none_left_when_the_loop_is_gone() -> 
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
     assert set(threading.enumerate()) <= before
-
-
-STUCK = """\
-import asyncio, threading
-from bcp.runtime.threads import in_daemon_thread
-
-async def main():
-    assert await in_daemon_thread(int, "7") == 7
-    try:
-        await in_daemon_thread(int, "seven")
-    except ValueError as error:
-        print(error)
-    try:
-        async with asyncio.timeout(0.1):
-            await in_daemon_thread(threading.Event().wait)
-    except TimeoutError:
-        print("left alone")
-
-asyncio.run(main())
-"""
-
-
-def test_a_process_ends_although_a_daemon_thread_does_not() -> None:
-    command = [sys.executable, "-c", STUCK]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603 -- our own code
-    assert done.stdout.splitlines() == ["invalid literal for int() with base 10: 'seven'", "left alone"]

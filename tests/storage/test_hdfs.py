@@ -222,11 +222,11 @@ async def test_large_data_does_not_pass_the_callers_event_loop(url: str, threads
     data = Random(7).randbytes(20 * MIB)  # noqa: S311 -- no secret
     await upload(backend, "large", data, 10 * MIB, {})
     assert bytes(await backend.get("large")) == data
-    assert threads == {"read_range": {"bcp-hdfs"}, "write": {"bcp-daemon"}}
+    assert threads == {"read_range": {"bcp-hdfs"}, "write": {"AnyIO worker thread"}}
     await backend.put("small", b"1")
     await backend.get("small")
     here = threading.current_thread().name
-    assert threads == {"read_range": {"bcp-hdfs", here}, "write": {"bcp-daemon"}}
+    assert threads == {"read_range": {"bcp-hdfs", here}, "write": {"AnyIO worker thread"}}
 
 
 async def test_a_write_that_hangs_in_hdfs_native_ends_at_its_deadline_and_holds_up_no_thread(

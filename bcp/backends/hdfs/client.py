@@ -128,8 +128,8 @@ class Stream:
 
     Its blocking calls run in threads. A coroutine of hdfs-native 0.14 that writes can freeze the whole process: it
     waits for a lock with the GIL held, while the thread that has the lock waits for the GIL to wake the coroutine. It
-    happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on for long, and the end
-    of the process waits for it, unless the event loop runs in a daemon thread, as bcp's own does.
+    happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on
+    for long.
     """
 
     def __init__(self, hdfs: Hdfs, path: str, writer: Any, threads: anyio.CapacityLimiter) -> None:
