@@ -28,7 +28,7 @@ from google.auth.exceptions import TransportError
 from requests.exceptions import ConnectionError as NoConnectionError
 from yarl import URL
 
-from bcp.backends.objects.session import PerLoop
+from bcp.backends.objects.session import PerLoop, drop_connection
 from bcp.backends.objects.store import ConditionError, RequestError
 from bcp.protocols import Version
 from bcp.runtime.threads import in_thread
@@ -336,7 +336,7 @@ class _Body(aiohttp.Payload):
         """Abort the connection. An orderly close would first send the rest of the buffer that the transport has."""
         transport = getattr(self._writer, "transport", None)
         if transport is not None:
-            transport.abort()
+            drop_connection(transport)
 
 
 def _drop(body: _Body | None) -> None:

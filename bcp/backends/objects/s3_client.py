@@ -5,13 +5,14 @@ Errors of S3, as :class:`~bcp.backends.objects.RequestError`, without secrets.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import botocore.exceptions as boto
@@ -21,6 +22,7 @@ from botocore import UNSIGNED
 from botocore.loaders import Loader, create_loader
 from botocore.parsers import ResponseParserError
 
+from bcp.backends.objects.session import drop_connection
 from bcp.backends.objects.store import RequestError
 from bcp.errors import InputError
 from bcp.protocols import Version
@@ -267,10 +269,6 @@ def _take(client: dict[str, Any], name: str, value: Any) -> None:
 # -- data of a request ------------------------------------------------------------------------
 
 
-class _Transport(Protocol):
-    def abort(self) -> None: ...
-
-
 class Sending:
     """The data of one request, written from the caller's buffer; aiobotocore itself would copy it.
 
@@ -285,7 +283,7 @@ class Sending:
         self.is_written = False
         self.times = 0
         self._is_stopped = False
-        self._transports: list[_Transport] = []
+        self._transports: list[asyncio.WriteTransport] = []
 
     async def write(self, writer: Any) -> None:
         """Write the data to a connection of aiohttp, in slices."""
@@ -302,7 +300,7 @@ class Sending:
         """Let go of the buffer: drop connections that may still have some of it to send."""
         self._is_stopped = True
         for transport in self._transports:
-            transport.abort()
+            drop_connection(transport)
 
 
 class _Body(aiohttp.payload.Payload):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
-__all__ = ["PerLoop"]
+__all__ = ["PerLoop", "drop_connection"]
 
 S = TypeVar("S")
 _Sessions = WeakKeyDictionary[asyncio.AbstractEventLoop, "asyncio.Future[_Living[S]]"]
@@ -18,6 +18,16 @@ _inherited: list[object] = []
 """Sessions of a parent process. To close them, or to drop them, would talk over its connections."""
 
 _closing: set[asyncio.Task[None]] = set()
+
+
+def drop_connection(transport: asyncio.WriteTransport) -> None:
+    """Abort a connection, so that it sends and keeps nothing of its buffer any more.
+
+    One that has closed already is left alone: ``abort`` of asyncio fails on a transport that closed after it had sent
+    the rest of its buffer.
+    """
+    if transport.get_write_buffer_size() or not transport.is_closing():
+        transport.abort()
 
 
 class PerLoop(Generic[S]):
