@@ -69,9 +69,10 @@ def a_part_that_fails_behind_queued_copies(path: Path, scale: Scale) -> None:
 
 
 def a_load_without_device_memory(path: Path, scale: Scale) -> None:
-    wanted = {f"x{n}": torch.arange(scale.numel, dtype=torch.float32).view(-1, 500).t() for n in range(2)}
+    rows = scale.numel // 500
+    wanted = {f"x{n}": torch.arange(rows * 500, dtype=torch.float32).view(rows, 500).t() for n in range(2)}
     bcp.save(path, {"model": wanted})
-    found = {name: torch.zeros(scale.numel // 500, 500, device="cuda").t() for name in wanted}
+    found = {name: torch.zeros(rows, 500, device="cuda").t() for name in wanted}
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     with no_room(), pytest.raises(bcp.BcpError, match="out of memory"):
