@@ -30,6 +30,7 @@ __all__ = [
     "in_thread",
     "in_thread_even_if_cancelled",
     "in_thread_gc_paused",
+    "in_thread_of_few",
     "low_priority_threads",
     "on_loop",
     "thread_count",
@@ -50,7 +51,7 @@ _AS_THE_PROCESS: Priority = (0, 0)
 _CLASSES = {"best-effort": 2 << 13, "idle": 3 << 13}
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
-_pools: RunVar[dict[Priority, ThreadPoolExecutor]] = RunVar("bcp thread pools")
+_pools: RunVar[dict[tuple[Priority, int], ThreadPoolExecutor]] = RunVar("bcp thread pools")
 _priority: ContextVar[Priority] = ContextVar("bcp thread priority", default=_AS_THE_PROCESS)
 
 
@@ -101,6 +102,15 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts) -> T:
     by asyncio itself: ``asyncio.timeout``, ``wait_for``, ``Task.cancel``, Ctrl-C under ``asyncio.run``.
     """
     return await in_pool(_threads(), function, *args)
+
+
+async def in_thread_of_few(count: int, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Do the same in one of at most ``count`` threads, which run nothing else.
+
+    Calls of a device are quick in a thread that has just made some: 0.05 instead of 0.5 ms (H200, 16 cores). The other
+    threads take turns, and become many.
+    """
+    return await in_pool(_threads(count), function, *args)
 
 
 async def in_thread_even_if_cancelled(function: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -172,7 +182,7 @@ def thread_count() -> int:
     return sum(thread.name.startswith("bcp-") for thread in threading.enumerate())
 
 
-def _threads() -> ThreadPoolExecutor:
+def _threads(count: int = MAX_THREADS) -> ThreadPoolExecutor:
     """Return the running event loop's thread pool of the current priority. Its threads end when the loop is gone.
 
     There is one for each priority, because without privileges a thread cannot raise its own again.
@@ -181,10 +191,10 @@ def _threads() -> ThreadPoolExecutor:
     if pools is None:
         pools = {}
         _pools.set(pools)
-    priority = _priority.get()
-    if priority not in pools:
-        pools[priority] = ThreadPoolExecutor(MAX_THREADS, "bcp-worker", _give_way, priority)
-    return pools[priority]
+    key = priority, _ = _priority.get(), count
+    if key not in pools:
+        pools[key] = ThreadPoolExecutor(count, "bcp-worker", _give_way, priority)
+    return pools[key]
 
 
 def _give_way(nice: int, io: int) -> None:

@@ -6,25 +6,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import ne
 
-import numpy as np
 import torch
 
 from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
-from bcp.plan.write.files import PartInterval
 from bcp.runtime.device import SMALL_BYTES, Fence, accelerators, on_side_stream
 from bcp.stages.items import WriteItem
-from bcp.stages.memcpy import INTEGER, flat_to_bytes, move, row_of, typed
+from bcp.stages.memcpy import flat_to_bytes, move, typed
 
 __all__ = ["gather"]
 
 _TOGETHER_BYTES = 1 << 22
 """Most bytes of small tensors in one transfer: what they are gathered in is free device memory."""
 
-_ALIGNED = 16  # bytes of the largest element
-
-Copy = tuple[torch.Tensor, PartInterval]
-"""The live memory of a row, and what of it goes where."""
+Copy = tuple[torch.Tensor, int, int, int]
+"""The live memory of a row, its first and last element that go into the part, and the byte of the part to go to."""
 
 
 def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
@@ -33,28 +29,29 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
     Memory of a device is copied by its copy engine, on bcp's own stream, after the fence.
     """
     plain = item.address[item.part.columns[0]] > 0
-    _check_in_place(item, item.part.columns[0][plain])
+    if plain.any():
+        _check_in_place(item, item.part.columns[0][plain])
     if plain.all():
         _move(item, item.part.columns, buffer)
         return
-    others = (item.part.spans[number] for number in np.flatnonzero(~plain).tolist())
-    rest = [(item.tensors[span.row], span) for span in others]
-    with torch.no_grad(), on_side_stream(accelerators([tensor for tensor, _ in rest]), fence):
+    rows, start, stop, at = item.part.columns[:, ~plain]
+    first = item.table.start[rows]
+    tensors = [item.tensors[row] for row in rows.tolist()]
+    rest = list(zip(tensors, (start - first).tolist(), (stop - first).tolist(), at.tolist(), strict=True))
+    with torch.no_grad(), on_side_stream(accelerators(tensors), fence):
         for run in _runs(rest):
-            if len(run) > 1:
-                _together(run, item, buffer)
-            else:
-                _alone(*run[0], item, buffer)
-        _move(item, item.part.columns[:, plain], buffer)  # while the device copies
+            _together(run, buffer)
+        if plain.any():
+            _move(item, item.part.columns[:, plain], buffer)  # while the device copies
 
 
 def host_copies(tensors: Sequence[torch.Tensor], fence: Fence) -> list[torch.Tensor]:
     """Return copies in host memory, with the strides of their tensors; small ones of a device come in one transfer."""
     copies: dict[int, torch.Tensor] = {}
-    small = defaultdict[torch.device, list[int]](list)
+    small = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
     for at, tensor in enumerate(tensors):
         if not tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes < SMALL_BYTES:
-            small[tensor.device].append(at)
+            small[tensor.device, tensor.dtype].append(at)
     with torch.no_grad(), on_side_stream(accelerators(tensors), fence):
         for rows in small.values():
             copies |= zip(rows, _copies([tensors[at] for at in rows]), strict=True)
@@ -64,13 +61,11 @@ def host_copies(tensors: Sequence[torch.Tensor], fence: Fence) -> list[torch.Ten
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Copy contiguous tensors of one device by one transfer."""
-    sources = [row_of(tensor.detach()) for tensor in tensors]
-    ends = np.cumsum([-(-source.nbytes // _ALIGNED) * _ALIGNED for source in sources])
-    starts = [0, *ends[:-1].tolist()]
-    here = _gathered(sources, starts, int(ends[-1])).to("cpu")
-    for tensor, at in zip(tensors, starts, strict=True):
+    """Copy contiguous tensors of one device and dtype by one transfer."""
+    here, at = _packed(tensors).to("cpu"), 0
+    for tensor in tensors:
         yield typed(here, at, tuple(tensor.shape), tensor.dtype)
+        at += tensor.nbytes
 
 
 def _check_in_place(item: WriteItem, rows: Ints) -> None:
@@ -96,61 +91,33 @@ def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
 
 
 def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-    """Group small neighbours on one device; all others stay alone."""
-    begin, where, end = 0, None, -1
-    for index, (tensor, span) in enumerate(copies):
-        nbytes = (span.stop - span.start) * tensor.element_size()
-        small = nbytes < SMALL_BYTES and tensor.is_contiguous() and not tensor.is_cpu
+    """Group whole, small, neighbouring tensors of one device; all others stay alone."""
+    begin, kind, end = 0, None, -1
+    for index, (tensor, start, stop, at) in enumerate(copies):
+        nbytes = (stop - start) * tensor.itemsize
+        small = nbytes < SMALL_BYTES and not tensor.is_cpu and stop - start == tensor.numel() and tensor.is_contiguous()
         own = tensor.device if small else None
-        full = index > begin and span.at + nbytes - copies[begin][1].at > _TOGETHER_BYTES
-        if index and (own is None or own != where or span.at != end or full):
+        if index and (own is None or own != kind or at != end or at + nbytes - copies[begin][3] > _TOGETHER_BYTES):
             yield copies[begin:index]
             begin = index
-        where, end = own, span.at + nbytes
+        kind, end = own, at + nbytes
     yield copies[begin:]
 
 
-def _together(run: Sequence[Copy], item: WriteItem, buffer: torch.Tensor) -> None:
+def _together(run: Sequence[Copy], buffer: torch.Tensor) -> None:
     """Copy neighbours in the buffer by one transfer, if the device has room to gather them."""
-    sources = [_flat(tensor, span, item) for tensor, span in run]
-    begin, nbytes = run[0][1].at, sum(source.nbytes for source in sources)
-    try:
-        there = _gathered(sources, [span.at - begin for _, span in run], nbytes)
-    except torch.OutOfMemoryError:
-        for tensor, span in run:
-            _alone(tensor, span, item, buffer)
-    else:
-        buffer[begin : begin + nbytes].copy_(there, non_blocking=True)
+    if len(run) > 1:
+        try:
+            there = _packed([tensor for tensor, *_ in run])
+        except torch.OutOfMemoryError:
+            pass
+        else:
+            buffer[run[0][3] :][: there.numel()].copy_(there, non_blocking=True)
+            return
+    for tensor, start, stop, at in run:
+        flat_to_bytes(tensor.detach(), start, stop, buffer[at : at + (stop - start) * tensor.itemsize])
 
 
-def _gathered(sources: Sequence[torch.Tensor], starts: Sequence[int], nbytes: int) -> torch.Tensor:
-    """Gather rows of one device in uint8 memory of that device, from these bytes on.
-
-    20,000 tensors would be as many transfers.
-    """
-    there = torch.empty(nbytes, dtype=torch.uint8, device=sources[0].device)
-    pairs = defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]](list)
-    for source, at in zip(sources, starts, strict=True):
-        size = source.element_size()
-        size = size if size in INTEGER and at % size == 0 else 1
-        pairs[size].append((there[at : at + source.nbytes].view(INTEGER[size]), source.view(INTEGER[size])))
-    for each in pairs.values():  # few kernels for tensors of one dtype
-        torch._foreach_copy_([target for target, _ in each], [source for _, source in each])
-    return there
-
-
-def _flat(tensor: torch.Tensor, span: PartInterval, item: WriteItem) -> torch.Tensor:
-    return row_of(tensor)[_inside(span, item)]
-
-
-def _alone(tensor: torch.Tensor, span: PartInterval, item: WriteItem, buffer: torch.Tensor) -> None:
-    """Make one copy."""
-    inside = _inside(span, item)
-    out = buffer[span.at : span.at + (inside.stop - inside.start) * tensor.element_size()]
-    flat_to_bytes(tensor.detach(), inside.start, inside.stop, out)
-
-
-def _inside(span: PartInterval, item: WriteItem) -> slice:
-    """Return which of the elements in memory a span shows."""
-    first = int(item.table.start[span.row])
-    return slice(span.start - first, span.stop - first)
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of contiguous tensors of one device, one behind the other on the device."""
+    return torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])

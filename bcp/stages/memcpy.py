@@ -19,7 +19,6 @@ from bcp.plan.read.copies import apart
 from bcp.plan.shards import ShardTable
 
 __all__ = [
-    "INTEGER",
     "addresses",
     "block_of",
     "bytes_at",
@@ -33,9 +32,6 @@ __all__ = [
     "writable",
     "written",
 ]
-
-INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element, what to view elements as to copy them: not every call takes every dtype."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from bcp.plan.columns import Ints
 from bcp.plan.read.copies import Chunk, Copies, ZeroCopyReads
 from bcp.runtime.device import SMALL_BYTES, Lanes, Mark
-from bcp.stages.memcpy import INTEGER, block_of, bytes_at, move, torch_dtype, typed, written
+from bcp.stages.memcpy import block_of, bytes_at, move, torch_dtype, typed, written
 
 __all__ = ["LoadBuffers"]
 
@@ -75,7 +75,7 @@ class LoadBuffers:
         raw = (copies.run[mine] == copies.numel[mine]) & (self.address[copies.row[mine]] > 0)
         if raw.any():
             self._into_host(mine[raw], data, chunk.start)
-        with self.lanes.opened():
+        with torch.no_grad(), self.lanes.opened():
             for group in self._groups(mine[~raw]):
                 if len(group) > 1:
                     self._together(group, data, chunk.start)
@@ -92,39 +92,39 @@ class LoadBuffers:
         move(self.address[runs.row] + runs.to, data.data_ptr() + runs.start - start, runs.nbytes)
 
     def _groups(self, rest: Ints) -> Iterator[Ints]:
-        """Group small neighbours of one kind; all others stay alone."""
-        starts = self.copies.start[rest].tolist()
-        begin, kind, end = 0, None, 0
-        for index, copy in enumerate(rest.tolist()):
-            own = self._kind(copy)
-            if index and (own is None or own != kind or starts[index] - end > SMALL_BYTES):
+        """Group small neighbours of one device; all others stay alone."""
+        places, starts = self._places(rest), self.copies.start[rest]
+        gaps = starts[1:] - (starts + self.copies.run[rest] * self.copies.itemsize[rest])[:-1]
+        near, begin = ((gaps >= 0) & (gaps <= SMALL_BYTES)).tolist(), 0
+        for index in range(1, len(rest)):
+            if places[index] is None or places[index] != places[index - 1] or not near[index - 1]:
                 yield rest[begin:index]
                 begin = index
-            kind, end = own, starts[index]
         if len(rest):
             yield rest[begin:]
 
-    def _kind(self, copy: int) -> tuple[int, torch.device] | None:
-        """Return the key in which neighbours have to agree; None for large copies and for several runs of bytes."""
-        copies, row = self.copies, int(self.copies.row[copy])
-        tensor, size = self.tensors[row], int(copies.itemsize[copy])
-        small = copies.run[copy] * size < SMALL_BYTES and copies.run[copy] == copies.numel[copy]
-        raw = tensor.is_contiguous() and not (tensor.is_complex() or tensor.is_neg())
-        same = tensor.dtype is torch_dtype(self.dtypes[row])
-        return (size, tensor.device) if small and raw and same else None
+    def _places(self, rest: Ints) -> list[torch.device | None]:
+        """Return the device of each copy; None for large copies, conversions, and several runs of bytes."""
+        copies, rows = self.copies, self.copies.row[rest].tolist()
+        small = (copies.run[rest] * copies.itemsize[rest] < SMALL_BYTES) & (copies.run[rest] == copies.numel[rest])
+        dtypes = {name: torch_dtype(name) for name in {self.dtypes[row] for row in rows}}
+        candidates = zip(map(self.tensors.__getitem__, rows), (dtypes[self.dtypes[row]] for row in rows), strict=True)
+        return [
+            tensor.device if one and tensor.dtype is dtype and _is_flat(tensor) else None
+            for one, (tensor, dtype) in zip(small.tolist(), candidates, strict=True)
+        ]
 
     def _together(self, group: Ints, data: torch.Tensor, start: int) -> None:
         """Copy runs by one transfer to their device, and from there by few calls."""
-        runs = self.copies.runs(group)
-        first, stop = int(runs.start.min()), int((runs.start + runs.nbytes).max())
-        size = int(self.copies.itemsize[group[0]])
-        dtype, device = INTEGER[size], self.tensors[int(runs.row[0])].device
-        there = typed(data, first - start, ((stop - first) // size,), dtype).to(device, non_blocking=True)
-        sources, targets = [], []
-        columns = (runs.row, (runs.start - first) // size, runs.to // size, runs.nbytes // size)
-        for row, at, to, count in zip(*(column.tolist() for column in columns), strict=True):
-            sources.append(there[at : at + count])
-            targets.append(self.tensors[row].detach().view(-1)[to : to + count].view(dtype))
+        runs, device = self.copies.runs(group), self.tensors[int(self.copies.row[group[0]])].device
+        first, stop = int(runs.start[0]), int(runs.start[-1] + runs.nbytes[-1])
+        gaps = np.diff(runs.start, append=stop) - runs.nbytes
+        there = data[first - start : stop - start].to(device, non_blocking=True)
+        sources = there.split(np.stack([runs.nbytes, gaps], axis=1).ravel().tolist())[::2]
+        targets = []
+        for row, to, nbytes in zip(runs.row.tolist(), runs.to.tolist(), runs.nbytes.tolist(), strict=True):
+            flat = self.tensors[row].flatten().view(torch.uint8)
+            targets.append(flat if nbytes == len(flat) else flat[to : to + nbytes])
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _alone(self, copy: int, data: torch.Tensor, start: int) -> None:
@@ -146,3 +146,8 @@ class LoadBuffers:
 
 def _nowhere(nbytes: int) -> memoryview:
     return memoryview(np.empty(nbytes, np.uint8).data)
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has its values as they are, in row-major order."""
+    return tensor.is_contiguous() and not tensor.is_complex() and not tensor.is_neg()

@@ -19,7 +19,7 @@ from bcp.pipeline import Pipeline, Stage
 from bcp.protocols import Codec, CpuAwareWriter, PartWriter, flat_view
 from bcp.runtime.device import Fence
 from bcp.runtime.staging import Lease
-from bcp.runtime.threads import in_thread
+from bcp.runtime.threads import in_thread, in_thread_of_few
 from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.load import digests
@@ -96,7 +96,7 @@ def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
     """Copy a part's elements into staging memory; after the last one training may go on."""
 
     async def run(item: WriteItem) -> HostPart:
-        part = await in_thread(_copy, item, context)
+        part = await in_thread_of_few(workers, _copy, item, context)
         context.copied += not item.is_steady
         if context.copied == context.count and not item.is_steady:
             await context.on_copied()
@@ -127,8 +127,8 @@ def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
 
 def _blocks(part: HostPart, block_bytes: int) -> np.ndarray:
     """Cut a part into blocks of its data; the first one also covers the header."""
-    cuts = np.arange(len(part.item.header) + block_bytes, part.nbytes, block_bytes, dtype=np.int64)
-    edges = np.concatenate(([0], np.union1d(cuts, part.item.edges), [part.nbytes])).astype(np.int64)
+    cuts = range(len(part.item.header) + block_bytes, part.nbytes, block_bytes)
+    edges = np.array(sorted({0, *cuts, *part.item.edges, part.nbytes}), np.int64)
     return np.stack([edges[:-1], np.diff(edges)], axis=1)
 
 

@@ -157,6 +157,25 @@ def test_small_tensors_of_a_device_without_room(machine: late.Machine, tmp_path:
     assert not machine.defects
 
 
+def test_small_tensors_that_have_one_source_and_neighbours(machine: late.Machine, tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        """Two names of one parameter, between others."""
+
+        def __init__(self, *, tied: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.d = (nn.Parameter(torch.full((n + 1,), n + 5.0)) for n in range(3))
+            self.c = self.b if tied else nn.Parameter(torch.zeros(2))
+
+    bcp.save(tmp_path, {"model": Tied(tied=True)})
+    found = {
+        name: torch.zeros(parameter.shape, device="cuda") for name, parameter in Tied(tied=False).named_parameters()
+    }
+    bcp.load(tmp_path, {"model": found})
+    wanted = {"a": [5.0], "b": [6.0] * 2, "c": [6.0] * 2, "d": [7.0] * 3}
+    assert {name: tensor.tolist() for name, tensor in found.items()} == wanted
+    assert not machine.defects
+
+
 def test_buffers_of_a_lazy_snapshot_go_together(machine: late.Machine, tmp_path: Path) -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(1000, device="cuda"))

@@ -269,7 +269,7 @@ async def test_a_call_that_cannot_have_a_thread_is_not_made_later_either() -> No
 
     gate, calls = Gate(), list[str]()
     with Exhausted() as pool:
-        token = threads._pools.set({threads._AS_THE_PROCESS: pool})
+        token = threads._pools.set({(threads._AS_THE_PROCESS, threads.MAX_THREADS): pool})
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(in_thread, gate)
@@ -280,6 +280,25 @@ async def test_a_call_that_cannot_have_a_thread_is_not_made_later_either() -> No
         finally:
             threads._pools.reset(token)
     assert calls == []
+
+
+async def test_calls_that_share_few_threads_wait_for_each_other() -> None:
+    gates, seen = [Gate() for _ in range(4)], set[int]()
+
+    def call(gate: Gate) -> None:
+        seen.add(threading.get_ident())
+        gate()
+
+    async with anyio.create_task_group() as group:
+        for gate in gates:
+            group.start_soon(threads.in_thread_of_few, 2, call, gate)
+        await gates[0].begun.wait()
+        await gates[1].begun.wait()
+        assert not gates[2].begun.is_set()
+        assert await in_thread(threading.get_ident) not in seen  # other calls have threads of their own
+        for gate in gates:
+            gate.let.set()
+    assert len(seen) == 2
 
 
 def test_more_threads_than_anyio_gives_and_none_left_when_the_loop_is_gone() -> None:
