@@ -44,19 +44,13 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupMember:
-    """This rank's membership in a process group, for one coordinator.
+    """This rank's membership in a process group, for one coordinator."""
 
-    Attributes:
-        store: a private connection to the group's own store, which is made at the first call.
-        rank: this rank in the group.
-        world_size: the number of ranks of the group.
-        prefix: of keys that no other coordinator of these processes has: the group, and the number of earlier members.
-            It may hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
-    """
-
-    store: StoreClient
-    rank: int
+    store: StoreClient  # a private connection to the group's own store, which is made at the first call
+    rank: int  # in the group
     world_size: int
+    # of keys that no other coordinator of these processes has: the group, and the number of earlier members. It may
+    # hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
     prefix: str
 
     @classmethod

@@ -46,17 +46,11 @@ def proof(secret: bytes, side: str, *facts: object) -> bytes:
 
 
 class TlsContexts(NamedTuple):
-    """Settings of both ends of a TLS connection of bulk data.
+    """Settings of both ends of a TLS connection of bulk data."""
 
-    Attributes:
-        dialer: of the rank that connects.
-        listener: of the rank that is connected to.
-        target_name: the name in the listener's certificate; None: the address that is dialled.
-    """
-
-    dialer: ssl.SSLContext
-    listener: ssl.SSLContext
-    target_name: str | None
+    dialer: ssl.SSLContext  # of the rank that connects
+    listener: ssl.SSLContext  # of the rank that is connected to
+    target_name: str | None  # the name in the listener's certificate; None: the address that is dialled
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,10 @@ __all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "compare_set_bytes", "inner
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between attempts, which double until they are as long as the longest.
+    """Pauses between attempts, which double until they are as long as the longest."""
 
-    Attributes:
-        pause: seconds of the next one.
-        longest: the limit; it may be changed between two pauses.
-    """
-
-    pause: float
-    longest: float
+    pause: float  # seconds of the next one
+    longest: float  # the limit; it may be changed between two pauses
 
     @classmethod
     def of_store(cls, world_size: int) -> Backoff:

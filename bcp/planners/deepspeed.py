@@ -110,20 +110,14 @@ def _parameters(module: nn.Module | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The states of one parameter in this rank's optimizer.
+    """The states of one parameter in this rank's optimizer."""
 
-    Attributes:
-        parameter: the model's.
-        fp32: the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or
-            the parameter's own fp32 copy.
-        placement: where in the parameter ``fp32`` lies; None where it is all of it.
-        group: the inner optimizer's group with the hyper-parameters.
-    """
-
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the model's
+    # the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or the
+    # parameter's own fp32 copy
     fp32: torch.Tensor
-    placement: Placement | None
-    group: dict[str, Any]
+    placement: Placement | None  # where in the parameter ``fp32`` lies; None where it is all of it
+    group: dict[str, Any]  # the inner optimizer's group with the hyper-parameters
 
     @property
     def master(self) -> Leaf | None:

@@ -50,17 +50,11 @@ Run = tuple[int, int]
 
 
 class DimensionCut(NamedTuple):
-    """How one mesh dimension cuts one tensor dimension.
+    """How one mesh dimension cuts one tensor dimension."""
 
-    Attributes:
-        parts: number of ranks of the mesh dimension.
-        mine: coordinate of this rank on it.
-        factor: split factor of a ``_StridedShard``; None for a ``Shard``.
-    """
-
-    parts: int
-    mine: int
-    factor: int | None = None
+    parts: int  # number of ranks of the mesh dimension
+    mine: int  # coordinate of this rank on it
+    factor: int | None = None  # split factor of a ``_StridedShard``; None for a ``Shard``
 
 
 class AmbiguousCutsError(ValueError):

@@ -40,24 +40,16 @@ def _rank() -> int:
 
 @dataclass(slots=True)
 class Leaves:
-    """The leaves of one rank's state, by kind and name.
+    """The leaves of one rank's state, by kind and name."""
 
-    Attributes:
-        tensors: every tensor leaf as the user has it, or as a planner placed it; by kind, by FQN. Local shards of a
-            ``ShardedTensor`` are placed ones.
-        objects: every other leaf, by kind, by FQN.
-        groups: further values, many of them equal.
-        aliases: further names of tensors in ``tensors``, to the FQN there; a load asks for them as well.
-        copies: further memory that a load fills with the values of a tensor; a save takes no notice of it.
-        rank: this rank, for messages.
-    """
-
+    # by kind, by FQN: as the user has it, or as a planner placed it; local shards of a ``ShardedTensor`` are placed
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # every other leaf, by kind, by FQN
+    groups: list[Group] = field(default_factory=list)  # further values, many of them equal
+    # further names of ``tensors``, to the FQN there; a load wants them
     aliases: dict[Name, str] = field(default_factory=dict)
-    copies: dict[Name, list[Leaf]] = field(default_factory=dict)
-    rank: int = field(default_factory=_rank)
+    copies: dict[Name, list[Leaf]] = field(default_factory=dict)  # more memory that a load fills; a save ignores it
+    rank: int = field(default_factory=_rank)  # for messages
 
     # -- what there is ---------------------------------------------------------------------------------------------
 

@@ -116,21 +116,13 @@ def scalar_device(slot: Slot, key: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """The entries of a checkpoint for the target's parameters.
-
-    Attributes:
-        states: keys of the states of each, by FQN.
-        hypers: keys of its hyper-parameters.
-        tensors: keys of those of its hyper-parameters that were saved as tensors.
-        places: by name in the checkpoint: section, FQN and key.
-        slots: the parameters.
-    """
+    """The entries of a checkpoint for the target's parameters."""
 
     slots: Mapping[str, Slot]
-    states: defaultdict[str, list[str]]
-    hypers: defaultdict[str, list[str]]
-    tensors: defaultdict[str, list[str]]
-    places: dict[str, tuple[str, str, str] | None]
+    states: defaultdict[str, list[str]]  # keys of the states of each, by FQN
+    hypers: defaultdict[str, list[str]]  # keys of its hyper-parameters
+    tensors: defaultdict[str, list[str]]  # keys of those of its hyper-parameters that were saved as tensors
+    places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key
 
     @classmethod
     def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _There:

@@ -38,32 +38,21 @@ _PER_PARAMETER = frozenset({"params", "param_names"})
 
 @dataclass(slots=True, eq=False)  # to make a frozen one of ten fields takes 4 us instead of 0.8
 class Slot:
-    """One logical parameter in one optimizer; not to be changed.
-
-    Attributes:
-        fqn: its name.
-        parameter: the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory
-            that contains it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
-        group: the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters.
-        state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
-        tied: its further names.
-        placement: where in the logical parameter ``parameter`` lies, and states of its shape; None where they are
-            whole or say it themselves (DTensor).
-        master: its fp32 master, where that is memory of its own.
-        master_saved: False where the model's tensor has the same values: then the master is not stored.
-        step_in_group: whether the optimizer counts steps per group instead of per parameter.
-        layout_keys: keys of ``group`` that follow from the parallel layout, and so are neither saved nor loaded.
-    """
+    """One logical parameter in one optimizer; not to be changed."""
 
     fqn: str
+    # the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory that contains
+    # it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
     parameter: torch.Tensor
-    group: dict[str, Any]
-    state: MutableMapping[torch.Tensor, dict[str, Any]] | None
-    tied: Sequence[str] = ()
+    group: dict[str, Any]  # the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters
+    state: MutableMapping[torch.Tensor, dict[str, Any]] | None  # all parameters'; None: another rank has it (ZeRO-1)
+    tied: Sequence[str] = ()  # its further names
+    # where in the logical parameter ``parameter`` lies, and states of its shape; None: they are whole, or DTensors
     placement: Placement | None = None
-    master: Leaf | None = None
-    master_saved: bool = True
-    step_in_group: bool = False
+    master: Leaf | None = None  # its fp32 master, where that is memory of its own
+    master_saved: bool = True  # False where the model's tensor has the same values: then the master is not stored
+    step_in_group: bool = False  # whether the optimizer counts steps per group instead of per parameter
+    # keys of ``group`` that follow from the parallel layout: neither saved nor loaded
     layout_keys: Collection[str] = ()
 
     @property

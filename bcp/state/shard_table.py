@@ -28,25 +28,15 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(slots=True)
 class TableRows:
-    """A table in the making.
+    """A table in the making."""
 
-    Attributes:
-        kinds: code of the kind of each tensor.
-        fqns: its name.
-        forms: its form.
-        tied_to: the FQN of the tensor that is stored in its stead, or "".
-        owners: of each leaf that has shards, the tensor.
-        stored: the leaf's number.
-        held: its form.
-    """
-
-    kinds: list[int]
+    kinds: list[int]  # code of the kind of each tensor
     fqns: list[str]
     forms: list[TensorSpec]
-    tied_to: list[str]
-    owners: list[int]
-    stored: list[int]
-    held: list[TensorSpec]
+    tied_to: list[str]  # the FQN of the tensor that is stored in its stead, or ""
+    owners: list[int]  # the tensor of each leaf that has shards
+    stored: list[int]  # the number of each such leaf
+    held: list[TensorSpec]  # its form
 
     @classmethod
     def of(
@@ -153,23 +143,14 @@ Seen = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardTableCache:
-    """Results that follow from names, specs and ties.
-
-    Attributes:
-        seen: these.
-        table: the shards of the rank.
-        stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
-        keys: of the objects, in the order in which their values are found.
-        plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
-        tracked: whether autograd tracks the memory of any of them.
-    """
+    """Results that follow from names, specs and ties."""
 
     seen: Seen
     table: ShardTable
-    stored: Sequence[int]
-    keys: Sequence[ObjectKey]
-    plain: bool
-    tracked: bool
+    stored: Sequence[int]  # numbers of the leaves whose memory is the table's shards, in the order of its rows
+    keys: Sequence[ObjectKey]  # of the objects, in the order in which their values are found
+    plain: bool  # whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order
+    tracked: bool  # whether autograd tracks the memory of any of them
 
 
 _stocks: list[ShardTableCache] = []

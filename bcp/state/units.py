@@ -48,15 +48,10 @@ _DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values
 
 @dataclass(frozen=True, slots=True)
 class UnitImage:
-    """A unit to write.
+    """A unit to write."""
 
-    Attributes:
-        tensors: contiguous, of the CPU, in the order of the image; their memory is the unit's own.
-        tail: the bytes behind them.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    tail: bytes
+    tensors: Sequence[torch.Tensor]  # contiguous, of the CPU, in the order of the image; the unit's own memory
+    tail: bytes  # the bytes behind them
 
     @property
     def nbytes(self) -> int:
@@ -141,15 +136,10 @@ _latest: list[weakref.ref[ShardedState]] = []
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of the sharded states of this rank.
+    """The units of the sharded states of this rank."""
 
-    Attributes:
-        claims: one of each state.
-        images: of every path in the claims (see :func:`~bcp.plan.units.claimed_paths`).
-    """
-
-    claims: Sequence[Claim]
-    images: Mapping[str, UnitImage]
+    claims: Sequence[Claim]  # one of each state
+    images: Mapping[str, UnitImage]  # of every path in the claims (see bcp.plan.units.claimed_paths)
 
     def shared_digests(self) -> dict[str, str]:
         """Return the digest of each state's shared part, which is the same on all ranks, by the state's name."""

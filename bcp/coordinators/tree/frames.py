@@ -37,14 +37,10 @@ class Values:
 
     The wire has the number of distinct values, their lengths, and their bytes. An index of 1, 2 or 4 bytes for each
     member follows, unless all are equal. The number of members is known, and not written.
-
-    Attributes:
-        distinct: the values, in the order of their first appearance.
-        which: for each member the index of its value.
     """
 
-    distinct: tuple[bytes, ...]
-    which: NDArray[np.uint32]
+    distinct: tuple[bytes, ...]  # the values, in the order of their first appearance
+    which: NDArray[np.uint32]  # for each member the index of its value
 
     def __len__(self) -> int:
         return len(self.which)

@@ -26,24 +26,14 @@ __all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Place", "Rendezvous",
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place in the tree.
-
-    Attributes:
-        rank: this rank.
-        world_size: the number of ranks.
-        parent: the rank above it; None for rank 0.
-        children: the ranks right below it.
-        sizes: the number of ranks in the subtree of each child, the child included.
-        order: all ranks in the order of a walk through the tree: a rank, then each of its children's subtrees. Only
-            rank 0 has it; it is empty for all others.
-    """
+    """One rank's place in the tree."""
 
     rank: int
     world_size: int
-    parent: int | None
-    children: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: tuple[int, ...] = ()
+    parent: int | None  # the rank above it; None for rank 0
+    children: tuple[int, ...]  # the ranks right below it
+    sizes: tuple[int, ...]  # ranks in the subtree of each child, the child included
+    order: tuple[int, ...] = ()  # a walk through the tree: each rank, then its children's subtrees; empty but on rank 0
 
     @property
     def size(self) -> int:
@@ -62,14 +52,10 @@ class Tree:
 
     The lowest rank of each host leads it. The ranks of a host are below their leader, and the leaders below rank 0.
     Both have the same fan-out: a leader has at most ``fanout`` children on its host and ``fanout`` leaders.
-
-    Attributes:
-        parents: the rank above each rank; None for rank 0.
-        children: the ranks below each rank, ascending in each of the two kinds.
     """
 
-    parents: tuple[int | None, ...]
-    children: tuple[tuple[int, ...], ...]
+    parents: tuple[int | None, ...]  # the rank above each rank; None for rank 0
+    children: tuple[tuple[int, ...], ...]  # of each rank, ascending in each of the two kinds
 
     @classmethod
     def of(cls, hosts: Sequence[str], fanout: int) -> Tree:
@@ -128,19 +114,12 @@ Ended = Callable[[int, Abort], None]
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Facts that a rank needs to take part.
-
-    Attributes:
-        place: its place in the tree.
-        token: the job's secret, which everyone who connects has to show.
-        session: tells this tree from others; not secret.
-        hosts: names of the neighbours' hosts, for messages, as far as they are known.
-    """
+    """Facts that a rank needs to take part."""
 
     place: Place
-    token: str = field(repr=False)
-    session: str
-    hosts: Mapping[int, str] = field(default_factory=dict)
+    token: str = field(repr=False)  # the job's secret, which everyone who connects has to show
+    session: str  # tells this tree from others; not secret
+    hosts: Mapping[int, str] = field(default_factory=dict)  # the neighbours' hosts, as far as known
 
 
 class Rendezvous(Protocol):

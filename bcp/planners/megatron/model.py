@@ -36,17 +36,12 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass(slots=True)
 class Pieces:
-    """The logical tensor, and the part of it, of every local tensor of a model.
+    """The logical tensor, and the part of it, of every local tensor of a model."""
 
-    Attributes:
-        saved: the names of the checkpoint, in a load: padded tensors get its shapes.
-        fresh: in a save, by the ``id`` of the local tensor, which of its elements are this step's; others are all.
-        by_id: the pieces by the ``id`` of the local tensor.
-    """
-
-    saved: CheckpointNames | None = None
+    saved: CheckpointNames | None = None  # the names of the checkpoint, in a load: padded tensors get its shapes
+    # in a save, by ``id`` of the local tensor: which of its elements are this step's; others are all
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    by_id: dict[int, list[Piece]] = field(default_factory=dict)
+    by_id: dict[int, list[Piece]] = field(default_factory=dict)  # the pieces by the ``id`` of the local tensor
 
     def of(self, parameter: torch.Tensor) -> list[Piece]:
         """Return the pieces of a parameter.

@@ -30,21 +30,13 @@ _NUMBERED = frozenset({"layers", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one logical tensor that a local tensor, or a part of it, holds.
+    """The part of one logical tensor that a local tensor, or a part of it, holds."""
 
-    Attributes:
-        fqn: name of the logical tensor.
-        shape: of the logical tensor.
-        spans: where its elements lie in the local tensor.
-        main: whether no other pipeline or tensor parallel rank goes before this one in having them.
-        flexible: whether the first dimension is padded to a length that depends on the layout (the vocabulary).
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    spans: tuple[LocalInterval, ...]
-    main: bool
-    flexible: bool
+    fqn: str  # of the logical tensor
+    shape: tuple[int, ...]  # of the logical tensor
+    spans: tuple[LocalInterval, ...]  # where its elements lie in the local tensor
+    main: bool  # whether no other pipeline or tensor parallel rank goes before this one in having them
+    flexible: bool  # whether the first dimension is padded to a length that depends on the layout (the vocabulary)
 
     def fitted(self, shape: tuple[int, ...]) -> Piece:
         """Return the part of a flexible piece that a logical tensor of another padded length has, too."""
