@@ -107,12 +107,8 @@ def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
     """Say for one page in every ``step`` bytes from ``start``, both multiples of a page, whether it is in memory.
 
     Reads nothing, and starts no read-ahead. True as well for files that are another user's and that this one may not
-    write: Linux does not tell about those.
-
-    Raises:
-        OSError: the file cannot be mapped.
-        ValueError: it ends before.
-
+    write: Linux does not tell about those. Raises OSError: the file cannot be mapped. Raises ValueError: it ends
+    before.
     """
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapped:
         first = address(memoryview(mapped))

@@ -57,11 +57,8 @@ class ProcessGroupMember:
     def of(cls, group: dist.ProcessGroup | None) -> ProcessGroupMember:
         """Join a group as a new member; None is the default group. Every rank has to do so equally often.
 
-        Nothing is sent, so this never waits for the store.
-
-        Raises:
-            InputError: torch.distributed is not initialised, the group was destroyed, or this rank is not a member.
-
+        Nothing is sent, so this never waits for the store. Raises InputError: torch.distributed is not initialised, the
+        group was destroyed, or this rank is not a member.
         """
         if not dist.is_initialized():
             raise InputError("there is no process group; call torch.distributed.init_process_group first")
@@ -81,9 +78,7 @@ class ProcessGroupMember:
 def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
     """Return the store of the default process group, and a function that connects to it: arguments of ``StoreClient``.
 
-    Raises:
-        InputError: there is no default group, or it has no store.
-
+    Raises InputError: there is no default group, or it has no store.
     """
     if not dist.is_initialized():
         raise InputError("there is no process group any more; call torch.distributed.init_process_group first")
@@ -137,9 +132,7 @@ _NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's 
 def stated_address(argument: str | None) -> str:
     """Return the address that the caller or :data:`VARIABLE` states; empty if there is none.
 
-    Raises:
-        InputError: the variable means no address of this host.
-
+    Raises InputError: the variable means no address of this host.
     """
     return argument or _from_variable(os.environ.get(VARIABLE, ""))
 
@@ -164,11 +157,8 @@ def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
     """Return the address at which a rank of this host listens.
 
     It is the loopback if no other host takes part and no address was stated. An unknown address is taken from a
-    network that the other hosts share, else from the route to them.
-
-    Raises:
-        InputError: there are other hosts, and no address that they could reach.
-
+    network that the other hosts share, else from the route to them. Raises InputError: there are other hosts, and no
+    address that they could reach.
     """
     if not elsewhere:
         return stated or _LOOPBACK

@@ -84,7 +84,9 @@ def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | N
 async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.device | None, patience: float) -> Any:
     """Make a new process group of all ranks of a load: of NCCL on that device, of gloo without one.
 
-    The thread that makes it is left behind if the store or a peer does not answer. It holds no buffer.
+    The thread that makes it is left behind if the store or a peer does not answer. It holds no buffer. Raises
+    PeerError: the store does not answer, or ranks do not come. Raises BcpError: torch cannot make the group on this
+    rank.
 
     Args:
         nonce: random, the same on all ranks; part of the keys in the store.
@@ -92,10 +94,6 @@ async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.de
         world_size: how many ranks load together.
         device: this rank's accelerator, or None.
         patience: seconds that the others may need.
-
-    Raises:
-        PeerError: the store does not answer, or ranks do not come.
-        BcpError: torch cannot make the group on this rank.
 
     """
     client, patience = StoreClient(*store_of_job()), max(patience, _LEAST_JOIN_SECONDS)

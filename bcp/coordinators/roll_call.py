@@ -312,9 +312,7 @@ class RollCall:
     def address(self) -> str:
         """Return the address at which this rank listens. The answer has to be there.
 
-        Raises:
-            InputError: this host has none that the others reach.
-
+        Raises InputError: this host has none that the others reach.
         """
         assert self._host is not None  # noqa: S101 -- for mypy: the first look has set both
         assert self.answer is not None  # noqa: S101 -- same

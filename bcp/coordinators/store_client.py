@@ -146,11 +146,8 @@ class StoreClient:
         """Call a blocking function of the store in the thread and return its result.
 
         A caller that is cancelled, or has waited for ``seconds``, abandons the call. A call that has not begun is
-        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever.
-
-        Raises:
-            PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
-
+        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever. Raises
+        PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
         """
         started = time.monotonic()
         call = self._submit(partial(function, *args))

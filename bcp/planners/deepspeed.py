@@ -44,13 +44,12 @@ _PARALLEL_SIZES = (
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
     """Refuse settings whose state cannot be read.
 
+    Raises StateError: a setting is not supported; the message names it and the remedy.
+
     Args:
         engine: the engine, or None where only its parts were passed.
         optimizer: DeepSpeed's optimizer, or None.
         module: the model inside the engine, or None.
-
-    Raises:
-        StateError: a setting is not supported; the message names it and the remedy.
 
     """
     for reason in (*_engine(engine), *_optimizer(optimizer), *_parameters(module)):
@@ -141,9 +140,7 @@ def is_marked(parameter: nn.Parameter) -> bool:
 def held_by(optimizer: Any) -> Iterator[Held]:
     """Yield the states of every parameter that a DeepSpeed optimizer steps, also if this rank has none of it.
 
-    Raises:
-        StateError: it is none that can be read.
-
+    Raises StateError: it is none that can be read.
     """
     for mark, read in _READERS.items():
         if hasattr(optimizer, mark):
@@ -158,10 +155,7 @@ def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
     """Take the leaves of a module under ZeRO-3: of parameters this rank's run, of buffers everything.
 
     A parameter that is whole at the moment, as small (persistent) ones always are between steps, is loaded there too.
-
-    Raises:
-        StateError: a parameter is being gathered, or two leaves have one name.
-
+    Raises StateError: a parameter is being gathered, or two leaves have one name.
     """
     clean, placed, names = cleaner(module), {}, {}
     for raw, value in state_dict_of(module, "states['model']", keep_vars=True).items():
@@ -313,9 +307,7 @@ class DeepSpeedPlanner(PlainPlanner):
     def probe(self) -> str:
         """Check the private attributes that are read; return which versions run and were tested.
 
-        Raises:
-            InputError: DeepSpeed is not installed, or lacks one.
-
+        Raises InputError: DeepSpeed is not installed, or lacks one.
         """
         super().probe()
         try:

@@ -66,9 +66,7 @@ class Fsdp1Planner(PlainPlanner):
     def probe(self) -> str:
         """Check torch's private attributes; return which versions run and were tested.
 
-        Raises:
-            InputError: this torch lacks one.
-
+        Raises InputError: this torch lacks one.
         """
         super().probe()
         try:
@@ -146,9 +144,7 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
 def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str, Any]:
     """Return the leaves of one module itself, but for the names in ``without``.
 
-    Raises:
-        StateError: the module raised; its error is the cause.
-
+    Raises StateError: the module raised; its error is the cause.
     """
     own: dict[str, Any] = {}
     try:
@@ -210,9 +206,7 @@ def _managed(module: nn.Module) -> _Managed:
 def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
     """Return the local interval of one original parameter, as a part of the tensor that the optimizer steps.
 
-    Raises:
-        StateError: this cannot be told, or FSDP1 is at work right now.
-
+    Raises StateError: this cannot be told, or FSDP1 is at work right now.
     """
     _check_readable(handle, index)
     flat = handle.flat_param

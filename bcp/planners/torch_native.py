@@ -35,9 +35,7 @@ class PlainPlanner:
     def probe(self) -> str:
         """Check torch's private attributes; return which versions run and were tested.
 
-        Raises:
-            InputError: this torch lacks one.
-
+        Raises InputError: this torch lacks one.
         """
         return probe({torch.Tensor: ["_version"], torch.UntypedStorage: ["_cdata"]}, self.name)
 

@@ -64,14 +64,13 @@ class AmbiguousCutsError(ValueError):
 def runs_of(length: int, cuts: Sequence[DimensionCut], order: Sequence[int] | None) -> list[Run]:
     """Return the indices of a dimension that are left after the cuts, which are in mesh order.
 
+    Raises AmbiguousCutsError: torch distributes and gathers such a dimension in different ways, or cannot gather it.
+
     Args:
         length: of the dimension.
         cuts: in mesh order.
         order: their :func:`decoded` places; None if those of any dimension of the tensor cannot be decoded, of which
             torch then decodes none.
-
-    Raises:
-        AmbiguousCutsError: torch distributes and gathers such a dimension in different ways, or cannot gather it.
 
     """
     if all(cut.factor is None for cut in cuts):
@@ -220,12 +219,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks that this rank holds, each with its view of the local tensor.
 
-    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing.
-
-    Raises:
-        StateError: a placement is a pending reduction or unknown, placements and local shape disagree, or torch
-            itself has more than one reading of the placements.
-
+    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing. Raises StateError: a
+    placement is a pending reduction or unknown, placements and local shape disagree, or torch itself has more than one
+    reading of the placements.
     """
     if (traced := mesh_blocks(tensor, tensor.placements, name, stated_orders(tensor))) is None:
         return []
@@ -271,13 +267,12 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
 def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
     """Trace which blocks this rank would hold of a DTensor if its placements were these.
 
+    Raises StateError: a placement is a pending reduction or unknown, the placements do not fit tensor and mesh, or
+    torch itself has more than one reading of them.
+
     Returns:
         The shape that the local tensor would have, and the blocks with the local index where each starts.
         None on a rank outside of the mesh.
-
-    Raises:
-        StateError: a placement is a pending reduction or unknown, the placements do not fit tensor and mesh, or torch
-            itself has more than one reading of them.
 
     """
     shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)

@@ -46,9 +46,7 @@ def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def check_not_loading(shards: LocalShards, rank: int) -> None:
     """Look whether a load of this process is filling the memory of one of the shards.
 
-    Raises:
-        StateChangedError: one does; names the first shard.
-
+    Raises StateChangedError: one does; names the first shard.
     """
     filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads.values()) for tensor in tensors} - {0}
     for row, tensor in enumerate(shards.tensors if filled else ()):
@@ -75,9 +73,7 @@ def versions(shards: LocalShards) -> list[int]:
 def check_unchanged(shards: LocalShards, before: list[int], rank: int) -> None:
     """Compare with an earlier :func:`versions`.
 
-    Raises:
-        StateChangedError: a tensor was written to since; names the first one.
-
+    Raises StateChangedError: a tensor was written to since; names the first one.
     """
     if versions(shards) == before:  # as a rule
         return
@@ -104,11 +100,7 @@ def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
 
     Megatron-LM's optimizers, DeepSpeed's and Accelerate's keep theirs in ``optimizer``, chained ones in
     ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any
-    was in a wrapper.
-
-    Raises:
-        InputError: there is something in it whose steps, or a part of them, cannot be held back.
-
+    was in a wrapper. Raises InputError: there is something in it whose steps, or a part of them, cannot be held back.
     """
     found = dict(_optimizers(given, wrapped=False))
     for one, wrapped in found.items():
@@ -225,9 +217,7 @@ class StepHold:
     def __init__(self, optimizers: list[Optimizer]) -> None:
         """Hold them from now on.
 
-        Raises:
-            InputError: a step of one of them was captured into a graph since it was first held.
-
+        Raises InputError: a step of one of them was captured into a graph since it was first held.
         """
         self.waited_seconds = 0.0
         self._gates = [_gate(optimizer) for optimizer in optimizers]

@@ -56,9 +56,7 @@ class Leaves:
     def add(self, kind: str, fqn: str, value: object) -> None:
         """Add one leaf, a tensor or not. A :class:`ShardedLeaf` under two names is tied.
 
-        Raises:
-            StateError: there is a leaf of that name already, or the tensor cannot be read.
-
+        Raises StateError: there is a leaf of that name already, or the tensor cannot be read.
         """
         self.add_all(kind, ((fqn, value),))
 
@@ -83,9 +81,7 @@ class Leaves:
     def add_object(self, kind: str, fqn: str, value: object) -> None:
         """Take one leaf that is stored as an object even if it is a tensor.
 
-        Raises:
-            StateError: there is a leaf of that name already.
-
+        Raises StateError: there is a leaf of that name already.
         """
         objects = self.objects.setdefault(kind, {})
         if fqn in objects or fqn in self.tensors.get(kind, ()):
@@ -108,9 +104,7 @@ class Leaves:
     def join(self, kind: str, fqn: str, part: ShardedLeaf) -> None:
         """Add a further local tensor to a placed tensor: another part of the same logical tensor.
 
-        Raises:
-            StateError: the part has another global shape or dtype than the tensor, or it cannot be read.
-
+        Raises StateError: the part has another global shape or dtype than the tensor, or it cannot be read.
         """
         first = self.tensors[kind][fqn]
         if not isinstance(first, ShardedLeaf):
@@ -130,10 +124,7 @@ class Leaves:
         """Return the shards of this rank. The first name of tensors that share all their memory holds the data.
 
         A table that was made of the same names, forms and ties before is used again; views and values are always new.
-
-        Raises:
-            StateError: a leaf cannot be saved, or two leaves have one name.
-
+        Raises StateError: a leaf cannot be saved, or two leaves have one name.
         """
         names, leaves = self._listed()
         looks = inspect_leaves(leaves, lambda number: self._label(names[number]))
@@ -165,11 +156,8 @@ class Leaves:
 
         The first in sorted order of the names that the checkpoint has gets the memory. The others are in the table
         without shards: they are known to be wanted, and a load compares their values with those of the first. Names
-        that the checkpoint lacks are left out as long as it has one of the same memory.
-
-        Raises:
-            StateError: a leaf cannot be written to, or two leaves have one name.
-
+        that the checkpoint lacks are left out as long as it has one of the same memory. Raises StateError: a leaf
+        cannot be written to, or two leaves have one name.
         """
         names, leaves = self._listed()
         seconds = [(name, copy) for name, copies in self.copies.items() for copy in copies]
@@ -269,9 +257,7 @@ class Leaves:
 def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
     """Return ``owner.state_dict(**how)``.
 
-    Raises:
-        StateError: it raised; the original error is the cause. ``where`` says which part of the states it is.
-
+    Raises StateError: it raised; the original error is the cause. ``where`` says which part of the states it is.
     """
     try:
         return owner.state_dict(**how)
@@ -285,11 +271,10 @@ def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
     """Check that torch still has the private attributes that a planner reads.
 
+    Raises InputError: an attribute is gone; the message names it.
+
     Returns:
         The version of torch that runs, and those that the planner was tested with.
-
-    Raises:
-        InputError: an attribute is gone; the message names it.
 
     """
     tested = f"planner {planner!r} was tested with torch 2.13.0; this is torch {torch.__version__}"

@@ -68,13 +68,12 @@ def dotted(path: Path) -> str:
 def walk(value: Any, where: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for all leaves of nested mappings, lists and tuples; empty containers have none.
 
+    Raises StateError: a key is neither a string nor an int, or a container contains itself.
+
     Args:
         value: the outermost container.
         where: its name in messages, as in ``states['model']``.
         path: leads to ``value``.
-
-    Raises:
-        StateError: a key is neither a string nor an int, or a container contains itself.
 
     """
     if len(path) > 100:  # noqa: PLR2004 -- no real state is that deep, and Python's stack ends at about 1000

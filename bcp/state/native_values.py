@@ -52,12 +52,7 @@ def take_apart(value: Any) -> Parts | None:
 
 
 def together(name: str, content: Any) -> Any:
-    """Return the value of a form.
-
-    Raises:
-        CheckpointError: no form has this name.
-
-    """
+    """Return the value of a form. Raises CheckpointError: no form has this name."""
     if name not in _TOGETHER:
         raise CheckpointError(f"a value has the form {name!r}, which this bcp does not know; upgrade bcp")
     return _TOGETHER[name](content)
@@ -218,9 +213,7 @@ def _words(dtype: Any) -> Any:
 def _dtype(described: Any) -> Any:
     """Return the dtype of a description.
 
-    Raises:
-        CheckpointError: it holds objects, which would be pointers read from a file.
-
+    Raises CheckpointError: it holds objects, which would be pointers read from a file.
     """
     if isinstance(described, list):
         names, words, offsets, titles, itemsize, aligned = described

@@ -36,7 +36,8 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
 
     Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
     versions of torch) are no mismatch. A parameter may have several names. States that were saved by its other names
-    are known to be wanted, but not read.
+    are known to be wanted, but not read. Raises StateError: a parameter is not in the model or in two optimizers, or a
+    nested state would have to be made.
 
     Returns:
         The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
@@ -44,9 +45,6 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
         hands over the new states.
         Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
         raises the error, before it sets anything.
-
-    Raises:
-        StateError: a parameter is not in the model or in two optimizers, or a nested state would have to be made.
 
     """
     slots: dict[str, Slot] = {}

@@ -83,9 +83,7 @@ class Slot:
     def leaves(self, rank: int) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed.
 
-        Raises:
-            StateError: a state cannot be placed; the message names this ``rank``.
-
+        Raises StateError: a state cannot be placed; the message names this ``rank``.
         """
         for name, value in self.values.items():
             if isinstance(value, torch.Tensor):
@@ -125,11 +123,8 @@ def slots_of(
 ) -> Iterator[Slot]:
     """Yield every parameter of every group; ``names`` gives its FQN, and those that are tied to it.
 
-    ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``.
-
-    Raises:
-        StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
-
+    ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``. Raises
+    StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "_overlap_with_ddp", False):
@@ -156,9 +151,7 @@ def counts_in_group(optimizer: object) -> bool:
 def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
     """Take the states, masters and hyper-parameters that exist.
 
-    Raises:
-        StateError: a parameter is in two optimizers, or a state cannot be placed.
-
+    Raises StateError: a parameter is in two optimizers, or a state cannot be placed.
     """
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
     leaves.add_all(OPTIMIZER, _states(slots, groups, leaves.rank))

@@ -148,9 +148,7 @@ class ShardedLeaf:
     def parts(self, label: str) -> Iterator[LocalShard]:
         """Yield one part per span, as views of the local memory.
 
-        Raises:
-            StateError: a local tensor contradicts its placement, or its elements do not lie in a row.
-
+        Raises StateError: a local tensor contradicts its placement, or its elements do not lie in a row.
         """
         for leaf in (self, *self.more):
             yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class

@@ -92,9 +92,7 @@ def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
 def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafInspection:
     """Look at leaves; ``label`` names one of them for messages, by its number.
 
-    Raises:
-        StateError: a leaf has no plain memory here, or states impossible shards.
-
+    Raises StateError: a leaf has no plain memory here, or states impossible shards.
     """
     meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
     forms, placed = [], dict[object, TensorSpec]()

@@ -69,13 +69,12 @@ class UnitImage:
 def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     """Make the image of a unit's state, whose tensors nobody may change until they are written.
 
+    Raises StateError: something in it cannot be serialized, or not be read again; the message names it.
+
     Args:
         state: nested Python values and tensors.
         where: its name, for messages.
         trust: as for :func:`~bcp.state.packed.pack`.
-
-    Raises:
-        StateError: something in it cannot be serialized, or not be read again; the message names it.
 
     """
     outside: list[torch.Tensor] = []
@@ -92,13 +91,12 @@ def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
 def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
     """Return the state of a unit; its large tensors are in the memory of the image.
 
+    Raises CheckpointError: the image is damaged, or holds objects that only ``trust=True`` reads.
+
     Args:
         image: uint8, aligned to 64 bytes, of :func:`image_of`.
         trust: as for :func:`~bcp.state.packed.unpack`.
         where: its name, for messages.
-
-    Raises:
-        CheckpointError: the image is damaged, or holds objects that only ``trust=True`` reads.
 
     """
     data = image.numpy().data
@@ -149,11 +147,10 @@ class Units:
 def sharded_states(states: States) -> dict[str, ShardedState]:
     """Find the sharded states: ``states["dataloader"]`` itself, or values of its mappings, by their keys.
 
+    Raises InputError: two of them would have one name.
+
     Returns:
         Name to state; a name consists of keys joined by ``/``, and is empty for ``states["dataloader"]`` itself.
-
-    Raises:
-        InputError: two of them would have one name.
 
     """
     found: dict[str, ShardedState] = {}
@@ -253,10 +250,8 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
 def collect_units(states: States, *, trust: bool) -> Units:
     """Ask the sharded states for their units.
 
-    Raises:
-        InputError: an id is no text, or is empty, or has a slash.
-        StateError: a state raised, or something in a unit cannot be serialized.
-
+    Raises InputError: an id is no text, or is empty, or has a slash. Raises StateError: a state raised, or something in
+    a unit cannot be serialized.
     """
     claims, images = [], {}
     found = sharded_states(states)

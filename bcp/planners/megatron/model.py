@@ -44,12 +44,7 @@ class Pieces:
     by_id: dict[int, list[Piece]] = field(default_factory=dict)  # the pieces by the ``id`` of the local tensor
 
     def of(self, parameter: torch.Tensor) -> list[Piece]:
-        """Return the pieces of a parameter.
-
-        Raises:
-            StateError: the model does not have it.
-
-        """
+        """Return the pieces of a parameter. Raises StateError: the model does not have it."""
         if id(parameter) not in self.by_id:
             raise StateError(
                 f"states['optimizer'] has a parameter of shape {list(parameter.shape)} that is not in the "
@@ -78,6 +73,8 @@ class Pieces:
 def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
     """Take every leaf of a chunk, of a list of chunks, or of nested containers of them and of sharded leaves.
 
+    Raises StateError: something in it cannot be read, or two leaves have one name.
+
     Args:
         leaves: takes the leaves.
         pieces: receives the logical tensors of the local ones.
@@ -85,9 +82,6 @@ def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
 
     Returns:
         The function that puts loaded objects back.
-
-    Raises:
-        StateError: something in it cannot be read, or two leaves have one name.
 
     """
     finishes: list[Finish] = []

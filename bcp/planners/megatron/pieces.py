@@ -49,9 +49,7 @@ class Piece:
 def pieces_of(leaf: Any) -> list[Piece]:
     """Return the pieces of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
 
-    Raises:
-        StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
-
+    Raises StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
     """
     if hasattr(leaf, "build"):
         return _built(leaf)

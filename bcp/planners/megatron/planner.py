@@ -75,9 +75,7 @@ class MegatronPlanner(PlainPlanner):
     def probe(self) -> str:
         """Check the private attributes that are read; return which versions run and were tested.
 
-        Raises:
-            InputError: Megatron-core is not installed, or lacks one.
-
+        Raises InputError: Megatron-core is not installed, or lacks one.
         """
         super().probe()
         tested = _versions()
@@ -157,12 +155,7 @@ def _optimizers(states: States) -> list[Any]:
 
 
 def _chunks_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Return the model chunks that the optimizers know.
-
-    Raises:
-        StateError: they know none.
-
-    """
+    """Return the model chunks that the optimizers know. Raises StateError: they know none."""
     chunks = {id(chunk): chunk for optimizer in optimizers for chunk in getattr(optimizer, "model_chunks", ())}
     if optimizers and not chunks:
         raise StateError("states['optimizer'] does not know its model; pass it as states['model'] as well")

@@ -54,10 +54,8 @@ _UNREADABLE = {
 def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     """Return Megatron's optimizers in a state, those inside of chains, without the empty ones of frozen models.
 
-    Raises:
-        StateError: there is something else, or a setting that cannot be read.
-        InputError: this Megatron lacks an attribute that is read; ``tested`` says which versions have it.
-
+    Raises StateError: there is something else, or a setting that cannot be read. Raises InputError: this Megatron lacks
+    an attribute that is read; ``tested`` says which versions have it.
     """
     found = []
     for path, leaf in walk(state, _WHERE):
@@ -73,9 +71,7 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
 def slots_of(optimizers: Iterable[Any], pieces: Pieces) -> Iterator[Slot]:
     """Yield the slots of all optimizers.
 
-    Raises:
-        StateError: a parameter is not in the model, or is cut in a way that cannot be.
-
+    Raises StateError: a parameter is not in the model, or is cut in a way that cannot be.
     """
     for optimizer in optimizers:
         if has_base(optimizer, ("DistributedOptimizer",)):
