@@ -318,11 +318,7 @@ def remove(path: Path) -> None:
 def rename_written(temp: Path, final: Path, written: os.stat_result) -> None:
     """Give a temporary file its final name.
 
-    Args:
-        temp: the file.
-        final: the name.
-        written: its status. If ``temp`` is gone and such a file has the name, a file server has run the call twice.
-
+    If ``temp`` is gone and a file of the status ``written`` has the name, a file server has run the call twice.
     """
     try:
         os.rename(temp, final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order

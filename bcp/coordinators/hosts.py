@@ -76,10 +76,7 @@ class ProcessGroupMember:
 
 
 def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
-    """Return the store of the default process group, and a function that connects to it: arguments of ``StoreClient``.
-
-    Raises InputError: there is no default group, or it has no store.
-    """
+    """Return the store of the default group, and a function that connects to it. Raises InputError without a store."""
     if not dist.is_initialized():
         raise InputError("there is no process group any more; call torch.distributed.init_process_group first")
     group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name
@@ -105,10 +102,7 @@ def private_connection(store: Store) -> Store:
 
 
 def reconnected(store: Store) -> Store:
-    """Return a new client of a TCPStore's server, or the store itself; the way of torch before ``Store.clone``.
-
-    Prefixes are lost: torch does not tell them.
-    """
+    """Return a new client of a TCPStore's server, without prefixes, which torch does not tell; or the store itself."""
     inner = innermost(store)
     if not isinstance(inner, TCPStore):
         return store
@@ -130,20 +124,14 @@ _NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's 
 
 
 def stated_address(argument: str | None) -> str:
-    """Return the address that the caller or :data:`VARIABLE` states; empty if there is none.
-
-    Raises InputError: the variable means no address of this host.
-    """
+    """Return the stated address, or "". Raises InputError if :data:`VARIABLE` means no address of this host."""
     return argument or _from_variable(os.environ.get(VARIABLE, ""))
 
 
 def here(server: tuple[str, int] | None, stated: str = "") -> Host:
-    """Return this process's host.
+    """Return this process's host; ``stated`` is the result of :func:`stated_address`.
 
-    Args:
-        server: host and port of the job's store, if it has such. The route to it is taken for the route to the others.
-        stated: the address that :func:`stated_address` returns.
-
+    The route to ``server``, host and port of the job's store, is taken for the route to the other hosts.
     """
     found = list(interfaces())
     address = stated or _from_other_variables(found) or _towards_server(server)

@@ -91,21 +91,11 @@ class Operation:
         info: PeerInfo,
         world_size: int,
         *,
-        patience: float,
-        address: Callable[[], Awaitable[str]],
-        tls: Tls | None = None,
+        patience: float,  # seconds that a rank may be silent
+        address: Callable[[], Awaitable[str]],  # this host's in the job's network, once the ranks have met
+        tls: Tls | None = None,  # of bulk data; None: plain TCP
     ) -> None:
-        """Prepare the operation; nothing is sent before the context is entered.
-
-        Args:
-            channel: the channel to the other ranks.
-            info: this rank, and its operation.
-            world_size: the number of ranks that take part.
-            patience: seconds that a rank may be silent.
-            address: returns this host's address in the job's network, once the ranks have met.
-            tls: certificates for bulk data; None: plain TCP.
-
-        """
+        """Prepare the operation; nothing is sent before the context is entered."""
         self._channel = channel
         self._info = info
         self._world_size = world_size

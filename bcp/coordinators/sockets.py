@@ -104,9 +104,7 @@ class Tls:
     def check(self) -> None:
         """Check this rank's certificate by a handshake in memory: gRPC closes the connection of a bad one silently.
 
-        Raises:
-            InputError: no rank would accept this rank's certificate: it has expired, or ``ca`` has not signed it.
-
+        Raises InputError if no rank would accept it: it has expired, or ``ca`` has not signed it.
         """
         dialer, listener, _ = self.contexts()
         dialer.check_hostname = False
@@ -197,13 +195,9 @@ class TlsWire(Wire):
     _flags = 0  # OpenSSL knows none
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
-        """Take over a connected socket; :meth:`handshake` comes next.
+        """Take over a connected socket, which is closed if this raises; :meth:`handshake` comes next.
 
-        Args:
-            connection: the socket; closed if this raises.
-            context: settings of this side.
-            name: the name in the other side's certificate; None on the side that was dialled.
-
+        ``name`` is that of the other side's certificate; None on the side that was dialled.
         """
         connection.settimeout(0)
         try:

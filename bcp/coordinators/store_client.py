@@ -66,18 +66,12 @@ _clients: WeakSet[StoreClient] = WeakSet()
 
 
 class _Call(Generic[T]):
-    """One call of a store, and its outcome.
-
-    Attributes:
-        ended: done when the call has returned; cancelled if it was given up before it began.
-        began: ``time.monotonic()`` when the thread came to it.
-        outcome: the result or the error, in a list: who takes it out holds the only reference.
-    """
+    """One call of a store, and its outcome."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self.ended = Future[None]()
-        self.began = 0.0
-        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []
+        self.ended = Future[None]()  # cancelled if the call was given up before it began
+        self.began = 0.0  # time.monotonic() when the thread came to it
+        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []  # the taker holds the only reference
         self._function = function
 
     def run(self) -> None:
@@ -97,12 +91,8 @@ def _as_it_is(store: Store) -> Store:
 class StoreClient:
     """A store, and the one thread that calls it; connects at the first call.
 
-    Calls run one after another, as in a TCPStore's client. A call that hangs holds up the later ones, and each of
-    these waits for its own time limit. There is never a second thread.
-
-    Attributes:
-        shared: the given store, of which only host and port are read.
-        name: the store's name in messages, with host, port and server.
+    Calls run one after another, as in a TCPStore's client. A call that hangs holds up the later ones, and each of these
+    waits for its own time limit. There is never a second thread.
     """
 
     def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
@@ -110,8 +100,8 @@ class StoreClient:
 
         A TCPStore's client whose connection broke never works again, and torch does not make a new one.
         """
-        self.shared = shared
-        self.name = _name_of(shared)
+        self.shared = shared  # only its host and port are read
+        self.name = _name_of(shared)  # for messages, with host, port and server
         self._connect = connect
         self._store: Store | None = None
         self._lock = process_lock()

@@ -42,14 +42,7 @@ class Strangers:
     """
 
     def __init__(self, listener: str, rank: int, most: Callable[[], int]) -> None:
-        """Begin without strangers.
-
-        Args:
-            listener: its name in log lines.
-            rank: the listening rank.
-            most: returns the largest number of strangers at once.
-
-        """
+        """Begin without strangers; ``listener`` is named in log lines, ``most`` returns the largest number at once."""
         self._event = f"refused connections to the {listener}"
         self._rank = rank
         self._most = most

@@ -42,16 +42,7 @@ _PARALLEL_SIZES = (
 
 
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
-    """Refuse settings whose state cannot be read.
-
-    Raises StateError: a setting is not supported; the message names it and the remedy.
-
-    Args:
-        engine: the engine, or None where only its parts were passed.
-        optimizer: DeepSpeed's optimizer, or None.
-        module: the model inside the engine, or None.
-
-    """
+    """Raise StateError, with the remedy, for a setting that is not supported; parts that were not passed are None."""
     for reason in (*_engine(engine), *_optimizer(optimizer), *_parameters(module)):
         raise StateError(f"DeepSpeed: {reason}")
 
@@ -138,10 +129,7 @@ def is_marked(parameter: nn.Parameter) -> bool:
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
-    """Yield the states of every parameter that a DeepSpeed optimizer steps, also if this rank has none of it.
-
-    Raises StateError: it is none that can be read.
-    """
+    """Yield the states of all parameters of a DeepSpeed optimizer, here or not. Raises StateError for another one."""
     for mark, read in _READERS.items():
         if hasattr(optimizer, mark):
             return read(optimizer)
@@ -305,10 +293,7 @@ class DeepSpeedPlanner(PlainPlanner):
     name = "deepspeed"
 
     def probe(self) -> str:
-        """Check the private attributes that are read; return which versions run and were tested.
-
-        Raises InputError: DeepSpeed is not installed, or lacks one.
-        """
+        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
         super().probe()
         try:
             version = metadata.version("deepspeed")

@@ -32,10 +32,7 @@ class Fsdp2Planner(PlainPlanner):
     name = "fsdp2"
 
     def probe(self) -> str:
-        """Check torch's private attributes; return which versions run and were tested.
-
-        Raises InputError: this torch lacks one.
-        """
+        """Check torch's attributes; return which versions run and were tested. Raises InputError if one is missing."""
         super().probe()
         return probe({DTensor: ["_spec", "_local_tensor", "device_mesh", "placements"]}, self.name)
 

@@ -87,13 +87,8 @@ def unstated(tensor: torch.Tensor) -> str:
 def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks of a tensor that says itself which they are, each with its view as it is.
 
-    Raises StateError: a block lies outside of the tensor, its view has another size, or one of the methods raised.
-
-    Args:
-        tensor: the tensor, which may be the local one of a DTensor.
-        name: its name in messages.
-        shape: the shape of the logical tensor.
-
+    The tensor may be the local one of a DTensor; ``shape`` is that of the logical tensor. Raises StateError if a block
+    lies outside of it, a view has another size, or one of the methods raised.
     """
     try:
         stated = list(_stated(tensor, name))
@@ -225,13 +220,8 @@ def local_shards(tensor: Any) -> list[torch.Tensor]:
 def sharded_leaf(tensor: Any, label: str) -> ShardedLeaf:
     """Return the local shards of a ``ShardedTensor`` as one leaf, in the order of their offsets.
 
-    A local shard may itself be a ``ShardedTensor``: FSDP1 over tensor parallelism nests them. Raises StateError: it has
-    remote shards, or its local shards contradict its metadata.
-
-    Args:
-        tensor: the ``ShardedTensor``.
-        label: names it in messages.
-
+    A local shard may itself be a ``ShardedTensor``: FSDP1 over tensor parallelism nests them. Raises StateError if it
+    has remote shards, or its local shards contradict its metadata.
     """
     shape = shape_of(tensor)
     parts = list(_parts(tensor, shape, (0,) * len(shape), label))

@@ -54,10 +54,7 @@ class Leaves:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, kind: str, fqn: str, value: object) -> None:
-        """Add one leaf, a tensor or not. A :class:`ShardedLeaf` under two names is tied.
-
-        Raises StateError: there is a leaf of that name already, or the tensor cannot be read.
-        """
+        """Add one leaf; a :class:`ShardedLeaf` under two names is tied. Raises StateError if its name is taken."""
         self.add_all(kind, ((fqn, value),))
 
     def add_all(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
@@ -79,10 +76,7 @@ class Leaves:
                 objects[fqn] = value
 
     def add_object(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf that is stored as an object even if it is a tensor.
-
-        Raises StateError: there is a leaf of that name already.
-        """
+        """Take one leaf that is stored as an object even if it is a tensor. Raises StateError if its name is taken."""
         objects = self.objects.setdefault(kind, {})
         if fqn in objects or fqn in self.tensors.get(kind, ()):
             raise self._named_twice((kind, fqn))
@@ -255,10 +249,7 @@ class Leaves:
 
 
 def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
-    """Return ``owner.state_dict(**how)``.
-
-    Raises StateError: it raised; the original error is the cause. ``where`` says which part of the states it is.
-    """
+    """Return ``owner.state_dict(**how)``. Raises StateError from its error; ``where`` is its place in the states."""
     try:
         return owner.state_dict(**how)
     except Exception as error:
@@ -269,13 +260,9 @@ def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
 
 
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
-    """Check that torch still has the private attributes that a planner reads.
+    """Check torch's private attributes that a planner reads; return which versions run and were tested.
 
-    Raises InputError: an attribute is gone; the message names it.
-
-    Returns:
-        The version of torch that runs, and those that the planner was tested with.
-
+    Raises InputError, which names the attribute, if one is gone.
     """
     tested = f"planner {planner!r} was tested with torch 2.13.0; this is torch {torch.__version__}"
     for owner, names in needed.items():

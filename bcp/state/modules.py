@@ -37,12 +37,9 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
 
     Modules give their ``state_dict()``, persistent buffers included, or the leaves that ``take`` finds; they may also
-    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``. Raises
-    StateError: two leaves have one name, a key is no string or int, or something cannot be read this way.
-
-    Returns:
-        The function that puts loaded objects back into ``state``.
-
+    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``. Return the
+    function that puts loaded objects back. Raises StateError if two leaves have one name, a key is no string or int, or
+    something cannot be read this way.
     """
     where, add_module = f"states[{kind!r}]", take or _add_module
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
@@ -118,10 +115,7 @@ class ParamNames:
         return self._sorted(found)
 
     def __call__(self, parameter: torch.Tensor) -> list[str]:
-        """Return the parameter's FQNs: that by which it goes, and those that are tied to it.
-
-        Raises StateError: the model does not have it.
-        """
+        """Return the parameter's FQNs: its own, and those tied to it. Raises StateError if it is not in the model."""
         names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):
             names = self._by_memory.get(memory(parameter))
@@ -134,13 +128,9 @@ class ParamNames:
 
 
 def put(container: Any, path: Path, value: object, where: str) -> Any:
-    """Set a leaf at a path of nested containers.
+    """Set a leaf at a path of nested containers; return the container, or a new tuple for one with a changed item.
 
-    Raises StateError: a container on the way can neither be changed nor rebuilt.
-
-    Returns:
-        The container: the same one, or a new tuple where an item of a tuple changed.
-
+    Raises StateError if a container on the way can neither be changed nor rebuilt.
     """
     if not path:
         return value

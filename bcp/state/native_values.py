@@ -211,10 +211,7 @@ def _words(dtype: Any) -> Any:
 
 
 def _dtype(described: Any) -> Any:
-    """Return the dtype of a description.
-
-    Raises CheckpointError: it holds objects, which would be pointers read from a file.
-    """
+    """Return the dtype of a description. Raises CheckpointError for objects: pointers that are read from a file."""
     if isinstance(described, list):
         names, words, offsets, titles, itemsize, aligned = described
         fields: Any = {"names": names, "formats": [*map(_dtype, words)], "offsets": offsets, "itemsize": itemsize}

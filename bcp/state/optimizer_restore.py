@@ -34,18 +34,15 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
 
     New states become the optimizer's own when everything is in place: a load that fails leaves it without.
 
-    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
-    versions of torch) are no mismatch. A parameter may have several names. States that were saved by its other names
-    are known to be wanted, but not read. Raises StateError: a parameter is not in the model or in two optimizers, or a
-    nested state would have to be made.
+    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between versions of
+    torch) are no mismatch. A parameter may have several names. States that were saved by its other names are known to
+    be wanted, but not read.
 
-    Returns:
-        The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
-        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors, and
-        hands over the new states.
-        Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
-        raises the error, before it sets anything.
-
+    Return two functions. The first raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved
+    with different hyper-parameters. The second sets hyper-parameters and those states that are no tensors, and hands
+    over the new states. Hyper-parameters that were saved as tensors are loaded before they can be compared: for these
+    the second one raises the error, before it sets anything. Raises StateError if a parameter is not in the model or in
+    two optimizers, or a nested state would have to be made.
     """
     slots: dict[str, Slot] = {}
     aside = _Aside()
@@ -141,12 +138,7 @@ class _There:
 
 
 def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: CheckpointNames) -> bool:
-    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted.
-
-    Returns:
-        Whether states were made.
-
-    """
+    """Make a parameter's missing states, all zeros, and return whether; those that are no tensors are only wanted."""
     if slot.state is None or any(value is not None for value in slot.values.values()):
         return False
     for key in keys:

@@ -149,10 +149,7 @@ def counts_in_group(optimizer: object) -> bool:
 
 
 def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
-    """Take the states, masters and hyper-parameters that exist.
-
-    Raises StateError: a parameter is in two optimizers, or a state cannot be placed.
-    """
+    """Take states, masters and hyper-parameters. Raises StateError for a parameter twice, or an unplaceable state."""
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
     leaves.add_all(OPTIMIZER, _states(slots, groups, leaves.rank))
     for hyper, prefixes in groups.values():

@@ -68,18 +68,13 @@ _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
 def pack(
     obj: Any, where: str = "extra_states", *, trust: bool = False, outside: list[torch.Tensor] | None = None
 ) -> bytes:
-    """Serialize a value into one byte object, with its types, bit by bit.
+    """Serialize a value into one byte object, with its types, bit by bit; ``where`` is its name in messages.
 
     Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
-    ``Parameter`` is kept. Two references to one object become two objects. Raises StateError: something in it cannot be
-    serialized, or not be read again; the message names it.
-
-    Args:
-        obj: the value.
-        where: its name, for messages.
-        trust: pickle objects of any class as well, which only :func:`unpack` with ``trust`` reads.
-        outside: takes the large tensors, contiguous ones of the CPU and not copied, which are then not in the bytes.
-
+    ``Parameter`` is kept. Two references to one object become two objects. ``trust`` pickles objects of any class as
+    well, which only :func:`unpack` with ``trust`` reads. ``outside`` takes the large tensors, contiguous ones of the
+    CPU and not copied, which are then not in the bytes. Raises StateError, which names the value, if something cannot
+    be serialized, or not be read again.
     """
     packer = _Packer(trust=trust, outside=outside)
     try:
@@ -98,16 +93,10 @@ def pack(
 def unpack(
     data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Read an image that :func:`pack` wrote; tensors are on the CPU.
+    """Read an image that :func:`pack` wrote; tensors are on the CPU, those that it left ``outside`` are given.
 
-    Raises CheckpointError: the bytes are damaged, or hold objects that only ``trust=True`` reads.
-
-    Args:
-        data: the bytes.
-        trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
-        where: name of the image, for messages.
-        outside: the tensors that :func:`pack` left outside.
-
+    ``trust`` unpickles anything, which may run code: only for checkpoints that you wrote. Raises CheckpointError if the
+    bytes are damaged, or hold objects that only ``trust=True`` reads.
     """
     try:
         return _Reader(len(data), outside).whole(_loaded(data, trust=trust))
@@ -177,10 +166,7 @@ class _Packer:
         return self._opaque(value, where) if parts is None else (_MARK, parts[0], self.plain(parts[1], where))
 
     def check(self) -> None:
-        """Refuse serialized values that cannot be read again: try all doubtful ones, unless they are trusted.
-
-        Raises StateError: the message names the value and its class.
-        """
+        """Raise StateError, which names value and class, for a doubtful value that only ``trust`` would read again."""
         for where, value in () if self._trust else self._doubtful:
             try:
                 kind = type(_loaded(_saved(value), trust=False))
@@ -270,10 +256,7 @@ def _can_be_outside(tensor: torch.Tensor) -> bool:
 
 
 def hex_text(number: int, where: str) -> str:
-    """Return an integer in hexadecimal; ``where`` names it in messages.
-
-    Raises StateError: a load would not accept it.
-    """
+    """Return an integer in hexadecimal. Raises StateError, which names ``where``, if a load would not accept it."""
     if number.bit_length() > 4 * _MOST_HEX_DIGITS:
         raise StateError(
             f"{where} is an integer of {number.bit_length()} bits, more than {4 * _MOST_HEX_DIGITS}; save it as bytes"

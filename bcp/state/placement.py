@@ -146,10 +146,7 @@ class ShardedLeaf:
         return cls(first.tensor, first.placement, tuple(others))
 
     def parts(self, label: str) -> Iterator[LocalShard]:
-        """Yield one part per span, as views of the local memory.
-
-        Raises StateError: a local tensor contradicts its placement, or its elements do not lie in a row.
-        """
+        """Yield a view per span. Raises StateError if local memory contradicts its placement, or is not in a row."""
         for leaf in (self, *self.more):
             yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class
 

@@ -41,20 +41,12 @@ class TableRows:
     @classmethod
     def of(
         cls,
-        names: Sequence[tuple[str, str]],
-        forms: Sequence[TensorSpec],
-        firsts: Mapping[int, int],
-        copies: Mapping[int, Sequence[int]],
+        names: Sequence[tuple[str, str]],  # (kind, FQN) of each leaf
+        forms: Sequence[TensorSpec],  # of each leaf, and behind these of the copies
+        firsts: Mapping[int, int],  # of each leaf that goes by another one's memory, that one; or LEFT_OUT
+        copies: Mapping[int, Sequence[int]],  # of some leaves, the numbers of their copies
     ) -> TableRows:
-        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere.
-
-        Args:
-            names: (kind, FQN) of each leaf.
-            forms: the form of each, and behind these of the copies.
-            firsts: for each leaf that goes by the memory of another, the number of that one; or LEFT_OUT.
-            copies: for some leaves, the numbers of their copies.
-
-        """
+        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere."""
         own: dict[int, Sequence[int]] = {
             n: [each for each in (n, *more) if forms[each].spans] for n, more in copies.items()
         }

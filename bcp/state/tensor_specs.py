@@ -90,10 +90,7 @@ def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
 
 
 def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafInspection:
-    """Look at leaves; ``label`` names one of them for messages, by its number.
-
-    Raises StateError: a leaf has no plain memory here, or states impossible shards.
-    """
+    """Look at leaves; ``label`` names one by its number. Raises StateError without plain memory or possible shards."""
     meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
     forms, placed = [], dict[object, TensorSpec]()
     for number, leaf in enumerate(leaves):

@@ -69,13 +69,8 @@ class UnitImage:
 def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     """Make the image of a unit's state, whose tensors nobody may change until they are written.
 
-    Raises StateError: something in it cannot be serialized, or not be read again; the message names it.
-
-    Args:
-        state: nested Python values and tensors.
-        where: its name, for messages.
-        trust: as for :func:`~bcp.state.packed.pack`.
-
+    The state is nested Python values and tensors; ``trust`` is as for :func:`~bcp.state.packed.pack`. Raises
+    StateError, which names the value, if something in it cannot be serialized, or not be read again.
     """
     outside: list[torch.Tensor] = []
     packed = pack(state, where, trust=trust, outside=outside)
@@ -89,15 +84,9 @@ def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
 
 
 def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
-    """Return the state of a unit; its large tensors are in the memory of the image.
+    """Return the state of a unit; its large tensors are in the memory of the image: uint8, aligned to 64 bytes.
 
-    Raises CheckpointError: the image is damaged, or holds objects that only ``trust=True`` reads.
-
-    Args:
-        image: uint8, aligned to 64 bytes, of :func:`image_of`.
-        trust: as for :func:`~bcp.state.packed.unpack`.
-        where: its name, for messages.
-
+    Raises CheckpointError if the image is damaged, or holds objects that only ``trust=True`` reads.
     """
     data = image.numpy().data
     try:
@@ -145,13 +134,9 @@ class Units:
 
 
 def sharded_states(states: States) -> dict[str, ShardedState]:
-    """Find the sharded states: ``states["dataloader"]`` itself, or values of its mappings, by their keys.
+    """Find the sharded states by name: ``states["dataloader"]`` itself, or values of its mappings.
 
-    Raises InputError: two of them would have one name.
-
-    Returns:
-        Name to state; a name consists of keys joined by ``/``, and is empty for ``states["dataloader"]`` itself.
-
+    A name is keys joined by ``/``, empty for ``states["dataloader"]`` itself. Raises InputError if two have one name.
     """
     found: dict[str, ShardedState] = {}
     _find(states.get(DATALOADER), "", found)

@@ -41,10 +41,6 @@ class GrpcCoordinator:
     Every rank has one stream to its parent, which stays open. Payloads of all ranks are gathered on their way up, each
     distinct payload once. Answers go down the same way. A rank watches its neighbours only. Nothing is sent or opened
     before the first operation.
-
-    Attributes:
-        rank: this rank.
-        world_size: the number of ranks that take part.
     """
 
     def __init__(

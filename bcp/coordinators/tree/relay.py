@@ -75,21 +75,12 @@ class Relay:
         self,
         number: int,
         node: NodeContext,
-        gone: AbstractSet[int],
+        gone: AbstractSet[int],  # the neighbours that have left; whoever changes it calls advance()
         *,
-        report_peer_failure: Callable[[int, str], None],
-        hand_over: Callable[[int, bytes | Values], None],
+        report_peer_failure: Callable[[int, str], None],  # called with a rank that has left early, and the cause
+        hand_over: Callable[[int, bytes | Values], None],  # as LocalMember.hand_over
     ) -> None:
-        """Prepare an operation without steps.
-
-        Args:
-            number: the operation's.
-            node: the node.
-            gone: the neighbours that have left; whoever changes it calls :meth:`advance`.
-            report_peer_failure: called with a rank that has left early, and the cause.
-            hand_over: takes the answer to a step. Rank 0 gets the payloads of all, in walk order.
-
-        """
+        """Prepare an operation without steps."""
         self._number = number
         self._node = node
         self._gone = gone

@@ -291,24 +291,14 @@ class StoreRendezvous:
 
     def __init__(
         self,
-        store: Store | StoreClient,
-        prefix: str,
+        store: Store | StoreClient,  # no other call waits on it
+        prefix: str,  # of our keys
         rank: int,
         world_size: int,
         fanout: int,
-        address: str | None = None,
+        address: str | None = None,  # this host's in the job's network; None: see bcp.coordinators.hosts
     ) -> None:
-        """Prepare the rendezvous; nothing is sent before :meth:`invitation`.
-
-        Args:
-            store: a connection on which no other call waits.
-            prefix: of our keys.
-            rank: this rank.
-            world_size: the number of ranks.
-            fanout: of the tree.
-            address: this host's in the job's network; None: see :mod:`bcp.coordinators.hosts`.
-
-        """
+        """Prepare the rendezvous; nothing is sent before :meth:`invitation`."""
         self._client = StoreClient.of(store)
         self._rank = rank
         self._world_size = world_size

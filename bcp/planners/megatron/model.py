@@ -73,16 +73,8 @@ class Pieces:
 def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
     """Take every leaf of a chunk, of a list of chunks, or of nested containers of them and of sharded leaves.
 
-    Raises StateError: something in it cannot be read, or two leaves have one name.
-
-    Args:
-        leaves: takes the leaves.
-        pieces: receives the logical tensors of the local ones.
-        state: the model.
-
-    Returns:
-        The function that puts loaded objects back.
-
+    ``pieces`` receives the logical tensors of the local ones. Return the function that puts loaded objects back. Raises
+    StateError if something cannot be read, or two leaves have one name.
     """
     finishes: list[Finish] = []
     for path, wrapped in walk(state, _WHERE):

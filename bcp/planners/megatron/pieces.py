@@ -70,12 +70,7 @@ def fresh_placement(piece: Piece, local: torch.Tensor, low: int, high: int) -> P
 def flat_placement(piece: Piece, low: int, high: int, *, stated: bool = True) -> Placement:
     """Say where a piece lies in a 1-D tensor that has the elements [low, high) of the local tensor.
 
-    Args:
-        piece: the piece.
-        low: first element of the local tensor.
-        high: one past the last.
-        stated: False: nothing of it counts, as another rank has the same.
-
+    Nothing of it counts unless ``stated``, as another rank has the same.
     """
     return Placement(piece.shape, (high - low,), _cut_all(piece, low, high if stated else low, low))
 

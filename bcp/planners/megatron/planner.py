@@ -73,10 +73,7 @@ class MegatronPlanner(PlainPlanner):
         return f"MegatronPlanner({len(self._pieces.by_id)} local tensors)"
 
     def probe(self) -> str:
-        """Check the private attributes that are read; return which versions run and were tested.
-
-        Raises InputError: Megatron-core is not installed, or lacks one.
-        """
+        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
         super().probe()
         tested = _versions()
         for path, classes in _NEEDED.items():

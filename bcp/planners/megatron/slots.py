@@ -69,10 +69,7 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
 
 
 def slots_of(optimizers: Iterable[Any], pieces: Pieces) -> Iterator[Slot]:
-    """Yield the slots of all optimizers.
-
-    Raises StateError: a parameter is not in the model, or is cut in a way that cannot be.
-    """
+    """Yield the slots of all optimizers. Raises StateError for a parameter without a name, or an impossible cut."""
     for optimizer in optimizers:
         if has_base(optimizer, ("DistributedOptimizer",)):
             yield from _flat_slots(optimizer, pieces)
