@@ -17,14 +17,7 @@ from bcp.protocols import Coordinator
 if TYPE_CHECKING:
     from bcp.coordinators.tree.coordinator import GrpcCoordinator
 
-__all__ = [
-    "GrpcCoordinator",
-    "SoloCoordinator",
-    "Tls",
-    "coordinator",
-    "grpc_coordinators",
-    "memory_coordinators",
-]
+__all__ = ["GrpcCoordinator", "SoloCoordinator", "Tls", "coordinator", "grpc_coordinators", "memory_coordinators"]
 
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Coordinator] = WeakKeyDictionary()
 

@@ -206,12 +206,7 @@ class Operation:
             address = await self._address()
             contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
-                rank,
-                address,
-                self._world_size,
-                patience=self._patience,
-                secret=lambda: channel.secret,
-                tls=contexts,
+                rank, address, self._world_size, patience=self._patience, secret=lambda: channel.secret, tls=contexts
             )
             self._group.start_soon(self._serve, self._mesh)
             published = await channel.cards(verb, self._mesh.card)

@@ -109,10 +109,7 @@ class Tls:
         dialer, listener, _ = self.contexts()
         dialer.check_hostname = False
         to_dialer, to_listener = ssl.MemoryBIO(), ssl.MemoryBIO()
-        sides = (
-            dialer.wrap_bio(to_dialer, to_listener),
-            listener.wrap_bio(to_listener, to_dialer, server_side=True),
-        )
+        sides = (dialer.wrap_bio(to_dialer, to_listener), listener.wrap_bio(to_listener, to_dialer, server_side=True))
         for side in (*sides, *sides):
             try:
                 side.do_handshake()

@@ -84,10 +84,6 @@ class _Call(Generic[T]):
             self.ended.set_result(None)
 
 
-def _as_it_is(store: Store) -> Store:
-    return store
-
-
 class StoreClient:
     """A store, and the one thread that calls it; connects at the first call.
 
@@ -95,7 +91,7 @@ class StoreClient:
     waits for its own time limit. There is never a second thread.
     """
 
-    def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
+    def __init__(self, shared: Store, connect: Callable[[Store], Store] = lambda store: store) -> None:
         """Prepare the client. ``connect(shared)`` runs in the thread, before the first call and after an error.
 
         A TCPStore's client whose connection broke never works again, and torch does not make a new one.

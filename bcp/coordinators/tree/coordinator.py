@@ -43,13 +43,7 @@ class GrpcCoordinator:
     before the first operation.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        rendezvous: Rendezvous,
-        tls: Tls | None = None,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, rendezvous: Rendezvous, tls: Tls | None = None) -> None:
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank

@@ -6,16 +6,7 @@ from collections.abc import Iterable
 
 from bcp._messages.coordination import Abort
 from bcp.coordinators.peers import LEFT, Heartbeats, different
-from bcp.coordinators.tree.frames import (
-    Frame,
-    FrameError,
-    Kind,
-    Values,
-    bytes_of,
-    digest_of,
-    text_of,
-    unpack_number,
-)
+from bcp.coordinators.tree.frames import Frame, FrameError, Kind, Values, bytes_of, digest_of, text_of, unpack_number
 from bcp.coordinators.tree.relay import LocalMember, NodeContext, Relay
 from bcp.protocols import REFUSED
 

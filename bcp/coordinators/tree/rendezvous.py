@@ -150,7 +150,30 @@ class Rendezvous(Protocol):
         """Return the cause if the way to the others has been silent for ``seconds``, else an empty text."""
 
 
-class Addresses:
+class _KnownPlaces:
+    """The part of a rendezvous that ranks need whose places are known beforehand."""
+
+    _invitation: Invitation
+
+    async def invitation(self, ended: Ended) -> Invitation:
+        """Return this rank's place."""
+        del ended
+        return self._invitation
+
+    async def announce(self, number: int, abort: Abort) -> None:
+        """Do nothing: nobody waits for a place."""
+
+    def absent(self) -> int | None:
+        """Return None: nobody waits for a place."""
+        return None
+
+    def silence(self, seconds: float) -> str:
+        """Return an empty text: no server stands between the ranks."""
+        del seconds
+        return ""
+
+
+class Addresses(_KnownPlaces):
     """A rendezvous of ranks that know all addresses, and so the tree, beforehand."""
 
     def __init__(
@@ -172,11 +195,6 @@ class Addresses:
     def __repr__(self) -> str:
         return f"<Addresses, {self._addresses[self._rank]} is rank {self._rank} of {len(self._addresses)}>"
 
-    async def invitation(self, ended: Ended) -> Invitation:
-        """Return this rank's place."""
-        del ended
-        return self._invitation
-
     def bind_address(self) -> str:
         """Return this rank's address."""
         return self._addresses[self._rank]
@@ -191,18 +209,6 @@ class Addresses:
     async def door_of(self, rank: int) -> str:
         """Return an empty text: no door can be published."""
         del rank
-        return ""
-
-    async def announce(self, number: int, abort: Abort) -> None:
-        """Do nothing: nobody waits for a place."""
-
-    def absent(self) -> int | None:
-        """Return None: nobody waits for a place."""
-        return None
-
-    def silence(self, seconds: float) -> str:
-        """Return an empty text: no server stands between the ranks."""
-        del seconds
         return ""
 
 
@@ -225,7 +231,7 @@ class _Board:
         return self._ports[rank]
 
 
-class MemoryRendezvous:
+class MemoryRendezvous(_KnownPlaces):
     """A rendezvous of ranks that are all in this process; they talk over the loopback."""
 
     def __init__(self, board: _Board, invitation: Invitation) -> None:
@@ -240,11 +246,6 @@ class MemoryRendezvous:
 
     def __repr__(self) -> str:
         return f"<MemoryRendezvous, rank {self._invitation.place.rank}>"
-
-    async def invitation(self, ended: Ended) -> Invitation:
-        """Return this rank's place."""
-        del ended
-        return self._invitation
 
     def bind_address(self) -> str:
         """Return the loopback."""
@@ -261,18 +262,6 @@ class MemoryRendezvous:
     async def door_of(self, rank: int) -> str:
         """Return the published door of a rank."""
         return self._board.doors[rank]
-
-    async def announce(self, number: int, abort: Abort) -> None:
-        """Do nothing: nobody waits for a place."""
-
-    def absent(self) -> int | None:
-        """Return None: nobody waits for a place."""
-        return None
-
-    def silence(self, seconds: float) -> str:
-        """Return an empty text: no server stands between the ranks."""
-        del seconds
-        return ""
 
 
 if TYPE_CHECKING:

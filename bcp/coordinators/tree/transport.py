@@ -74,11 +74,6 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(tls.key, tls.certificate)], root_certificates=tls.ca, require_client_auth=True)
 
 
-def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """Return the credentials of a rank with a parent."""
-    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-
-
 def server_options(children: int) -> Sequence[tuple[str, int]]:
     """Return the options of a server for this number of children."""
     return [
@@ -353,7 +348,8 @@ def _channel(address: str, tls: Tls | None) -> Any:
     options = channel_options(tls)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    return grpc.aio.secure_channel(address, credentials, options)
 
 
 async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode, str]:
