@@ -264,7 +264,7 @@ def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Seque
 
     Return the shape that the local tensor would have, and the blocks with the local index where each starts; None on a
     rank outside of the mesh. Raises StateError if a placement is a pending reduction or unknown, or does not fit tensor
-    and mesh, or torch itself has more than one reading of the placements.
+    and mesh. The same goes for placements of which torch itself has more than one reading.
     """
     shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
     if len(placements) != len(mesh):

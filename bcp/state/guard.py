@@ -116,7 +116,7 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
     if getattr(given, "is_stub_optimizer", False):  # Megatron-LM's, on a rank that has nothing to step
         return
     inner = getattr(given, "chained_optimizers", None) or getattr(given, "optimizer", None)
-    if _has_hooks(given):
+    if isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False):
         yield given, wrapped
     elif isinstance(given, (list, tuple)):
         for one in given:
@@ -131,10 +131,6 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
             f"{type(given).__name__} has none; pass the optimizer itself in states['optimizer'] (a "
             "torch.optim.Optimizer, or a wrapper that has it in .optimizer), or save with snapshot='eager'"
         )
-
-
-def _has_hooks(given: object) -> bool:
-    return isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False)
 
 
 class _Gate:

@@ -137,7 +137,7 @@ def put(container: Any, path: Path, value: object, where: str) -> Any:
     key, rest = path[0], path[1:]
     old = container.get(key) if isinstance(container, Mapping) else container[key]
     new = put(old, rest, value, where)
-    if new is old or (_is_plain(new) and same_value(new, old)):
+    if new is old or (type(new) in (bool, int, float, str, bytes) and same_value(new, old)):
         return container
     if same_generator(old, new):
         set_generator(old, new)
@@ -206,11 +206,8 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def is_fsdp1_type(kind: type) -> bool:
     """Whether modules of that type are FSDP1's wrappers, not Megatron's of that name; FSDP1 need not be imported."""
-    return any(base.__name__ == "FullyShardedDataParallel" and not _is_megatrons(base) for base in kind.__mro__)
-
-
-def _is_megatrons(kind: type) -> bool:
-    return kind.__module__.startswith("megatron.")
+    named = (base for base in kind.__mro__ if base.__name__ == "FullyShardedDataParallel")
+    return any(not base.__module__.startswith("megatron.") for base in named)
 
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:
@@ -252,7 +249,3 @@ def _has_memory(tensor: Leaf) -> bool:
         return False
     local = local_tensor(tensor)
     return not is_sharded_tensor(local) and not unsupported(local) and local.numel() > 0
-
-
-def _is_plain(value: object) -> bool:
-    return type(value) in (bool, int, float, str, bytes)

@@ -147,15 +147,7 @@ def _random_state_apart(value: Any) -> Parts | None:
     return ("RandomState", value.get_state(legacy=False)) if known else None
 
 
-def _random_state_together(state: Any) -> Any:
-    made = np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0))
-    made.set_state(state)
-    return made
-
-
-def _torch_generator(content: Any) -> torch.Generator:
-    device, state = content
-    made = torch.Generator(device)
+def _with_state(made: Any, state: Any) -> Any:
     made.set_state(state)
     return made
 
@@ -261,8 +253,8 @@ _TOGETHER: dict[str, Callable[[Any], Any]] = {
     "BytesIO": lambda content: _stream(*content),
     "Generator": lambda content: np.random.Generator(_bits_together(content)),
     "BitGenerator": _bits_together,
-    "RandomState": _random_state_together,
-    "torch.Generator": _torch_generator,
+    "RandomState": lambda state: _with_state(np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0)), state),
+    "torch.Generator": lambda content: _with_state(torch.Generator(content[0]), content[1]),
     "Random": _python_generator,
     "ndarray": _array_together,
     "scalar": lambda content: _array_together(content)[()],

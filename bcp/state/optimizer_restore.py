@@ -296,10 +296,7 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
 
 
 def _set_states(
-    objects: Mapping[ObjectKey, Any],
-    slots: Mapping[str, Slot],
-    there: _There,
-    paths: Mapping[str, tuple[Slot, Path]],
+    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There, paths: Mapping[str, tuple[Slot, Path]]
 ) -> None:
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():

@@ -25,6 +25,7 @@ from bcp.errors import BcpError, CheckpointError, InputError, StateError
 from bcp.plan.shards import OPAQUE_KINDS
 from bcp.plan.units import unit_path
 from bcp.protocols import ShardedState, Stateful, States
+from bcp.state.memory import dtype_name
 from bcp.state.packed import pack, unpack
 
 __all__ = [
@@ -43,7 +44,7 @@ ALIGNMENT = 64
 _END = struct.Struct("<3Q")
 """Start and bytes of the list of tensors, and bytes of the archive behind it."""
 
-_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+_DTYPES = {dtype_name(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     packed = pack(state, where, trust=trust, outside=outside)
     order = sorted(range(len(outside)), key=lambda number: -outside[number].itemsize)
     tensors = [outside[number] for number in order]
-    rows = [[number, _name(outside[number].dtype), list(outside[number].shape)] for number in order]
+    rows = [[number, dtype_name(outside[number].dtype), list(outside[number].shape)] for number in order]
     head = json.dumps(rows, separators=(",", ":")).encode()
     start = sum(tensor.nbytes for tensor in tensors)
     padding = bytes(-(start + len(head) + len(packed) + _END.size) % ALIGNMENT)
@@ -111,10 +112,6 @@ def _tensors(memory: torch.Tensor, rows: Sequence[tuple[int, str, list[int]]]) -
     if at != len(memory) or sorted(tensors) != list(range(len(rows))):
         raise ValueError(f"{len(rows)} tensors do not fill {len(memory)} bytes")
     return [tensors[number] for number in range(len(rows))]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 DATALOADER = "dataloader"
@@ -186,11 +183,7 @@ def _is_gone(child: Any, rest: Any) -> bool:
 
 def remember(found: Mapping[str, ShardedState]) -> None:
     """Take note of the states of the latest save or load, for as long as they live."""
-    _latest[:] = [weakref.ref(state) for state in found.values() if _has_weak_references(state)]
-
-
-def _has_weak_references(state: ShardedState) -> bool:
-    return type(state).__weakrefoffset__ != 0
+    _latest[:] = [weakref.ref(state) for state in found.values() if type(state).__weakrefoffset__]
 
 
 def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
