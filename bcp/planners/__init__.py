@@ -60,7 +60,7 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
 
     """
     _KNOWN.pop(name, None)
-    _KNOWN[name] = (factory, detects or _never)
+    _KNOWN[name] = (factory, detects or (lambda _: False))
 
 
 def planner(framework: str | None, states: States) -> Planner:
@@ -76,10 +76,6 @@ def planner(framework: str | None, states: States) -> Planner:
     if probe := getattr(made, "probe", None):
         probe()
     return made
-
-
-def _never(_: States) -> bool:
-    return False
 
 
 register("plain", PlainPlanner, lambda _: True)

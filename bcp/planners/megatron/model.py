@@ -16,7 +16,7 @@ from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whol
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
-from bcp.state.modules import Finish, put
+from bcp.state.modules import Finish, in_turn, put
 from bcp.state.names import Path, dotted, walk
 from bcp.state.placement import Placement, ShardedLeaf
 
@@ -89,12 +89,7 @@ def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
             )
         elif name := _add_leaf(leaves, pieces, path, leaf):
             finishes.append(_setter(state, path, leaf, name))
-
-    def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        for each in finishes:
-            each(objects)
-
-    return finish
+    return in_turn(finishes)
 
 
 def has_base(value: object, names: Collection[str]) -> bool:

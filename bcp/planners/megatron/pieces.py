@@ -122,7 +122,7 @@ def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> Piece
 
 def _is_run(child: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a child is a view of consecutive elements of the factory's tensor."""
-    same = child.untyped_storage()._cdata == tensor.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    same = child.untyped_storage()._cdata == tensor.untyped_storage()._cdata  # noqa: SLF001 -- as bcp/state/memory.py
     return same and child.dtype == tensor.dtype and child.is_contiguous() and tensor.is_contiguous()
 
 

@@ -116,7 +116,7 @@ class MegatronPlanner(PlainPlanner):
         if states.get(MODEL) is None:
             with torch.no_grad():
                 for optimizer in optimizers:
-                    getattr(optimizer, "_copy_main_params_to_model_params", _nothing)()
+                    getattr(optimizer, "_copy_main_params_to_model_params", lambda: None)()
 
 
 def holds_megatron(states: States) -> bool:
@@ -182,7 +182,3 @@ def _set_scaler(scaler: Any, values: Mapping[str, Any]) -> None:
             live[key].fill_(value)
         elif hasattr(scaler, f"_{key}"):
             setattr(scaler, f"_{key}", value)
-
-
-def _nothing() -> None:
-    """Do nothing."""

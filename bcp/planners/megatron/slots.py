@@ -146,7 +146,7 @@ def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
 
 def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: ShardedLeaf, parameter: Any) -> Slot:
     """Make one slot. The stepped tensor is a master unless it is the model's own memory."""
-    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as bcp/state/memory.py
     return Slot(
         fqn,
         shard,
