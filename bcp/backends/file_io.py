@@ -2,7 +2,7 @@
 
 Direct I/O: bytes between memory and disk past the page cache, which takes aligned memory, offsets and lengths.
 
-Bytes of one file into many buffers: cached pages from the page cache, others past it. Everything here blocks.
+Bytes of one file into many buffers: cached pages from the page cache, others past it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The system calls that Python has no name for.
 
-Shared file systems: their names, and the caches of their clients. Everything here blocks.
+Shared file systems: their names, and the caches of their clients.
 
 A client of a file server keeps names, absent names and attributes for up to some minutes. It asks the server when it
 opens a file or a directory (close-to-open). It repeats a call if the answer was lost, and the second answer then tells
@@ -107,8 +107,7 @@ def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
     """Say for one page in every ``step`` bytes from ``start``, both multiples of a page, whether it is in memory.
 
     Reads nothing, and starts no read-ahead. True as well for files that are another user's and that this one may not
-    write: Linux does not tell about those. Raises OSError: the file cannot be mapped. Raises ValueError: it ends
-    before.
+    write: Linux does not tell about those. Raises OSError if the file cannot be mapped, ValueError if it ends before.
     """
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapped:
         first = address(memoryview(mapped))
