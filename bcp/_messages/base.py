@@ -80,16 +80,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
 
     @classmethod
     def decode(cls, data: bytes, sender: int | None = None) -> Self:
-        """Decode a message of this class.
-
-        Args:
-            data: the bytes of the message.
-            sender: the rank that sent it, if it is known; for the error.
-
-        Raises:
-            MessageError: these are not the bytes of such a message.
-
-        """
+        """Decode a message of this class; ``sender`` is its rank, for the error. Raises MessageError if it is none."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except DECODE_ERRORS as error:

@@ -32,64 +32,37 @@ Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 
 
 class Failure(Message, frozen=True):
-    """An error in place of a rank's contribution or of rank 0's answer.
+    """An error in place of a rank's contribution or of rank 0's answer."""
 
-    Attributes:
-        rank: the rank that raised it, in rank 0's answer; None for rank 0's own, and in a contribution.
-        name: the error's class.
-        text: the error's message.
-    """
-
-    rank: Rank | None
-    name: str
+    rank: Rank | None  # the rank that raised it, in rank 0's answer; None for rank 0's own, and in a contribution
+    name: str  # the error's class
     text: str
 
 
 class Abort(Message, frozen=True):
-    """The cause of an operation's end.
+    """The cause of an operation's end."""
 
-    Attributes:
-        rank: the rank that failed.
-        message: the cause, for the other ranks.
-        disagreement: whether the ranks' inputs do not fit together.
-    """
-
-    rank: Rank
-    message: str
-    disagreement: bool = False
+    rank: Rank  # the rank that failed
+    message: str  # the cause, for the other ranks
+    disagreement: bool = False  # whether the ranks' inputs do not fit together
 
 
 class Card(Message, frozen=True):
-    """Facts about a rank's listener for bulk data, which the other ranks need to connect.
-
-    Attributes:
-        address: its address.
-        port: its port.
-        host: the hostname, for messages.
-        network: identity of the host's network.
-        token: a secret, which keys the proofs of both sides.
-        tls: whether it expects TLS.
-    """
+    """Facts about a rank's listener for bulk data, which the other ranks need to connect."""
 
     address: str
     port: Port
-    host: str
-    network: str
-    token: str
-    tls: bool
+    host: str  # the hostname, for messages
+    network: str  # identity of the host's network
+    token: str  # a secret, which keys the proofs of both sides
+    tls: bool  # whether it expects TLS
 
     def __repr__(self) -> str:
         return f"<Card of {self.address} port {self.port} (host {self.host})>"  # without the secret
 
 
 class Introduction(Message, frozen=True):
-    """The parent of a new stream in the tree.
-
-    Attributes:
-        rank: its rank.
-        host: its hostname.
-        pid: its process.
-    """
+    """The parent of a new stream in the tree."""
 
     rank: Rank
     host: str
@@ -100,19 +73,12 @@ class Introduction(Message, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's host, as the others are told of it.
+    """One rank's host, as the others are told of it."""
 
-    Attributes:
-        name: its hostname, for people.
-        identity: the same for two processes that share a loopback address.
-        address: the address at which others reach it, if that is known; else empty.
-        networks: its addresses with their networks, as in ``"10.0.0.1/24"``, the best guess first.
-    """
-
-    name: str
-    identity: str
-    address: str
-    networks: tuple[str, ...]
+    name: str  # its hostname, for people
+    identity: str  # the same for two processes that share a loopback address
+    address: str  # the address at which others reach it, if that is known; else empty
+    networks: tuple[str, ...]  # its addresses with their networks, as in ``"10.0.0.1/24"``, the best guess first
 
 
 class OperationEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,92 +89,55 @@ class OperationEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RootSign(Message, frozen=True):
-    """The sign of life of rank 0 while it waits for the others.
+    """The sign of life of rank 0 while it waits for the others."""
 
-    Attributes:
-        nonce: names rank 0's process.
-        ticks: grows with each sign.
-        told: the operation that has ended meanwhile, if there is one.
-    """
-
-    nonce: str
-    ticks: Count
-    told: OperationEnd | None
+    nonce: str  # names rank 0's process
+    ticks: Count  # grows with each sign
+    told: OperationEnd | None  # the operation that has ended meanwhile, if there is one
 
 
 class MemberSign(Message, frozen=True):
-    """The presence of another rank.
+    """The presence of another rank."""
 
-    Attributes:
-        nonce: names the rank's process.
-        root: the nonce of rank 0 that the rank has seen.
-        host: the rank's host.
-    """
-
-    nonce: str
-    root: str
+    nonce: str  # names the rank's process
+    root: str  # the nonce of rank 0 that the rank has seen
     host: Host
 
 
 class Ended(Message, frozen=True):
-    """An operation that another rank than rank 0 has ended.
+    """An operation that another rank than rank 0 has ended."""
 
-    Attributes:
-        root: the nonce of rank 0 that the rank has seen; None if it has seen none.
-        end: the operation and its cause.
-    """
-
-    root: str | None
+    root: str | None  # the nonce of rank 0 that the rank has seen; None if it has seen none
     end: OperationEnd
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Facts that rank 0 tells a rank once all are there.
+    """Facts that rank 0 tells a rank once all are there."""
 
-    Attributes:
-        session: the name of this meeting of these processes, which no other has.
-        token: the secret of these processes.
-        first: hostname of rank 0.
-        elsewhere: some of the job's other hosts.
-        words: a message of rank 0 for this rank alone, encoded.
-    """
-
-    session: str
-    token: str
-    first: str
-    elsewhere: tuple[Host, ...]
-    words: bytes
+    session: str  # the name of this meeting of these processes, which no other has
+    token: str  # the secret of these processes
+    first: str  # hostname of rank 0
+    elsewhere: tuple[Host, ...]  # some of the job's other hosts
+    words: bytes  # a message of rank 0 for this rank alone, encoded
 
     def __repr__(self) -> str:
         return f"<Answer of session {self.session}>"  # without the secret
 
 
 class Reply(Message, frozen=True):
-    """Rank 0's answer to one process.
+    """Rank 0's answer to one process."""
 
-    Attributes:
-        nonce: that of the process.
-        answer: the answer.
-    """
-
-    nonce: str
+    nonce: str  # of the process
     answer: Answer
 
 
 class Seat(Message, frozen=True):
-    """A rank's place in the tree.
+    """A rank's place in the tree."""
 
-    Attributes:
-        parent: the rank above it; None for rank 0.
-        children: the ranks right below it.
-        sizes: the number of ranks in the subtree of each child.
-        hosts: hostnames of the parent, if there is one, and of the children.
-    """
-
-    parent: Rank | None
-    children: tuple[Rank, ...]
-    sizes: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], ...]
-    hosts: tuple[str, ...]
+    parent: Rank | None  # the rank above it; None for rank 0
+    children: tuple[Rank, ...]  # the ranks right below it
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], ...]  # of each child's subtree, in ranks
+    hosts: tuple[str, ...]  # hostnames of the parent, if there is one, and of the children
 
     def __post_init__(self) -> None:
         neighbours = len(self.children) + (self.parent is not None)

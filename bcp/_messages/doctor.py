@@ -11,30 +11,20 @@ __all__ = ["DoorSign", "Finding", "Leaders", "RankReport", "Trial", "Way", "Whol
 
 
 class Leaders(Message, frozen=True):
-    """The lowest rank of each host.
+    """The lowest rank of each host."""
 
-    Attributes:
-        ranks: of all hosts, in order; for a rank that leads none, that of its own host alone.
-        names: of these hosts.
-    """
-
-    ranks: tuple[Rank, ...]
-    names: tuple[str, ...]
+    ranks: tuple[Rank, ...]  # of all hosts, in order; for a rank that leads none, that of its own host alone
+    names: tuple[str, ...]  # of these hosts
 
     def __post_init__(self) -> None:
         expect(len(self.ranks) == len(self.names) > 0, reason=f"{len(self.ranks)} leaders, {len(self.names)} names")
 
 
 class DoorSign(Message, frozen=True):
-    """The place at which the leader of a host answers.
+    """The place at which the leader of a host answers."""
 
-    Attributes:
-        address: the address; None if the host cannot listen.
-        port: the port; None with the address.
-    """
-
-    address: str | None = None
-    port: Port | None = None
+    address: str | None = None  # the address; None if the host cannot listen
+    port: Port | None = None  # the port; None with the address
 
     def __post_init__(self) -> None:
         expect((self.address is None) == (self.port is None), reason="an address goes with a port")
@@ -47,31 +37,19 @@ class Trial(Message, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that is wrong.
-
-    Attributes:
-        check: the check that found it.
-        text: the message, which follows the name of the rank or the host, as in ``"cannot reach host h4"``.
-        do: the remedy.
-        of_host: whether it concerns the rank's host, and not only the rank.
-    """
+    """One thing that is wrong."""
 
     check: str
-    text: str
-    do: str = ""
-    of_host: bool = False
+    text: str  # the message, which follows the name of the rank or the host, as in ``"cannot reach host h4"``
+    do: str = ""  # the remedy
+    of_host: bool = False  # whether it concerns the rank's host, and not only the rank
 
 
 class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A connection to another host that has worked.
+    """A connection to another host that has worked."""
 
-    Attributes:
-        seconds: the duration of the connection and the answer.
-        ahead: the seconds by which the other host's clock is ahead of this one's, give or take half of ``seconds``.
-    """
-
-    seconds: float
-    ahead: float
+    seconds: float  # the duration of the connection and the answer
+    ahead: float  # seconds that the other host's clock is ahead of this one's, give or take half of ``seconds``
 
 
 class RankReport(Message, frozen=True):
@@ -90,15 +68,10 @@ class RankReport(Message, frozen=True):
 
 
 class WholeVerdict(Message, frozen=True):
-    """Rank 0's verdict.
-
-    Attributes:
-        healthy: whether nothing is wrong.
-        unheard: ranks whose report did not come in time.
-    """
+    """Rank 0's verdict."""
 
     healthy: bool
-    unheard: tuple[Rank, ...]
+    unheard: tuple[Rank, ...]  # ranks whose report did not come in time
 
 
 prepare(__name__)

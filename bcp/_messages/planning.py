@@ -63,52 +63,32 @@ class SharedDigests(Message, frozen=True):
 
 
 class Opening(Message, frozen=True, array_like=True, tag=False):
-    """Rank 0's first answer to all ranks.
+    """Rank 0's first answer to all ranks."""
 
-    Attributes:
-        operation: id of the save.
-        cached: whether every rank has the plan already.
-        found: version of the metadata that was there when the save began; None for none.
-        trace: trace context of rank 0; empty for none.
-    """
-
-    operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-    cached: bool
-    found: Annotated[str, msgspec.Meta(min_length=1)] | None
-    trace: str
+    operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]  # id of the save
+    cached: bool  # whether every rank has the plan already
+    found: Annotated[str, msgspec.Meta(min_length=1)] | None  # version of the metadata before the save; None for none
+    trace: str  # trace context of rank 0; empty for none
 
 
 # -- the survey and the division of a save ----------------------------------------------------
 
 
 class CatalogueColumns(Message, frozen=True):
-    """The names of a rank.
+    """The names of a rank."""
 
-    Attributes:
-        nbytes: bytes of the columns.
-        columns: an Arrow stream, compressed.
-    """
-
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-    columns: bytes
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]  # of the columns
+    columns: bytes  # an Arrow stream, compressed
 
 
 class SlotColumns(Message, frozen=True):
-    """The boxes of a rank, each column int64.
+    """The boxes of a rank, each column int64."""
 
-    Attributes:
-        width: dimensions of a box.
-        family: the family of each box.
-        regular: whether each box is cut regularly.
-        offset: the begin of each box, by dimension.
-        length: the extent of each box, by dimension.
-    """
-
-    width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-    family: bytes
-    regular: bytes
-    offset: bytes
-    length: bytes
+    width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # dimensions of a box
+    family: bytes  # of each box
+    regular: bytes  # whether each box is cut regularly
+    offset: bytes  # the begin of each box, by dimension
+    length: bytes  # the extent of each box, by dimension
 
     def __post_init__(self) -> None:
         sizes = len(self.family), len(self.regular), len(self.offset), len(self.length)
@@ -117,83 +97,51 @@ class SlotColumns(Message, frozen=True):
 
 
 class Table(Message, frozen=True, array_like=True):
-    """The parts of its table that a rank states.
+    """The parts of its table that a rank states."""
 
-    Attributes:
-        catalogue: encoded :class:`CatalogueColumns`, if the rank was asked for it; else empty.
-        slots: encoded :class:`SlotColumns`, if the rank was asked for it; else empty.
-        units: claims of units, as text.
-        flat: rows of 20 bytes, as ranks send them that state nothing else.
-    """
-
-    catalogue: bytes
-    slots: bytes
-    units: str
-    flat: bytes
+    catalogue: bytes  # encoded CatalogueColumns, if the rank was asked for it; else empty
+    slots: bytes  # encoded SlotColumns, if the rank was asked for it; else empty
+    units: str  # claims of units, as text
+    flat: bytes  # rows of 20 bytes, as ranks send them that state nothing else
 
 
 class SurveyAnswer(Message, frozen=True):
-    """Rank 0's question for tables.
+    """Rank 0's question for tables."""
 
-    Attributes:
-        key: of the plan.
-        catalogue_leaders: int32, the ranks that state their catalogue.
-        slots_leaders: int32, the ranks that state their slots.
-    """
-
-    key: Digest
-    catalogue_leaders: bytes
-    slots_leaders: bytes
+    key: Digest  # of the plan
+    catalogue_leaders: bytes  # int32, the ranks that state their catalogue
+    slots_leaders: bytes  # int32, the ranks that state their slots
 
     def __post_init__(self) -> None:
         expect(_whole(self.catalogue_leaders, 4), _whole(self.slots_leaders, 4), reason="leaders are cut off")
 
 
 class Share(Message, frozen=True, array_like=True, tag=False):
-    """The writes of one rank.
+    """The writes of one rank."""
 
-    Attributes:
-        owned: int64, the objects that it writes.
-        units: int64, the units that it writes.
-        rows: rows of :data:`bcp.plan.write.divide.SHARE`.
-    """
-
-    owned: bytes
-    units: bytes
-    rows: bytes
+    owned: bytes  # int64, the objects that it writes
+    units: bytes  # int64, the units that it writes
+    rows: bytes  # rows of bcp.plan.write.divide.SHARE
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The units of one sharded state that one rank holds.
+    """The units of one sharded state that one rank holds."""
 
-    Attributes:
-        name: where the state stands below ``states["dataloader"]``: keys joined by ``/``; empty for itself.
-        reader: number of the rank's reader.
-        readers: how many readers there are.
-        ids: ids of the reader's units.
-    """
-
-    name: str
-    reader: int
-    readers: int
-    ids: tuple[str, ...]
+    name: str  # place below ``states["dataloader"]``: keys joined by ``/``; empty for itself
+    reader: int  # number of the rank's reader
+    readers: int  # how many readers there are
+    ids: tuple[str, ...]  # ids of the reader's units
 
     def __str__(self) -> str:
         return f"dataloader {self.name!r}" if self.name else "the dataloader"
 
 
 class Written(Message, frozen=True, array_like=True, tag=False):
-    """The files that a rank has written.
+    """The files that a rank has written."""
 
-    Attributes:
-        digest: of its receipt.
-        nbytes: bytes of its receipt.
-        files: rows of 9 bytes for its data files: code of the kind, and bytes as stored.
-    """
-
-    digest: Digest
-    nbytes: Count
-    files: bytes
+    digest: Digest  # of its receipt
+    nbytes: Count  # bytes of its receipt
+    files: bytes  # rows of 9 bytes for its data files: code of the kind, and bytes as stored
 
     def __post_init__(self) -> None:
         expect(_whole(self.files, 9), reason="rows of files are cut off")
@@ -203,79 +151,49 @@ class Written(Message, frozen=True, array_like=True, tag=False):
 
 
 class Opened(Message, frozen=True):
-    """The metadata of a checkpoint, for all ranks.
+    """The metadata of a checkpoint, for all ranks."""
 
-    Attributes:
-        trace: trace context of rank 0; empty for none.
-        metadata: the bytes of the file.
-    """
-
-    trace: str
-    metadata: bytes
+    trace: str  # trace context of rank 0; empty for none
+    metadata: bytes  # the file's bytes
 
 
 class BlockRuns(Message, frozen=True, array_like=True):
-    """The blocks that a rank needs.
+    """The blocks that a rank needs."""
 
-    Attributes:
-        count: the number of runs.
-        columns: the gap before each run, and the length of each, compressed.
-    """
-
-    count: Count
-    columns: bytes
+    count: Count  # of runs
+    columns: bytes  # the gap before each run, and the length of each, compressed
 
 
 class LoadRequestColumns(Message, frozen=True, array_like=True):
-    """The reading that a rank needs.
+    """The reading that a rank needs."""
 
-    Attributes:
-        kinds: kinds of states that it loads, as bits.
-        names: int32, rows of names.
-        claims: units that it wants, as text.
-        runs: encoded :class:`BlockRuns`; empty without overlap.
-    """
-
-    kinds: Count
-    names: bytes
-    claims: str
-    runs: bytes
+    kinds: Count  # kinds of states that it loads, as bits
+    names: bytes  # int32, rows of names
+    claims: str  # units that it wants, as text
+    runs: bytes  # encoded BlockRuns; empty without overlap
 
     def __post_init__(self) -> None:
         expect(_whole(self.names, 4), reason="names are cut off")
 
 
 class LoadAnswer(Message, frozen=True):
-    """The reading that all ranks agree on.
-
-    Attributes:
-        world_size: the number of ranks.
-        names: int32, rows of names that no rank wants.
-        runs: encoded :class:`SharedRuns`.
-    """
+    """The reading that all ranks agree on."""
 
     world_size: Count
-    names: bytes
-    runs: bytes
+    names: bytes  # int32, rows of names that no rank wants
+    runs: bytes  # encoded SharedRuns
 
     def __post_init__(self) -> None:
         expect(_whole(self.names, 4), reason="names are cut off")
 
 
 class SharedRuns(Message, frozen=True):
-    """The blocks that ranks read for each other.
+    """The blocks that ranks read for each other."""
 
-    Attributes:
-        count: the number of runs.
-        groups: the number of groups of ranks.
-        members: the number of ranks in all groups.
-        columns: seven columns, compressed.
-    """
-
-    count: Count
-    groups: Count
-    members: Count
-    columns: bytes
+    count: Count  # of runs
+    groups: Count  # of ranks
+    members: Count  # ranks in all groups
+    columns: bytes  # seven columns, compressed
 
     def __post_init__(self) -> None:
         expect(self.groups <= self.count, reason=f"{self.groups} groups of {self.count} runs")

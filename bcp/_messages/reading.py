@@ -32,17 +32,11 @@ _DIMENSIONS, _ELEMENTS = 8, 1 << 48
 
 
 class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The place of an array in the file of a message.
+    """The place of an array in the file of a message."""
 
-    Attributes:
-        offset: its first byte.
-        shape: its shape.
-        dtype: its numpy type, of numbers.
-    """
-
-    offset: Count
+    offset: Count  # of its first byte
     shape: tuple[Count, ...]
-    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]  # numpy's, of numbers
 
     def __post_init__(self) -> None:
         size = math.prod(max(size, 1) for size in self.shape)  # numpy limits that of empty arrays, too
@@ -59,15 +53,10 @@ Places: TypeAlias = dict[str, ArrayPlace]
 
 
 class Enclosure(Message, frozen=True):
-    """The packet that goes with the descriptor of a file.
+    """The packet that goes with the descriptor of a file."""
 
-    Attributes:
-        end: bytes of the arrays, at the beginning of the file.
-        nbytes: bytes of the message behind them.
-    """
-
-    end: Count
-    nbytes: Count
+    end: Count  # bytes of the arrays, at the beginning of the file
+    nbytes: Count  # bytes of the message behind them
 
 
 # -- to a worker process ----------------------------------------------------------------------
@@ -93,30 +82,20 @@ class Consumed(Message, frozen=True):
 
 
 class StatesRequest(Message, frozen=True):
-    """The reader wants the states of a worker's units.
+    """The reader wants the states of a worker's units."""
 
-    Attributes:
-        number: of the request.
-        taken: the number of batches that the worker has to have taken before it answers.
-    """
-
-    number: Count
-    taken: Count
+    number: Count  # of the request
+    taken: Count  # the number of batches that the worker has to have taken before it answers
 
 
 # -- from a worker process --------------------------------------------------------------------
 
 
 class Batch(Message, frozen=True):
-    """The windows of one batch.
+    """The windows of one batch."""
 
-    Attributes:
-        arrays: ``numbers``, ``tokens``, ``documents`` and ``samples``.
-        live: whether the worker's units have more.
-    """
-
-    arrays: Places
-    live: bool
+    arrays: Places  # ``numbers``, ``tokens``, ``documents`` and ``samples``
+    live: bool  # whether the worker's units have more
 
     def __post_init__(self) -> None:
         names = {"numbers", "tokens", "documents", "samples"}
@@ -124,29 +103,17 @@ class Batch(Message, frozen=True):
 
 
 class States(Message, frozen=True):
-    """The states of a worker's units.
-
-    Attributes:
-        arrays: the states.
-        number: of the request that this answers.
-        consumed: the number of batches behind which the states are.
-    """
+    """The states of a worker's units."""
 
     arrays: Places
-    number: Count
-    consumed: Count
+    number: Count  # of the request that this answers
+    consumed: Count  # the number of batches behind which the states are
 
 
 class WorkerFailure(Message, frozen=True):
-    """The error of a worker.
+    """The error of a worker."""
 
-    Attributes:
-        item: the sample or batch that could not be read.
-        cause: the error.
-        traceback: its traceback.
-    """
-
-    item: str
+    item: str  # the sample or batch that could not be read
     cause: str
     traceback: str
 

@@ -15,130 +15,79 @@ __all__ = ["Absence", "Alarm", "Candidates", "Choice", "Departure", "Outcome", "
 
 
 class Plan(Message, frozen=True):
-    """The answer of rank 0.
+    """The answer of rank 0."""
 
-    Attributes:
-        step: the step at whose end something happens.
-        saves: whether that is a save; otherwise the ranks ask again.
-    """
-
-    step: Count
-    saves: bool
+    step: Count  # at whose end something happens
+    saves: bool  # whether that is a save; otherwise the ranks ask again
 
 
 # -- the choice of the checkpoint to resume from ----------------------------------------------
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint that was not loaded.
-
-    Attributes:
-        step: its step.
-        reason: why it was passed over.
-    """
+    """A checkpoint that was not loaded."""
 
     step: Count
-    reason: str
+    reason: str  # why it was passed over
 
 
 class Candidates(Message, frozen=True):
-    """The checkpoints of a run, as rank 0 sees them.
+    """The checkpoints of a run, as rank 0 sees them."""
 
-    Attributes:
-        steps: those to try, newest first.
-        others: those that must not be tried.
-        life: id of this life of the job.
-    """
-
-    steps: tuple[Count, ...]
-    others: tuple[Choice, ...]
-    life: str
+    steps: tuple[Count, ...]  # those to try, newest first
+    others: tuple[Choice, ...]  # those that must not be tried
+    life: str  # id of this life of the job
 
 
 class Outcome(Message, frozen=True):
-    """How one rank fared in the load of a checkpoint.
+    """How one rank fared in the load of a checkpoint."""
 
-    Attributes:
-        kind: empty if it loaded; else the kind of its error.
-        text: the error.
-    """
-
-    kind: Literal["", "peer", "damaged", "fatal"]
-    text: str = ""
+    kind: Literal["", "peer", "damaged", "fatal"]  # empty if it loaded; else the kind of its error
+    text: str = ""  # the error
 
 
 class Verdict(Message, frozen=True):
-    """How all ranks fared.
+    """How all ranks fared."""
 
-    Attributes:
-        culprit: the rank whose error ends the resumption; None if nothing does.
-        reason: the error that decides; empty if every rank has loaded the checkpoint.
-    """
-
-    culprit: Rank | None
-    reason: str = ""
+    culprit: Rank | None  # the rank whose error ends the resumption; None if nothing does
+    reason: str = ""  # the error that decides; empty if every rank has loaded the checkpoint
 
 
 # -- the step at which all ranks stop; these lie in the job's store ----------------------------
 
 
 class Alarm(Message, frozen=True):
-    """One rank is to end.
+    """One rank is to end."""
 
-    Attributes:
-        reason: why, with the rank.
-        seconds: until that rank is killed, as far as it is known.
-    """
-
-    reason: str
-    seconds: Seconds | None
+    reason: str  # why, with the rank
+    seconds: Seconds | None  # until that rank is killed, as far as it is known
 
 
 class Departure(Message, frozen=True):
-    """One rank has ended its meetings before any alarm.
-
-    Attributes:
-        rank: that rank.
-        count: the number of steps that it has counted.
-    """
+    """One rank has ended its meetings before any alarm."""
 
     rank: Rank
-    count: Count
+    count: Count  # of steps
 
 
 class Standing(Message, frozen=True):
-    """The number of steps that one rank has counted.
+    """The number of steps that one rank has counted."""
 
-    Attributes:
-        count: the number.
-        seconds: until the rank is killed, as far as it is known.
-    """
-
-    count: Count
-    seconds: Seconds | None
+    count: Count  # of steps
+    seconds: Seconds | None  # until the rank is killed, as far as it is known
 
 
 class Stop(Message, frozen=True):
-    """All ranks stop at one count.
+    """All ranks stop at one count."""
 
-    Attributes:
-        count: the number of steps.
-        seconds: until the first rank is killed, as far as it is known.
-    """
-
-    count: Count
-    seconds: Seconds | None
+    count: Count  # of steps
+    seconds: Seconds | None  # until the first rank is killed, as far as it is known
 
 
 class Absence(Message, frozen=True):
-    """A rank has not answered the alarm, so that there is no common count.
+    """A rank has not answered the alarm, so that there is no common count."""
 
-    Attributes:
-        rank: the lowest such rank.
-        cause: the error's text.
-    """
-
-    rank: Rank
+    rank: Rank  # the lowest such rank
     cause: str
 
 

@@ -40,16 +40,15 @@ def resolve(
 ) -> Backend:
     """Return the backend for a path.
 
+    Raises InputError: there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or
+    there are options for a path that takes none. Raises MissingExtraError: a package is not installed; the message
+    names the extra.
+
     Args:
         path: a local path or ``file://`` URL; ``gs://``, ``s3://`` or ``hdfs://``; ``memory://name/prefix``; or a URL
             of a registered scheme, or of any other that fsspec knows. A backend is returned as it is.
         storage_options: for the file system of a URL, by the names that fsspec and its packages give them.
         retries: how a backend of a URL makes failed requests again; None for the defaults.
-
-    Raises:
-        InputError: there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or there
-            are options for a path that takes none.
-        MissingExtraError: a package is not installed; the message names the extra.
 
     Example::
 

@@ -2,7 +2,7 @@
 
 Direct I/O: bytes between memory and disk past the page cache, which takes aligned memory, offsets and lengths.
 
-Bytes of one file into many buffers: cached pages from the page cache, others past it. Everything here blocks.
+Bytes of one file into many buffers: cached pages from the page cache, others past it.
 """
 
 from __future__ import annotations
@@ -54,18 +54,14 @@ class DirectFile:
 
     A file system may refuse when the file is opened, or only when bytes are to move. Then nothing more is done here:
     the methods say how far they came, and the rest is the caller's to do, through the page cache.
-
-    Attributes:
-        block: offsets and lengths are multiples of it. At least a page, and a block of the file system: so what is
-            written here and what goes through the page cache never share one.
-        memory: addresses are multiples of it.
-        refused: whether direct I/O has turned out to be impossible.
     """
 
     def __init__(self, fd: int, memory: int, block: int) -> None:
         self._fd = fd
-        self.refused = False
-        self.memory = memory
+        self.refused = False  # whether direct I/O has turned out to be impossible
+        self.memory = memory  # addresses are multiples of it
+        # Offsets and lengths are multiples of it. At least a page, and a block of the file system: so the bytes
+        # that are written here and those that go through the page cache never share one.
         self.block = block
 
     def __repr__(self) -> str:
@@ -334,11 +330,7 @@ class TempFile:
     def __init__(self, final: Path, choose: Callable[[Path, int | None], WriteWay]) -> None:
         """Remember the final name; nothing is created yet.
 
-        Args:
-            final: the name.
-            choose: says how to write a file of that name and so many bytes, or None where that is not known. Called
-                once, by ``create``.
-
+        ``choose`` says, once and in ``create``, how to write a file of that name and so many bytes, None if unknown.
         """
         self._final = final
         self._choose = choose

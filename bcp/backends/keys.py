@@ -34,10 +34,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix of a folder's keys, or raise :class:`~bcp.errors.InputError` where it is none.
-
-    It is empty, or a key and a slash.
-    """
+    """Return a folder's prefix: empty, or a key and a slash. Raises :class:`~bcp.errors.InputError` otherwise."""
     if prefix and not (prefix.endswith("/") and check_key(prefix[:-1])):
         raise InputError(f"prefix {prefix!r} is no folder's; end it with '/', or pass '' for the root")
     return prefix

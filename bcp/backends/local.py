@@ -75,11 +75,7 @@ class LocalBackend:
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        writes: Literal["auto"] | WriteWay = "auto",
-        reads: ReadWay = "auto",
+        self, root: str | os.PathLike[str], *, writes: Literal["auto"] | WriteWay = "auto", reads: ReadWay = "auto"
     ) -> None:
         """Take the directory.
 

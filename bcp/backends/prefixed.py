@@ -26,10 +26,7 @@ __all__ = ["PrefixedBackend", "child"]
 
 
 def child(backend: Backend, prefix: str) -> Backend:
-    """Return the part of a backend below ``prefix``: one role's objects, or one step's.
-
-    Closing the view does nothing; the owner of the whole backend closes it.
-    """
+    """Return a view of a backend below ``prefix``. Its ``aclose`` does nothing: the owner of the whole closes that."""
     check_key(prefix)
     if isinstance(backend, PrefixedBackend):
         return PrefixedBackend(backend.whole, f"{backend.prefix}/{prefix}")
@@ -37,16 +34,11 @@ def child(backend: Backend, prefix: str) -> Backend:
 
 
 class PrefixedBackend:
-    """A view of a backend in which every key stands below one prefix.
-
-    Attributes:
-        whole: the backend behind it.
-        prefix: put before each key, without a slash at the end.
-    """
+    """A view of a backend in which every key stands below one prefix."""
 
     def __init__(self, whole: Backend, prefix: str) -> None:
         self.whole = whole
-        self.prefix = prefix
+        self.prefix = prefix  # put before each key, without a slash at the end
 
     def __repr__(self) -> str:
         return f"{self.whole!r}/{self.prefix}"

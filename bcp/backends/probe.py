@@ -86,9 +86,8 @@ def _rate(final: Path, way: WriteWay) -> float:
     try:
         file.create(_PROBE_BYTES)
         with bounce() as memory, ThreadPoolExecutor(_THREADS) as threads:
-            memory.reshape(-1, 1 << 16)[:] = np.frombuffer(
-                os.urandom(1 << 16), np.uint8
-            )  # zeros may not reach the disk
+            # zeros may not reach the disk
+            memory.reshape(-1, 1 << 16)[:] = np.frombuffer(os.urandom(1 << 16), np.uint8)
             started = time.perf_counter()
             for _ in threads.map(lambda at: file.write(at, memory.data), range(0, _PROBE_BYTES, len(memory))):
                 pass

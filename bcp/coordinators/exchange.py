@@ -39,14 +39,7 @@ class Exchange:
     def __init__(
         self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], report_peer_failure: ReportPeerFailure
     ) -> None:
-        """Prepare exchanges over a mesh.
-
-        Args:
-            mesh: makes the connections.
-            card_of: returns the card of a rank, once it has one.
-            report_peer_failure: returns the error that ends the operation.
-
-        """
+        """Prepare exchanges over a mesh. ``card_of`` returns the card of a rank, once it has one."""
         self._mesh = mesh
         self._card_of = card_of
         self._report_peer_failure = report_peer_failure
@@ -57,13 +50,7 @@ class Exchange:
     # -- all to all ---------------------------------------------------------------------------
 
     async def all_to_all(self, send: Sequence[memoryview], receive: Sequence[memoryview]) -> None:
-        """Send to and receive from all other ranks at once; pairs without bytes are not connected.
-
-        Args:
-            send: bytes for each rank.
-            receive: a buffer for the bytes of each rank, as long as these are.
-
-        """
+        """Send ``send[r]`` to every other rank r, and fill ``receive[r]``; pairs without bytes are not connected."""
         # All send to the next rank, then to the one after it, and receive in the same order. So the first transfer in
         # that order that is not done has a thread on both sides, however few there are.
         rank, size = self._mesh.rank, len(send)

@@ -44,30 +44,21 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDi
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupMember:
-    """This rank's membership in a process group, for one coordinator.
+    """This rank's membership in a process group, for one coordinator."""
 
-    Attributes:
-        store: a private connection to the group's own store, which is made at the first call.
-        rank: this rank in the group.
-        world_size: the number of ranks of the group.
-        prefix: of keys that no other coordinator of these processes has: the group, and the number of earlier members.
-            It may hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
-    """
-
-    store: StoreClient
-    rank: int
+    store: StoreClient  # a private connection to the group's own store, which is made at the first call
+    rank: int  # in the group
     world_size: int
+    # of keys that no other coordinator of these processes has: the group, and the number of earlier members. It may
+    # hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
     prefix: str
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> ProcessGroupMember:
         """Join a group as a new member; None is the default group. Every rank has to do so equally often.
 
-        Nothing is sent, so this never waits for the store.
-
-        Raises:
-            InputError: torch.distributed is not initialised, the group was destroyed, or this rank is not a member.
-
+        Nothing is sent, so this never waits for the store. Raises InputError: torch.distributed is not initialised, the
+        group was destroyed, or this rank is not a member.
         """
         if not dist.is_initialized():
             raise InputError("there is no process group; call torch.distributed.init_process_group first")
@@ -85,12 +76,7 @@ class ProcessGroupMember:
 
 
 def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
-    """Return the store of the default process group, and a function that connects to it: arguments of ``StoreClient``.
-
-    Raises:
-        InputError: there is no default group, or it has no store.
-
-    """
+    """Return the store of the default group, and a function that connects to it. Raises InputError without a store."""
     if not dist.is_initialized():
         raise InputError("there is no process group any more; call torch.distributed.init_process_group first")
     group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name
@@ -116,10 +102,7 @@ def private_connection(store: Store) -> Store:
 
 
 def reconnected(store: Store) -> Store:
-    """Return a new client of a TCPStore's server, or the store itself; the way of torch before ``Store.clone``.
-
-    Prefixes are lost: torch does not tell them.
-    """
+    """Return a new client of a TCPStore's server, without prefixes, which torch does not tell; or the store itself."""
     inner = innermost(store)
     if not isinstance(inner, TCPStore):
         return store
@@ -141,22 +124,14 @@ _NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's 
 
 
 def stated_address(argument: str | None) -> str:
-    """Return the address that the caller or :data:`VARIABLE` states; empty if there is none.
-
-    Raises:
-        InputError: the variable means no address of this host.
-
-    """
+    """Return the stated address, or "". Raises InputError if :data:`VARIABLE` means no address of this host."""
     return argument or _from_variable(os.environ.get(VARIABLE, ""))
 
 
 def here(server: tuple[str, int] | None, stated: str = "") -> Host:
-    """Return this process's host.
+    """Return this process's host; ``stated`` is the result of :func:`stated_address`.
 
-    Args:
-        server: host and port of the job's store, if it has such. The route to it is taken for the route to the others.
-        stated: the address that :func:`stated_address` returns.
-
+    The route to ``server``, host and port of the job's store, is taken for the route to the other hosts.
     """
     found = list(interfaces())
     address = stated or _from_other_variables(found) or _towards_server(server)
@@ -170,11 +145,8 @@ def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
     """Return the address at which a rank of this host listens.
 
     It is the loopback if no other host takes part and no address was stated. An unknown address is taken from a
-    network that the other hosts share, else from the route to them.
-
-    Raises:
-        InputError: there are other hosts, and no address that they could reach.
-
+    network that the other hosts share, else from the route to them. Raises InputError: there are other hosts, and no
+    address that they could reach.
     """
     if not elsewhere:
         return stated or _LOOPBACK

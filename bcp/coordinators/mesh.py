@@ -51,37 +51,22 @@ class Mesh:
 
     Both sides of a connection prove that they know a secret: the token that the listener published in the tree, keyed
     with the job's secret if there is one. Neither is shown. Received bytes are never interpreted.
-
-    Attributes:
-        rank: this rank.
-        network: identity of its host's network.
-        threads: for blocking calls on the sockets.
     """
 
     def __init__(
         self,
         rank: int,
-        address: str,
+        address: str,  # this host's, in the job's network
         world_size: int,
         *,
-        patience: float,
-        secret: Callable[[], bytes] = lambda: b"",
-        tls: TlsContexts | None = None,
+        patience: float,  # seconds that the network between two ranks may be silent
+        secret: Callable[[], bytes] = lambda: b"",  # the job's, once a card of any rank is known
+        tls: TlsContexts | None = None,  # None: plain TCP
     ) -> None:
-        """Listen on one address of this host, at a port of the system's choice.
-
-        Args:
-            rank: this rank.
-            address: this host's, in the job's network.
-            world_size: the number of ranks.
-            patience: seconds that the network between two ranks may be silent.
-            secret: returns the job's secret, once a card of any rank is known.
-            tls: settings of TLS, for every connection; None: plain TCP.
-
-        """
+        """Listen on one address of this host, at a port of the system's choice."""
         self.rank = rank
-        self.network = identity()
-        self.threads = ThreadPoolExecutor(_MOST_THREADS, "bcp-bulk-data")
+        self.network = identity()  # of this host's network
+        self.threads = ThreadPoolExecutor(_MOST_THREADS, "bcp-bulk-data")  # for blocking calls on the sockets
         self._address = address
         self._world_size = world_size
         self._secret = secret

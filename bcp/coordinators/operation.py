@@ -91,21 +91,11 @@ class Operation:
         info: PeerInfo,
         world_size: int,
         *,
-        patience: float,
-        address: Callable[[], Awaitable[str]],
-        tls: Tls | None = None,
+        patience: float,  # seconds that a rank may be silent
+        address: Callable[[], Awaitable[str]],  # this host's in the job's network, once the ranks have met
+        tls: Tls | None = None,  # of bulk data; None: plain TCP
     ) -> None:
-        """Prepare the operation; nothing is sent before the context is entered.
-
-        Args:
-            channel: the channel to the other ranks.
-            info: this rank, and its operation.
-            world_size: the number of ranks that take part.
-            patience: seconds that a rank may be silent.
-            address: returns this host's address in the job's network, once the ranks have met.
-            tls: certificates for bulk data; None: plain TCP.
-
-        """
+        """Prepare the operation; nothing is sent before the context is entered."""
         self._channel = channel
         self._info = info
         self._world_size = world_size
@@ -216,12 +206,7 @@ class Operation:
             address = await self._address()
             contexts = None if self._tls is None else await in_thread(self._tls.contexts)
             self._mesh = Mesh(
-                rank,
-                address,
-                self._world_size,
-                patience=self._patience,
-                secret=lambda: channel.secret,
-                tls=contexts,
+                rank, address, self._world_size, patience=self._patience, secret=lambda: channel.secret, tls=contexts
             )
             self._group.start_soon(self._serve, self._mesh)
             published = await channel.cards(verb, self._mesh.card)

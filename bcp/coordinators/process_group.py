@@ -44,12 +44,8 @@ ReportFailure = Callable[[int, str], Awaitable[Exception]]
 def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | None:
     """Check that this process can take part in an exchange; call it in the caller's thread.
 
-    Returns:
-        The device on which chunks are exchanged: the caller's current one for NCCL. None for host memory.
-
-    Raises:
-        InputError: a process group cannot be made here, or would send bytes unencrypted that the coordinator encrypts.
-
+    Return the device of the chunks: the caller's current one for NCCL, None for host memory. Raises InputError if a
+    process group cannot be made here, or would send bytes unencrypted that the coordinator encrypts.
     """
     if exchange == "sockets" or coordinator.world_size == 1:
         return None
@@ -84,19 +80,10 @@ def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | N
 async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.device | None, patience: float) -> Any:
     """Make a new process group of all ranks of a load: of NCCL on that device, of gloo without one.
 
-    The thread that makes it is left behind if the store or a peer does not answer. It holds no buffer.
-
-    Args:
-        nonce: random, the same on all ranks; part of the keys in the store.
-        rank: this rank in the load.
-        world_size: how many ranks load together.
-        device: this rank's accelerator, or None.
-        patience: seconds that the others may need.
-
-    Raises:
-        PeerError: the store does not answer, or ranks do not come.
-        BcpError: torch cannot make the group on this rank.
-
+    The random ``nonce``, the same on all ranks, is a part of the keys in the store. ``patience`` is the number of
+    seconds that others may need. The thread that makes the group is left behind if the store or a peer does not answer.
+    It holds no buffer. Raises PeerError if the store does not answer, or ranks do not come. Raises BcpError if torch
+    cannot make the group on this rank.
     """
     client, patience = StoreClient(*store_of_job()), max(patience, _LEAST_JOIN_SECONDS)
     backend, make = ("nccl", _nccl_group) if _is_accelerator(device) else ("gloo", _gloo_group)
@@ -158,23 +145,14 @@ class GroupExchange:
 
     def __init__(
         self,
-        group: Any,
+        group: Any,  # a backend of torch's, as from join_group
         rank: int,
         *,
-        device: torch.device | None,
-        on_stream: Callable[[], AbstractContextManager[None]],
+        device: torch.device | None,  # of a round's tensors; None for host memory
+        on_stream: Callable[[], AbstractContextManager[None]],  # makes current the streams that wrote the tensors
         report: ReportFailure,
     ) -> None:
-        """Take ownership of a group.
-
-        Args:
-            group: a backend of torch's, as from :func:`join_group`.
-            rank: this rank in it.
-            device: the device of a round's tensors; None for host memory.
-            on_stream: makes the streams current on which the tensors were written; entered in a worker thread.
-            report: tells the others of a connection that has failed.
-
-        """
+        """Take ownership of a group."""
         self._group = group
         self._rank = rank
         self._peers = [peer for peer in range(group.size()) if peer != rank]

@@ -69,16 +69,11 @@ _TICK_SECONDS = 0.25  # how often rank 0 shows that it still waits
 
 
 class Caller:
-    """Shows a nonce, counts the ranks that repeat it, and answers all once they are there.
-
-    Attributes:
-        heard: the last operation that another rank has ended meanwhile.
-        hosts: the hosts of ranks 1, 2 and so on, as far as they have come.
-    """
+    """Shows a nonce, counts the ranks that repeat it, and answers all once they are there."""
 
     def __init__(self, keys: RollKeys, world_size: int, words: Callable[[Sequence[Host]], Sequence[bytes]]) -> None:
-        self.heard: OperationEnd | None = None
-        self.hosts: list[Host] = []
+        self.heard: OperationEnd | None = None  # the last one that another rank has ended meanwhile
+        self.hosts: list[Host] = []  # of ranks 1, 2 and so on, as far as they have come
         self._keys = keys
         self._world_size = world_size
         self._words = words
@@ -174,14 +169,10 @@ _SILENT_SECONDS = 5.0  # how long rank 0 may show nothing before it counts as ab
 
 
 class Member:
-    """Repeats rank 0's nonce, and looks for rank 0's answer.
-
-    Attributes:
-        heard: the last operation that another rank has ended meanwhile.
-    """
+    """Repeats rank 0's nonce, and looks for rank 0's answer."""
 
     def __init__(self, keys: RollKeys, rank: int) -> None:
-        self.heard: OperationEnd | None = None
+        self.heard: OperationEnd | None = None  # the last one that another rank has ended meanwhile
         self._keys = keys
         self._rank = rank
         self._nonce = secrets.token_hex(8)
@@ -238,10 +229,6 @@ class RollCall:
 
     :meth:`look`, :meth:`present` and :meth:`tell` block until the store has answered, and are called in the client's
     thread.
-
-    Attributes:
-        client: calls the store.
-        answer: rank 0's answer, once it is there.
     """
 
     def __init__(
@@ -251,22 +238,12 @@ class RollCall:
         rank: int,
         world_size: int,
         *,
-        address: str | None = None,
+        address: str | None = None,  # this host's in the job's network, if the caller states it
         words: Callable[[Sequence[Host]], Sequence[bytes]] = lambda hosts: [b""] * len(hosts),
     ) -> None:
-        """Prepare the roll call; nothing is sent.
-
-        Args:
-            client: calls the store.
-            prefix: of our keys.
-            rank: this rank.
-            world_size: the number of ranks.
-            address: this host's in the job's network, if the caller states it.
-            words: returns on rank 0 the message for each rank, given the hosts of all.
-
-        """
+        """Prepare the roll call; nothing is sent. Rank 0's ``words`` returns a message for each rank from all hosts."""
         self.client = client
-        self.answer: Answer | None = None
+        self.answer: Answer | None = None  # rank 0's, once it is there
         self._rank = rank
         self._world_size = world_size
         self._given_address = address
@@ -310,12 +287,7 @@ class RollCall:
         return self.answer
 
     def address(self) -> str:
-        """Return the address at which this rank listens. The answer has to be there.
-
-        Raises:
-            InputError: this host has none that the others reach.
-
-        """
+        """Return the address to listen on; needs the answer. Raises InputError if there is none that others reach."""
         assert self._host is not None  # noqa: S101 -- for mypy: the first look has set both
         assert self.answer is not None  # noqa: S101 -- same
         return address_of(self._host, self.answer.elsewhere, self._stated)

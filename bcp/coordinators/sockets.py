@@ -46,17 +46,11 @@ def proof(secret: bytes, side: str, *facts: object) -> bytes:
 
 
 class TlsContexts(NamedTuple):
-    """Settings of both ends of a TLS connection of bulk data.
+    """Settings of both ends of a TLS connection of bulk data."""
 
-    Attributes:
-        dialer: of the rank that connects.
-        listener: of the rank that is connected to.
-        target_name: the name in the listener's certificate; None: the address that is dialled.
-    """
-
-    dialer: ssl.SSLContext
-    listener: ssl.SSLContext
-    target_name: str | None
+    dialer: ssl.SSLContext  # of the rank that connects
+    listener: ssl.SSLContext  # of the rank that is connected to
+    target_name: str | None  # the name in the listener's certificate; None: the address that is dialled
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +104,12 @@ class Tls:
     def check(self) -> None:
         """Check this rank's certificate by a handshake in memory: gRPC closes the connection of a bad one silently.
 
-        Raises:
-            InputError: no rank would accept this rank's certificate: it has expired, or ``ca`` has not signed it.
-
+        Raises InputError if no rank would accept it: it has expired, or ``ca`` has not signed it.
         """
         dialer, listener, _ = self.contexts()
         dialer.check_hostname = False
         to_dialer, to_listener = ssl.MemoryBIO(), ssl.MemoryBIO()
-        sides = (
-            dialer.wrap_bio(to_dialer, to_listener),
-            listener.wrap_bio(to_listener, to_dialer, server_side=True),
-        )
+        sides = (dialer.wrap_bio(to_dialer, to_listener), listener.wrap_bio(to_listener, to_dialer, server_side=True))
         for side in (*sides, *sides):
             try:
                 side.do_handshake()
@@ -203,13 +192,9 @@ class TlsWire(Wire):
     _flags = 0  # OpenSSL knows none
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
-        """Take over a connected socket; :meth:`handshake` comes next.
+        """Take over a connected socket, which is closed if this raises; :meth:`handshake` comes next.
 
-        Args:
-            connection: the socket; closed if this raises.
-            context: settings of this side.
-            name: the name in the other side's certificate; None on the side that was dialled.
-
+        ``name`` is that of the other side's certificate; None on the side that was dialled.
         """
         connection.settimeout(0)
         try:

@@ -33,15 +33,10 @@ __all__ = ["STORE_ERRORS", "Backoff", "StoreClient", "compare_set_bytes", "inner
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between attempts, which double until they are as long as the longest.
+    """Pauses between attempts, which double until they are as long as the longest."""
 
-    Attributes:
-        pause: seconds of the next one.
-        longest: the limit; it may be changed between two pauses.
-    """
-
-    pause: float
-    longest: float
+    pause: float  # seconds of the next one
+    longest: float  # the limit; it may be changed between two pauses
 
     @classmethod
     def of_store(cls, world_size: int) -> Backoff:
@@ -71,18 +66,12 @@ _clients: WeakSet[StoreClient] = WeakSet()
 
 
 class _Call(Generic[T]):
-    """One call of a store, and its outcome.
-
-    Attributes:
-        ended: done when the call has returned; cancelled if it was given up before it began.
-        began: ``time.monotonic()`` when the thread came to it.
-        outcome: the result or the error, in a list: who takes it out holds the only reference.
-    """
+    """One call of a store, and its outcome."""
 
     def __init__(self, function: Callable[[], T]) -> None:
-        self.ended = Future[None]()
-        self.began = 0.0
-        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []
+        self.ended = Future[None]()  # cancelled if the call was given up before it began
+        self.began = 0.0  # time.monotonic() when the thread came to it
+        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []  # the taker holds the only reference
         self._function = function
 
     def run(self) -> None:
@@ -95,28 +84,20 @@ class _Call(Generic[T]):
             self.ended.set_result(None)
 
 
-def _as_it_is(store: Store) -> Store:
-    return store
-
-
 class StoreClient:
     """A store, and the one thread that calls it; connects at the first call.
 
-    Calls run one after another, as in a TCPStore's client. A call that hangs holds up the later ones, and each of
-    these waits for its own time limit. There is never a second thread.
-
-    Attributes:
-        shared: the given store, of which only host and port are read.
-        name: the store's name in messages, with host, port and server.
+    Calls run one after another, as in a TCPStore's client. A call that hangs holds up the later ones, and each of these
+    waits for its own time limit. There is never a second thread.
     """
 
-    def __init__(self, shared: Store, connect: Callable[[Store], Store] = _as_it_is) -> None:
+    def __init__(self, shared: Store, connect: Callable[[Store], Store] = lambda store: store) -> None:
         """Prepare the client. ``connect(shared)`` runs in the thread, before the first call and after an error.
 
         A TCPStore's client whose connection broke never works again, and torch does not make a new one.
         """
-        self.shared = shared
-        self.name = _name_of(shared)
+        self.shared = shared  # only its host and port are read
+        self.name = _name_of(shared)  # for messages, with host, port and server
         self._connect = connect
         self._store: Store | None = None
         self._lock = process_lock()
@@ -151,11 +132,8 @@ class StoreClient:
         """Call a blocking function of the store in the thread and return its result.
 
         A caller that is cancelled, or has waited for ``seconds``, abandons the call. A call that has not begun is
-        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever.
-
-        Raises:
-            PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
-
+        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever. Raises
+        PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
         """
         started = time.monotonic()
         call = self._submit(partial(function, *args))

@@ -26,19 +26,12 @@ _PASSING = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN, errno.EH
 
 @dataclass(slots=True, eq=False)
 class Stranger:
-    """A connection that has not proved yet that it belongs to the job.
+    """A connection that has not proved yet that it belongs to the job."""
 
-    Attributes:
-        peer: its address, for messages.
-        hang_up: ends the connection at once.
-        spoke: whether any bytes have come; a rank of the job sends some at once.
-        timer: refuses it at the end of its time.
-    """
-
-    peer: str
+    peer: str  # its address, for messages
     hang_up: Callable[[], None]
-    spoke: bool = False
-    timer: asyncio.TimerHandle | None = None
+    spoke: bool = False  # whether any bytes have come; a rank of the job sends some at once
+    timer: asyncio.TimerHandle | None = None  # refuses it at the end of its time
 
 
 class Strangers:
@@ -49,14 +42,7 @@ class Strangers:
     """
 
     def __init__(self, listener: str, rank: int, most: Callable[[], int]) -> None:
-        """Begin without strangers.
-
-        Args:
-            listener: its name in log lines.
-            rank: the listening rank.
-            most: returns the largest number of strangers at once.
-
-        """
+        """Begin without strangers; ``listener`` is named in log lines, ``most`` returns the largest number at once."""
         self._event = f"refused connections to the {listener}"
         self._rank = rank
         self._most = most

@@ -35,19 +35,12 @@ OBJECTS = ("._extra_state", "rng_state/")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names of one sort of model.
+    """Names of one sort of model."""
 
-    Attributes:
-        layers: the prefix of a layer's number.
-        outside: (Megatron's name, name) of the tensors outside of the layers; several have several names.
-        inside: the same within a layer; the name of a module, or the whole name of a tensor.
-        transposed: modules whose weights have inputs in front.
-    """
-
-    layers: str
-    outside: Sequence[tuple[str, str]]
-    inside: Sequence[tuple[str, str]]
-    transposed: Sequence[str] = ()
+    layers: str  # the prefix of a layer's number
+    outside: Sequence[tuple[str, str]]  # (Megatron's name, name) outside of the layers; several have several names
+    inside: Sequence[tuple[str, str]]  # the same within a layer; the name of a module, or the whole name of a tensor
+    transposed: Sequence[str] = ()  # modules whose weights have inputs in front
 
 
 WORDS, POSITIONS, OUTPUT = "embedding.word_embeddings", "embedding.position_embeddings", "output_layer"

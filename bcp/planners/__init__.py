@@ -60,15 +60,13 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
 
     """
     _KNOWN.pop(name, None)
-    _KNOWN[name] = (factory, detects or _never)
+    _KNOWN[name] = (factory, detects or (lambda _: False))
 
 
 def planner(framework: str | None, states: States) -> Planner:
     """Return the planner of a framework; None finds out which one the states are of.
 
-    Raises:
-        InputError: no planner of that name is known, or it cannot work with the installed versions.
-
+    Raises InputError: no planner of that name is known, or it cannot work with the installed versions.
     """
     seen = InspectedStates(states)
     name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](seen))
@@ -78,10 +76,6 @@ def planner(framework: str | None, states: States) -> Planner:
     if probe := getattr(made, "probe", None):
         probe()
     return made
-
-
-def _never(_: States) -> bool:
-    return False
 
 
 register("plain", PlainPlanner, lambda _: True)

@@ -42,17 +42,7 @@ _PARALLEL_SIZES = (
 
 
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
-    """Refuse settings whose state cannot be read.
-
-    Args:
-        engine: the engine, or None where only its parts were passed.
-        optimizer: DeepSpeed's optimizer, or None.
-        module: the model inside the engine, or None.
-
-    Raises:
-        StateError: a setting is not supported; the message names it and the remedy.
-
-    """
+    """Raise StateError, with the remedy, for a setting that is not supported; parts that were not passed are None."""
     for reason in (*_engine(engine), *_optimizer(optimizer), *_parameters(module)):
         raise StateError(f"DeepSpeed: {reason}")
 
@@ -110,20 +100,14 @@ def _parameters(module: nn.Module | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The states of one parameter in this rank's optimizer.
+    """The states of one parameter in this rank's optimizer."""
 
-    Attributes:
-        parameter: the model's.
-        fp32: the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or
-            the parameter's own fp32 copy.
-        placement: where in the parameter ``fp32`` lies; None where it is all of it.
-        group: the inner optimizer's group with the hyper-parameters.
-    """
-
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the model's
+    # the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or the
+    # parameter's own fp32 copy
     fp32: torch.Tensor
-    placement: Placement | None
-    group: dict[str, Any]
+    placement: Placement | None  # where in the parameter ``fp32`` lies; None where it is all of it
+    group: dict[str, Any]  # the inner optimizer's group with the hyper-parameters
 
     @property
     def master(self) -> Leaf | None:
@@ -145,12 +129,7 @@ def is_marked(parameter: nn.Parameter) -> bool:
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
-    """Yield the states of every parameter that a DeepSpeed optimizer steps, also if this rank has none of it.
-
-    Raises:
-        StateError: it is none that can be read.
-
-    """
+    """Yield the states of all parameters of a DeepSpeed optimizer, here or not. Raises StateError for another one."""
     for mark, read in _READERS.items():
         if hasattr(optimizer, mark):
             return read(optimizer)
@@ -164,10 +143,7 @@ def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
     """Take the leaves of a module under ZeRO-3: of parameters this rank's run, of buffers everything.
 
     A parameter that is whole at the moment, as small (persistent) ones always are between steps, is loaded there too.
-
-    Raises:
-        StateError: a parameter is being gathered, or two leaves have one name.
-
+    Raises StateError: a parameter is being gathered, or two leaves have one name.
     """
     clean, placed, names = cleaner(module), {}, {}
     for raw, value in state_dict_of(module, "states['model']", keep_vars=True).items():
@@ -317,12 +293,7 @@ class DeepSpeedPlanner(PlainPlanner):
     name = "deepspeed"
 
     def probe(self) -> str:
-        """Check the private attributes that are read; return which versions run and were tested.
-
-        Raises:
-            InputError: DeepSpeed is not installed, or lacks one.
-
-        """
+        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
         super().probe()
         try:
             version = metadata.version("deepspeed")

@@ -33,12 +33,7 @@ class PlainPlanner:
     name = "plain"
 
     def probe(self) -> str:
-        """Check torch's private attributes; return which versions run and were tested.
-
-        Raises:
-            InputError: this torch lacks one.
-
-        """
+        """Check torch's attributes; return which versions run and were tested. Raises InputError if one is missing."""
         return probe({torch.Tensor: ["_version"], torch.UntypedStorage: ["_cdata"]}, self.name)
 
     def local_shards(self, states: States) -> LocalShards:

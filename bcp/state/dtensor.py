@@ -50,17 +50,11 @@ Run = tuple[int, int]
 
 
 class DimensionCut(NamedTuple):
-    """How one mesh dimension cuts one tensor dimension.
+    """How one mesh dimension cuts one tensor dimension."""
 
-    Attributes:
-        parts: number of ranks of the mesh dimension.
-        mine: coordinate of this rank on it.
-        factor: split factor of a ``_StridedShard``; None for a ``Shard``.
-    """
-
-    parts: int
-    mine: int
-    factor: int | None = None
+    parts: int  # number of ranks of the mesh dimension
+    mine: int  # coordinate of this rank on it
+    factor: int | None = None  # split factor of a ``_StridedShard``; None for a ``Shard``
 
 
 class AmbiguousCutsError(ValueError):
@@ -70,15 +64,9 @@ class AmbiguousCutsError(ValueError):
 def runs_of(length: int, cuts: Sequence[DimensionCut], order: Sequence[int] | None) -> list[Run]:
     """Return the indices of a dimension that are left after the cuts, which are in mesh order.
 
-    Args:
-        length: of the dimension.
-        cuts: in mesh order.
-        order: their :func:`decoded` places; None if those of any dimension of the tensor cannot be decoded, of which
-            torch then decodes none.
-
-    Raises:
-        AmbiguousCutsError: torch distributes and gathers such a dimension in different ways, or cannot gather it.
-
+    ``order`` has their :func:`decoded` places. It is None if those of any dimension of the tensor cannot be decoded:
+    torch then decodes none. Raises AmbiguousCutsError if torch distributes and gathers such a dimension in different
+    ways, or cannot gather it.
     """
     if all(cut.factor is None for cut in cuts):
         return runs_in_order(length, cuts)
@@ -226,12 +214,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks that this rank holds, each with its view of the local tensor.
 
-    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing.
-
-    Raises:
-        StateError: a placement is a pending reduction or unknown, placements and local shape disagree, or torch
-            itself has more than one reading of the placements.
-
+    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing. Raises StateError: a
+    placement is a pending reduction or unknown, placements and local shape disagree, or torch itself has more than one
+    reading of the placements.
     """
     if (traced := mesh_blocks(tensor, tensor.placements, name, stated_orders(tensor))) is None:
         return []
@@ -277,14 +262,9 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
 def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
     """Trace which blocks this rank would hold of a DTensor if its placements were these.
 
-    Returns:
-        The shape that the local tensor would have, and the blocks with the local index where each starts.
-        None on a rank outside of the mesh.
-
-    Raises:
-        StateError: a placement is a pending reduction or unknown, the placements do not fit tensor and mesh, or torch
-            itself has more than one reading of them.
-
+    Return the shape that the local tensor would have, and the blocks with the local index where each starts; None on a
+    rank outside of the mesh. Raises StateError if a placement is a pending reduction or unknown, or does not fit tensor
+    and mesh. The same goes for placements of which torch itself has more than one reading.
     """
     shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
     if len(placements) != len(mesh):
@@ -309,23 +289,15 @@ def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Seque
 
 @lru_cache(maxsize=4096)
 def _traced(
-    shape: tuple[int, ...],
-    splits: tuple[Split | None, ...],
-    parts: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    orders: tuple[Order, ...],
+    shape: tuple[int, ...],  # of the global tensor
+    splits: tuple[Split | None, ...],  # of each mesh dimension; None if it replicates
+    parts: tuple[int, ...],  # the number of parts of each mesh dimension
+    coordinate: tuple[int, ...],  # of this rank
+    orders: tuple[Order, ...],  # as far as the tensor states them
 ) -> Traced:
     """Return the local shape, and the blocks with the local index where each starts.
 
     A model has thousands of tensors and a few layouts: remembering them takes a third off the planning.
-
-    Args:
-        shape: of the global tensor.
-        splits: the tensor dimension that each mesh dimension splits, None if it replicates.
-        parts: how many parts each mesh dimension has.
-        coordinate: which of them are ours.
-        orders: (tensor dimension, mesh dimensions in the order in which they cut it), where the tensor states it.
-
     """
     cuts: list[dict[int, DimensionCut]] = [{} for _ in shape]
     for at, split in enumerate(splits):

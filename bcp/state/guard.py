@@ -44,12 +44,7 @@ def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def check_not_loading(shards: LocalShards, rank: int) -> None:
-    """Look whether a load of this process is filling the memory of one of the shards.
-
-    Raises:
-        StateChangedError: one does; names the first shard.
-
-    """
+    """Raise StateChangedError, which names the first shard, if a load of this process is filling the memory of one."""
     filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads.values()) for tensor in tensors} - {0}
     for row, tensor in enumerate(shards.tensors if filled else ()):
         if tensor.untyped_storage().data_ptr() in filled:
@@ -73,12 +68,7 @@ def versions(shards: LocalShards) -> list[int]:
 
 
 def check_unchanged(shards: LocalShards, before: list[int], rank: int) -> None:
-    """Compare with an earlier :func:`versions`.
-
-    Raises:
-        StateChangedError: a tensor was written to since; names the first one.
-
-    """
+    """Raise StateChangedError, which names the first tensor, if one was written to since earlier :func:`versions`."""
     if versions(shards) == before:  # as a rule
         return
     for row, (tensor, version) in enumerate(zip(shards.tensors, before, strict=True)):
@@ -104,11 +94,7 @@ def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
 
     Megatron-LM's optimizers, DeepSpeed's and Accelerate's keep theirs in ``optimizer``, chained ones in
     ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any
-    was in a wrapper.
-
-    Raises:
-        InputError: there is something in it whose steps, or a part of them, cannot be held back.
-
+    was in a wrapper. Raises InputError: there is something in it whose steps, or a part of them, cannot be held back.
     """
     found = dict(_optimizers(given, wrapped=False))
     for one, wrapped in found.items():
@@ -130,7 +116,7 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
     if getattr(given, "is_stub_optimizer", False):  # Megatron-LM's, on a rank that has nothing to step
         return
     inner = getattr(given, "chained_optimizers", None) or getattr(given, "optimizer", None)
-    if _has_hooks(given):
+    if isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False):
         yield given, wrapped
     elif isinstance(given, (list, tuple)):
         for one in given:
@@ -147,25 +133,14 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
         )
 
 
-def _has_hooks(given: object) -> bool:
-    return isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False)
-
-
 class _Gate:
-    """The hook of one optimizer: its steps wait here while somebody holds them.
-
-    Attributes:
-        changed: guards the others.
-        holds: who holds the steps.
-        waiting: since when the steps that wait do so.
-        captured: whether any step was captured into a CUDA graph: its replay calls no hook.
-    """
+    """The hook of one optimizer: its steps wait here while somebody holds them."""
 
     def __init__(self) -> None:
-        self.changed = Condition()
+        self.changed = Condition()  # guards the others
         self.holds: set[StepHold] = set()
-        self.waiting: list[float] = []
-        self.captured = False
+        self.waiting: list[float] = []  # since when each waiting step does so
+        self.captured = False  # whether a step was captured into a CUDA graph: its replay calls no hook
 
     def __call__(self, *_: object) -> None:
         """Wait if somebody holds the step; called before every one, by torch."""
@@ -216,20 +191,11 @@ def _gate(optimizer: Optimizer) -> _Gate:
 
 
 class StepHold:
-    """Keeps the steps of some optimizers from beginning, from now until ``release``.
-
-    Attributes:
-        waited_seconds: how long steps have waited for it.
-    """
+    """Keeps the steps of some optimizers from beginning, from now until ``release``."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        """Hold them from now on.
-
-        Raises:
-            InputError: a step of one of them was captured into a graph since it was first held.
-
-        """
-        self.waited_seconds = 0.0
+        """Hold them from now on. Raises InputError if a step of one was captured into a graph since its first hold."""
+        self.waited_seconds = 0.0  # of the steps that waited for it
         self._gates = [_gate(optimizer) for optimizer in optimizers]
         for gate, optimizer in zip(self._gates, optimizers, strict=True):
             if gate.captured:

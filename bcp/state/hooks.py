@@ -87,14 +87,8 @@ def unstated(tensor: torch.Tensor) -> str:
 def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks of a tensor that says itself which they are, each with its view as it is.
 
-    Args:
-        tensor: the tensor, which may be the local one of a DTensor.
-        name: its name in messages.
-        shape: the shape of the logical tensor.
-
-    Raises:
-        StateError: a block lies outside of the tensor, its view has another size, or one of the methods raised.
-
+    The tensor may be the local one of a DTensor; ``shape`` is that of the logical tensor. Raises StateError if a block
+    lies outside of it, a view has another size, or one of the methods raised.
     """
     try:
         stated = list(_stated(tensor, name))
@@ -124,10 +118,7 @@ def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
     """Return where the local tensor of a DTensor lies that says so itself; None for any other tensor.
 
     Optimizer states that are made like such a parameter are DTensors too, but do not say it: they lie where it does.
-
-    Raises:
-        StateError: as :func:`hooked_blocks`.
-
+    Raises StateError: as :func:`hooked_blocks`.
     """
     local = local_tensor(tensor)
     if not is_hooked(local) or hasattr(local, HOOKS[1]):
@@ -158,11 +149,8 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     """Return where the local tensor of a DTensor lies of which one placement is ragged.
 
     ``dims`` are the dimensions whose rows are the unit of the cut: ``(0, ..., k-1)``, or ``()`` for a tensor that is
-    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order.
-
-    Raises:
-        StateError: the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
-
+    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order. Raises StateError:
+    the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
     """
     at, ragged = next((at, p) for at, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"
@@ -232,15 +220,8 @@ def local_shards(tensor: Any) -> list[torch.Tensor]:
 def sharded_leaf(tensor: Any, label: str) -> ShardedLeaf:
     """Return the local shards of a ``ShardedTensor`` as one leaf, in the order of their offsets.
 
-    A local shard may itself be a ``ShardedTensor``: FSDP1 over tensor parallelism nests them.
-
-    Args:
-        tensor: the ``ShardedTensor``.
-        label: names it in messages.
-
-    Raises:
-        StateError: it has remote shards, or its local shards contradict its metadata.
-
+    A local shard may itself be a ``ShardedTensor``: FSDP1 over tensor parallelism nests them. Raises StateError if it
+    has remote shards, or its local shards contradict its metadata.
     """
     shape = shape_of(tensor)
     parts = list(_parts(tensor, shape, (0,) * len(shape), label))

@@ -37,14 +37,9 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     """Take every leaf of a module, of a list of modules (pipeline chunks), or of nested containers of anything.
 
     Modules give their ``state_dict()``, persistent buffers included, or the leaves that ``take`` finds; they may also
-    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``.
-
-    Returns:
-        The function that puts loaded objects back into ``state``.
-
-    Raises:
-        StateError: two leaves have one name, a key is no string or int, or something cannot be read this way.
-
+    stand inside containers. A state that is one tensor has the kind as its FQN, as in ``{"model": tensor}``. Return the
+    function that puts loaded objects back. Raises StateError if two leaves have one name, a key is no string or int, or
+    something cannot be read this way.
     """
     where, add_module = f"states[{kind!r}]", take or _add_module
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
@@ -120,12 +115,7 @@ class ParamNames:
         return self._sorted(found)
 
     def __call__(self, parameter: torch.Tensor) -> list[str]:
-        """Return the parameter's FQNs: that by which it goes, and those that are tied to it.
-
-        Raises:
-            StateError: the model does not have it.
-
-        """
+        """Return the parameter's FQNs: its own, and those tied to it. Raises StateError if it is not in the model."""
         names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):
             names = self._by_memory.get(memory(parameter))
@@ -138,21 +128,16 @@ class ParamNames:
 
 
 def put(container: Any, path: Path, value: object, where: str) -> Any:
-    """Set a leaf at a path of nested containers.
+    """Set a leaf at a path of nested containers; return the container, or a new tuple for one with a changed item.
 
-    Returns:
-        The container: the same one, or a new tuple where an item of a tuple changed.
-
-    Raises:
-        StateError: a container on the way can neither be changed nor rebuilt.
-
+    Raises StateError if a container on the way can neither be changed nor rebuilt.
     """
     if not path:
         return value
     key, rest = path[0], path[1:]
     old = container.get(key) if isinstance(container, Mapping) else container[key]
     new = put(old, rest, value, where)
-    if new is old or (_is_plain(new) and same_value(new, old)):
+    if new is old or (type(new) in (bool, int, float, str, bytes) and same_value(new, old)):
         return container
     if same_generator(old, new):
         set_generator(old, new)
@@ -221,11 +206,8 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 def is_fsdp1_type(kind: type) -> bool:
     """Whether modules of that type are FSDP1's wrappers, not Megatron's of that name; FSDP1 need not be imported."""
-    return any(base.__name__ == "FullyShardedDataParallel" and not _is_megatrons(base) for base in kind.__mro__)
-
-
-def _is_megatrons(kind: type) -> bool:
-    return kind.__module__.startswith("megatron.")
+    named = (base for base in kind.__mro__ if base.__name__ == "FullyShardedDataParallel")
+    return any(not base.__module__.startswith("megatron.") for base in named)
 
 
 def in_turn(finishes: Iterable[Finish]) -> Finish:
@@ -267,7 +249,3 @@ def _has_memory(tensor: Leaf) -> bool:
         return False
     local = local_tensor(tensor)
     return not is_sharded_tensor(local) and not unsupported(local) and local.numel() > 0
-
-
-def _is_plain(value: object) -> bool:
-    return type(value) in (bool, int, float, str, bytes)

@@ -46,10 +46,7 @@ def cleaner(module: nn.Module) -> Callable[[str], str]:
 
 
 def cleaned(module: nn.Module, kinds: Collection[type], names: Iterable[str]) -> Sequence[str]:
-    """Clean many names that a module uses, of which none has to be changed as a rule.
-
-    ``kinds`` are the types of all the modules inside.
-    """
+    """Clean the names that a module uses; most need no change. ``kinds`` are the types of all the modules inside."""
     given = list(names)
     if any(issubclass(kind, _PARALLEL) for kind in kinds) or _may_be_wrapped("\n".join(given)):
         return list(map(cleaner(module), given))
@@ -68,14 +65,8 @@ def dotted(path: Path) -> str:
 def walk(value: Any, where: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for all leaves of nested mappings, lists and tuples; empty containers have none.
 
-    Args:
-        value: the outermost container.
-        where: its name in messages, as in ``states['model']``.
-        path: leads to ``value``.
-
-    Raises:
-        StateError: a key is neither a string nor an int, or a container contains itself.
-
+    ``where`` names the value in messages, as in ``states['model']``. ``path`` leads to it. Raises StateError if a key
+    is neither a string nor an int, or a container contains itself.
     """
     if len(path) > 100:  # noqa: PLR2004 -- no real state is that deep, and Python's stack ends at about 1000
         raise StateError(f"{where} is nested more than 100 deep at {dotted(path[:6])!r}...; does it contain itself?")
@@ -113,12 +104,7 @@ def _check_keys(value: Any, where: str, path: Path) -> None:
 
 
 def split(name: str, fqns: Collection[str]) -> tuple[str, str, str] | None:
-    """Take ``<section>.<fqn>.<key>`` apart, where ``fqn`` is one of ``fqns``; the longest that fits.
-
-    Returns:
-        (section, fqn, key), or None where the name is of no such section or parameter.
-
-    """
+    """Take ``<section>.<fqn>.<key>`` apart; the longest of ``fqns`` that fits; None for a name of no section or FQN."""
     section, _, rest = name.partition(".")
     cut = rest.rfind(".") if section in _SECTIONS else -1
     while cut > 0:

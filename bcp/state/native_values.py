@@ -52,12 +52,7 @@ def take_apart(value: Any) -> Parts | None:
 
 
 def together(name: str, content: Any) -> Any:
-    """Return the value of a form.
-
-    Raises:
-        CheckpointError: no form has this name.
-
-    """
+    """Return the value of a form. Raises CheckpointError: no form has this name."""
     if name not in _TOGETHER:
         raise CheckpointError(f"a value has the form {name!r}, which this bcp does not know; upgrade bcp")
     return _TOGETHER[name](content)
@@ -152,15 +147,7 @@ def _random_state_apart(value: Any) -> Parts | None:
     return ("RandomState", value.get_state(legacy=False)) if known else None
 
 
-def _random_state_together(state: Any) -> Any:
-    made = np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0))
-    made.set_state(state)
-    return made
-
-
-def _torch_generator(content: Any) -> torch.Generator:
-    device, state = content
-    made = torch.Generator(device)
+def _with_state(made: Any, state: Any) -> Any:
     made.set_state(state)
     return made
 
@@ -216,12 +203,7 @@ def _words(dtype: Any) -> Any:
 
 
 def _dtype(described: Any) -> Any:
-    """Return the dtype of a description.
-
-    Raises:
-        CheckpointError: it holds objects, which would be pointers read from a file.
-
-    """
+    """Return the dtype of a description. Raises CheckpointError for objects: pointers that are read from a file."""
     if isinstance(described, list):
         names, words, offsets, titles, itemsize, aligned = described
         fields: Any = {"names": names, "formats": [*map(_dtype, words)], "offsets": offsets, "itemsize": itemsize}
@@ -271,8 +253,8 @@ _TOGETHER: dict[str, Callable[[Any], Any]] = {
     "BytesIO": lambda content: _stream(*content),
     "Generator": lambda content: np.random.Generator(_bits_together(content)),
     "BitGenerator": _bits_together,
-    "RandomState": _random_state_together,
-    "torch.Generator": _torch_generator,
+    "RandomState": lambda state: _with_state(np.random.RandomState(_BIT_GENERATORS[state["bit_generator"]](0)), state),
+    "torch.Generator": lambda content: _with_state(torch.Generator(content[0]), content[1]),
     "Random": _python_generator,
     "ndarray": _array_together,
     "scalar": lambda content: _array_together(content)[()],

@@ -36,16 +36,9 @@ def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = 
     """Return a value with the states of all owners in it; nothing else is copied.
 
     Objects with ``state_dict`` and ``load_state_dict``, at any level of mappings, lists and tuples, give their states.
-    Mappings that :mod:`~bcp.state.packed` does not store with their type become dicts.
-
-    Args:
-        value: the user's value.
-        where: its name, for messages.
-        known: states that were read before, by the id of their owner.
-
-    Raises:
-        StateError: a ``state_dict()`` raised, or a container contains itself.
-
+    Mappings that :mod:`~bcp.state.packed` does not store with their type become dicts. ``known`` has states that were
+    read before, by the id of their owner. Raises StateError if a ``state_dict()`` raised, or a container contains
+    itself.
     """
     try:
         return _collected(value, where, known)
@@ -92,23 +85,15 @@ def restore(
     *,
     derive_for: int | None = None,
 ) -> None:
-    """Put a loaded value back into ``target``, in place.
+    """Put a loaded value, a result of :func:`collect`, back into ``target``, in place.
 
     Mappings are updated key by key (keys that the checkpoint lacks stay, new ones are added), lists take the loaded
-    items, a :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor
-    takes the values of one with its shape and dtype. Other values are replaced in their container.
+    items, a :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor takes
+    the values of one with its shape and dtype. Other values are replaced in their container.
 
-    Args:
-        target: the user's value.
-        loaded: a value that :func:`collect` had returned.
-        where: its name, for messages.
-        last: takes the functions that set random states, which the caller calls when all else is restored; None: they
-            are called here.
-        derive_for: this rank, if the value is another rank's: random states are derived from that one's.
-
-    Raises:
-        StateError: ``target`` itself cannot be changed, or not into the loaded value.
-
+    ``last`` takes the functions that set random states, for the caller to call when all else is restored; without it
+    they are called here. ``derive_for`` is this rank, if the value is another rank's: random states are derived from
+    that one's. Raises StateError if ``target`` itself cannot be changed, or not into the loaded value.
     """
     check_changeable(target, where)
     later: list[Callable[[], None]] = [] if last is None else last
@@ -119,12 +104,7 @@ def restore(
 
 
 def check_changeable(target: object, where: str) -> None:
-    """Check that :func:`restore` may put a value back into ``target``, before the value is known.
-
-    Raises:
-        StateError: nothing can be.
-
-    """
+    """Check that :func:`restore` may put a value into ``target``, before it is known. Raises StateError otherwise."""
     if not isinstance(target, (Stateful, MutableMapping, list, torch.Tensor)) and not is_generator(target):
         raise _unchangeable(target, where, "what is loaded")
 
@@ -207,9 +187,8 @@ def _give_state(target: Stateful, loaded: Any, where: str) -> None:
 def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:
     """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
 
-    Raises:
-        StateError: the target is a DTensor or a ShardedTensor; a loaded tensor is this rank's part of it, or all of it.
-
+    Raises StateError: the target is a DTensor or a ShardedTensor; a loaded tensor is this rank's part of it, or all of
+    it.
     """
     if is_sharded_tensor(target) or isinstance(target, DTensor):
         kind = type(target).__name__

@@ -34,20 +34,15 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
 
     New states become the optimizer's own when everything is in place: a load that fails leaves it without.
 
-    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between
-    versions of torch) are no mismatch. A parameter may have several names. States that were saved by its other names
-    are known to be wanted, but not read.
+    Hyper-parameters are wanted as the checkpoint has them: keys that only one side has (they differ between versions of
+    torch) are no mismatch. A parameter may have several names. States that were saved by its other names are known to
+    be wanted, but not read.
 
-    Returns:
-        The function that raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved with
-        different hyper-parameters; and the one that sets hyper-parameters and those states that are no tensors, and
-        hands over the new states.
-        Hyper-parameters that were saved as tensors are loaded before they can be compared: for these the second one
-        raises the error, before it sets anything.
-
-    Raises:
-        StateError: a parameter is not in the model or in two optimizers, or a nested state would have to be made.
-
+    Return two functions. The first raises :class:`~bcp.errors.MismatchError` where parameters of one group were saved
+    with different hyper-parameters. The second sets hyper-parameters and those states that are no tensors, and hands
+    over the new states. Hyper-parameters that were saved as tensors are loaded before they can be compared: for these
+    the second one raises the error, before it sets anything. Raises StateError if a parameter is not in the model or in
+    two optimizers, or a nested state would have to be made.
     """
     slots: dict[str, Slot] = {}
     aside = _Aside()
@@ -116,21 +111,13 @@ def scalar_device(slot: Slot, key: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """The entries of a checkpoint for the target's parameters.
-
-    Attributes:
-        states: keys of the states of each, by FQN.
-        hypers: keys of its hyper-parameters.
-        tensors: keys of those of its hyper-parameters that were saved as tensors.
-        places: by name in the checkpoint: section, FQN and key.
-        slots: the parameters.
-    """
+    """The entries of a checkpoint for the target's parameters."""
 
     slots: Mapping[str, Slot]
-    states: defaultdict[str, list[str]]
-    hypers: defaultdict[str, list[str]]
-    tensors: defaultdict[str, list[str]]
-    places: dict[str, tuple[str, str, str] | None]
+    states: defaultdict[str, list[str]]  # keys of the states of each, by FQN
+    hypers: defaultdict[str, list[str]]  # keys of its hyper-parameters
+    tensors: defaultdict[str, list[str]]  # keys of those of its hyper-parameters that were saved as tensors
+    places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key
 
     @classmethod
     def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _There:
@@ -151,12 +138,7 @@ class _There:
 
 
 def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: CheckpointNames) -> bool:
-    """Make the states of a parameter that has none, all zeros; states that are no tensors are only wanted.
-
-    Returns:
-        Whether states were made.
-
-    """
+    """Make a parameter's missing states, all zeros, and return whether; those that are no tensors are only wanted."""
     if slot.state is None or any(value is not None for value in slot.values.values()):
         return False
     for key in keys:
@@ -314,10 +296,7 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
 
 
 def _set_states(
-    objects: Mapping[ObjectKey, Any],
-    slots: Mapping[str, Slot],
-    there: _There,
-    paths: Mapping[str, tuple[Slot, Path]],
+    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There, paths: Mapping[str, tuple[Slot, Path]]
 ) -> None:
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():

@@ -38,32 +38,21 @@ _PER_PARAMETER = frozenset({"params", "param_names"})
 
 @dataclass(slots=True, eq=False)  # to make a frozen one of ten fields takes 4 us instead of 0.8
 class Slot:
-    """One logical parameter in one optimizer; not to be changed.
-
-    Attributes:
-        fqn: its name.
-        parameter: the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory
-            that contains it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
-        group: the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters.
-        state: the optimizer's states of all parameters; None where another rank keeps this one's (ZeRO-1).
-        tied: its further names.
-        placement: where in the logical parameter ``parameter`` lies, and states of its shape; None where they are
-            whole or say it themselves (DTensor).
-        master: its fp32 master, where that is memory of its own.
-        master_saved: False where the model's tensor has the same values: then the master is not stored.
-        step_in_group: whether the optimizer counts steps per group instead of per parameter.
-        layout_keys: keys of ``group`` that follow from the parallel layout, and so are neither saved nor loaded.
-    """
+    """One logical parameter in one optimizer; not to be changed."""
 
     fqn: str
+    # the tensor that the optimizer steps, the key of its states: the parameter itself, or local memory that contains
+    # it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
     parameter: torch.Tensor
-    group: dict[str, Any]
-    state: MutableMapping[torch.Tensor, dict[str, Any]] | None
-    tied: Sequence[str] = ()
+    group: dict[str, Any]  # the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters
+    state: MutableMapping[torch.Tensor, dict[str, Any]] | None  # all parameters'; None: another rank has it (ZeRO-1)
+    tied: Sequence[str] = ()  # its further names
+    # where in the logical parameter ``parameter`` lies, and states of its shape; None: they are whole, or DTensors
     placement: Placement | None = None
-    master: Leaf | None = None
-    master_saved: bool = True
-    step_in_group: bool = False
+    master: Leaf | None = None  # its fp32 master, where that is memory of its own
+    master_saved: bool = True  # False where the model's tensor has the same values: then the master is not stored
+    step_in_group: bool = False  # whether the optimizer counts steps per group instead of per parameter
+    # keys of ``group`` that follow from the parallel layout: neither saved nor loaded
     layout_keys: Collection[str] = ()
 
     @property
@@ -94,9 +83,7 @@ class Slot:
     def leaves(self, rank: int) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed.
 
-        Raises:
-            StateError: a state cannot be placed; the message names this ``rank``.
-
+        Raises StateError: a state cannot be placed; the message names this ``rank``.
         """
         for name, value in self.values.items():
             if isinstance(value, torch.Tensor):
@@ -136,11 +123,8 @@ def slots_of(
 ) -> Iterator[Slot]:
     """Yield every parameter of every group; ``names`` gives its FQN, and those that are tied to it.
 
-    ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``.
-
-    Raises:
-        StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
-
+    ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``. Raises
+    StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "_overlap_with_ddp", False):
@@ -165,12 +149,7 @@ def counts_in_group(optimizer: object) -> bool:
 
 
 def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
-    """Take the states, masters and hyper-parameters that exist.
-
-    Raises:
-        StateError: a parameter is in two optimizers, or a state cannot be placed.
-
-    """
+    """Take states, masters and hyper-parameters. Raises StateError for a parameter twice, or an unplaceable state."""
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
     leaves.add_all(OPTIMIZER, _states(slots, groups, leaves.rank))
     for hyper, prefixes in groups.values():

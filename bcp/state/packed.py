@@ -33,10 +33,7 @@ def check_archive(data: io.BytesIO) -> None:
     """Check that the records of an archive are stored as they are, as ``torch.save`` does, and fit into it.
 
     torch inflates compressed records as well: 300 KB become 300 MB before it compares their size with the tensor's.
-
-    Raises:
-        ValueError: a record is compressed, or records overlap.
-
+    Raises ValueError: a record is compressed, or records overlap.
     """
     if not zipfile.is_zipfile(data):
         return  # torch says what is wrong with it
@@ -71,20 +68,13 @@ _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
 def pack(
     obj: Any, where: str = "extra_states", *, trust: bool = False, outside: list[torch.Tensor] | None = None
 ) -> bytes:
-    """Serialize a value into one byte object, with its types, bit by bit.
+    """Serialize a value into one byte object, with its types, bit by bit; ``where`` is its name in messages.
 
     Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
-    ``Parameter`` is kept. Two references to one object become two objects.
-
-    Args:
-        obj: the value.
-        where: its name, for messages.
-        trust: pickle objects of any class as well, which only :func:`unpack` with ``trust`` reads.
-        outside: takes the large tensors, contiguous ones of the CPU and not copied, which are then not in the bytes.
-
-    Raises:
-        StateError: something in it cannot be serialized, or not be read again; the message names it.
-
+    ``Parameter`` is kept. Two references to one object become two objects. ``trust`` pickles objects of any class as
+    well, which only :func:`unpack` with ``trust`` reads. ``outside`` takes the large tensors, contiguous ones of the
+    CPU and not copied, which are then not in the bytes. Raises StateError, which names the value, if something cannot
+    be serialized, or not be read again.
     """
     packer = _Packer(trust=trust, outside=outside)
     try:
@@ -103,17 +93,10 @@ def pack(
 def unpack(
     data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Read an image that :func:`pack` wrote; tensors are on the CPU.
+    """Read an image that :func:`pack` wrote; tensors are on the CPU, those that it left ``outside`` are given.
 
-    Args:
-        data: the bytes.
-        trust: unpickle anything, which may run code. Only for checkpoints that you wrote.
-        where: name of the image, for messages.
-        outside: the tensors that :func:`pack` left outside.
-
-    Raises:
-        CheckpointError: the bytes are damaged, or hold objects that only ``trust=True`` reads.
-
+    ``trust`` unpickles anything, which may run code: only for checkpoints that you wrote. Raises CheckpointError if the
+    bytes are damaged, or hold objects that only ``trust=True`` reads.
     """
     try:
         return _Reader(len(data), outside).whole(_loaded(data, trust=trust))
@@ -183,12 +166,7 @@ class _Packer:
         return self._opaque(value, where) if parts is None else (_MARK, parts[0], self.plain(parts[1], where))
 
     def check(self) -> None:
-        """Refuse serialized values that cannot be read again: try all doubtful ones, unless they are trusted.
-
-        Raises:
-            StateError: the message names the value and its class.
-
-        """
+        """Raise StateError, which names value and class, for a doubtful value that only ``trust`` would read again."""
         for where, value in () if self._trust else self._doubtful:
             try:
                 kind = type(_loaded(_saved(value), trust=False))
@@ -278,12 +256,7 @@ def _can_be_outside(tensor: torch.Tensor) -> bool:
 
 
 def hex_text(number: int, where: str) -> str:
-    """Return an integer in hexadecimal; ``where`` names it in messages.
-
-    Raises:
-        StateError: a load would not accept it.
-
-    """
+    """Return an integer in hexadecimal. Raises StateError, which names ``where``, if a load would not accept it."""
     if number.bit_length() > 4 * _MOST_HEX_DIGITS:
         raise StateError(
             f"{where} is an integer of {number.bit_length()} bits, more than {4 * _MOST_HEX_DIGITS}; save it as bytes"
@@ -292,12 +265,7 @@ def hex_text(number: int, where: str) -> str:
 
 
 def hex_number(text: str) -> int:
-    """Undo :func:`hex_text`.
-
-    Raises:
-        ValueError: the text is no integer, or has too many digits.
-
-    """
+    """Undo :func:`hex_text`. Raises ValueError: the text is no integer, or has too many digits."""
     if len(text) > _MOST_HEX_DIGITS + len("-0x"):
         raise ValueError(f"an integer has {len(text)} hexadecimal digits, at most {_MOST_HEX_DIGITS} are read")
     return int(text, 16)
@@ -308,12 +276,7 @@ def _looks_marked(value: tuple[Any, ...]) -> bool:
 
 
 def _check_memory(tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor whose values are not here.
-
-    Raises:
-        StateError: the message tells the reason and the remedy.
-
-    """
+    """Refuse a tensor whose values are not here. Raises StateError: the message tells the reason and the remedy."""
     if is_sharded_tensor(tensor) or isinstance(tensor, DTensor):
         kind = type(tensor).__name__
         raise StateError(

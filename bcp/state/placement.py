@@ -87,20 +87,14 @@ def _leaves(value: object) -> Iterator[object]:
 
 @dataclass(frozen=True, slots=True)
 class LocalInterval:
-    """A flat interval of a block of a logical tensor, and where it lies in local memory.
+    """A flat interval of a block of a logical tensor, and where it lies in local memory."""
 
-    Attributes:
-        box: the block of the logical tensor.
-        start: first flat position inside the box that is here.
-        stop: one past the last. ``start == stop``: nothing is here. A rank states that too, so that all ranks of a
-            sharding group state the same boxes and are planned for as one.
-        at: where the interval begins in the local tensor, in elements of the flattened tensor.
-    """
-
-    box: Box
-    start: int
+    box: Box  # of the logical tensor
+    start: int  # first flat position inside the box that is here
+    # one past the last. ``start == stop``: nothing is here. A rank states that too, so that all ranks of a sharding
+    # group state the same boxes and are planned for as one.
     stop: int
-    at: int = 0
+    at: int = 0  # where the interval begins in the local tensor, in elements of the flattened tensor
 
     @classmethod
     def whole(cls, box: Box, at: int = 0) -> LocalInterval:
@@ -115,17 +109,11 @@ class LocalInterval:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which intervals of which blocks of a logical tensor lie where in a local tensor.
+    """Which intervals of which blocks of a logical tensor lie where in a local tensor."""
 
-    Attributes:
-        shape: of the logical tensor: unsharded, without padding.
-        local: of the local tensor.
-        spans: its intervals that belong to the logical tensor; the rest (padding, other tensors) is never touched.
-    """
-
-    shape: tuple[int, ...]
-    local: tuple[int, ...]
-    spans: tuple[LocalInterval, ...]
+    shape: tuple[int, ...]  # of the logical tensor: unsharded, without padding
+    local: tuple[int, ...]  # of the local tensor
+    spans: tuple[LocalInterval, ...]  # those of the logical tensor; the rest (padding, others) is never touched
 
     @property
     def numel(self) -> int:
@@ -135,34 +123,21 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One shard: a flat interval of a box, and the live memory where it is.
+    """One shard: a flat interval of a box, and the live memory where it is."""
 
-    Attributes:
-        box: the block of the logical tensor.
-        start: first flat position inside the box.
-        stop: one past the last.
-        view: of the box's shape if the interval is all of the box, else 1-D with ``stop - start`` elements.
-    """
-
-    box: Box
-    start: int
-    stop: int
-    view: torch.Tensor
+    box: Box  # of the logical tensor
+    start: int  # first flat position inside the box
+    stop: int  # one past the last
+    view: torch.Tensor  # of the box's shape if the interval is all of the box, else 1-D with ``stop - start`` elements
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedLeaf:
-    """A leaf of which a framework keeps parts in a local tensor, or in several.
+    """A leaf of which a framework keeps parts in a local tensor, or in several."""
 
-    Attributes:
-        tensor: the live local memory.
-        placement: where in the logical tensor it lies.
-        more: further local tensors, with other parts of the same logical tensor; these have no ``more`` themselves.
-    """
-
-    tensor: torch.Tensor
-    placement: Placement
-    more: tuple[ShardedLeaf, ...] = ()
+    tensor: torch.Tensor  # the live local memory
+    placement: Placement  # where in the logical tensor it lies
+    more: tuple[ShardedLeaf, ...] = ()  # other local tensors of the same logical tensor; these have no ``more``
 
     @classmethod
     def joined(cls, leaves: Sequence[ShardedLeaf]) -> ShardedLeaf:
@@ -171,12 +146,7 @@ class ShardedLeaf:
         return cls(first.tensor, first.placement, tuple(others))
 
     def parts(self, label: str) -> Iterator[LocalShard]:
-        """Yield one part per span, as views of the local memory.
-
-        Raises:
-            StateError: a local tensor contradicts its placement, or its elements do not lie in a row.
-
-        """
+        """Yield a view per span. Raises StateError if local memory contradicts its placement, or is not in a row."""
         for leaf in (self, *self.more):
             yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class
 

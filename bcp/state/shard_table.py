@@ -28,43 +28,25 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(slots=True)
 class TableRows:
-    """A table in the making.
+    """A table in the making."""
 
-    Attributes:
-        kinds: code of the kind of each tensor.
-        fqns: its name.
-        forms: its form.
-        tied_to: the FQN of the tensor that is stored in its stead, or "".
-        owners: of each leaf that has shards, the tensor.
-        stored: the leaf's number.
-        held: its form.
-    """
-
-    kinds: list[int]
+    kinds: list[int]  # code of the kind of each tensor
     fqns: list[str]
     forms: list[TensorSpec]
-    tied_to: list[str]
-    owners: list[int]
-    stored: list[int]
-    held: list[TensorSpec]
+    tied_to: list[str]  # the FQN of the tensor that is stored in its stead, or ""
+    owners: list[int]  # the tensor of each leaf that has shards
+    stored: list[int]  # the number of each such leaf
+    held: list[TensorSpec]  # its form
 
     @classmethod
     def of(
         cls,
-        names: Sequence[tuple[str, str]],
-        forms: Sequence[TensorSpec],
-        firsts: Mapping[int, int],
-        copies: Mapping[int, Sequence[int]],
+        names: Sequence[tuple[str, str]],  # (kind, FQN) of each leaf
+        forms: Sequence[TensorSpec],  # of each leaf, and behind these of the copies
+        firsts: Mapping[int, int],  # of each leaf that goes by another one's memory, that one; or LEFT_OUT
+        copies: Mapping[int, Sequence[int]],  # of some leaves, the numbers of their copies
     ) -> TableRows:
-        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere.
-
-        Args:
-            names: (kind, FQN) of each leaf.
-            forms: the form of each, and behind these of the copies.
-            firsts: for each leaf that goes by the memory of another, the number of that one; or LEFT_OUT.
-            copies: for some leaves, the numbers of their copies.
-
-        """
+        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere."""
         own: dict[int, Sequence[int]] = {
             n: [each for each in (n, *more) if forms[each].spans] for n, more in copies.items()
         }
@@ -153,23 +135,14 @@ Seen = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardTableCache:
-    """Results that follow from names, specs and ties.
-
-    Attributes:
-        seen: these.
-        table: the shards of the rank.
-        stored: numbers of the leaves whose memory is the table's shards, in the order of its rows.
-        keys: of the objects, in the order in which their values are found.
-        plain: whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order.
-        tracked: whether autograd tracks the memory of any of them.
-    """
+    """Results that follow from names, specs and ties."""
 
     seen: Seen
     table: ShardTable
-    stored: Sequence[int]
-    keys: Sequence[ObjectKey]
-    plain: bool
-    tracked: bool
+    stored: Sequence[int]  # numbers of the leaves whose memory is the table's shards, in the order of its rows
+    keys: Sequence[ObjectKey]  # of the objects, in the order in which their values are found
+    plain: bool  # whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order
+    tracked: bool  # whether autograd tracks the memory of any of them
 
 
 _stocks: list[ShardTableCache] = []

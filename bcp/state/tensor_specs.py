@@ -52,29 +52,17 @@ _MOST = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """All of a leaf but its name, its values, and where they are in memory.
-
-    Attributes:
-        dtype: of its elements.
-        shape: of the logical tensor.
-        stride: of the logical tensor in elements; () where its parts do not tell.
-        device: device type.
-        requires_grad: whether autograd tracks it.
-        tracked: whether autograd tracks its memory here, which is another tensor in a DTensor.
-        spans: the shards that are here; ``at`` means nothing.
-        whole: whether there is one shard only, and its elements are those of the local tensor as it is.
-        plain: whether they are also bytes of the CPU's memory in row-major order.
-    """
+    """All of a leaf but its name, its values, and where they are in memory."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: str
+    shape: tuple[int, ...]  # of the logical tensor
+    stride: tuple[int, ...]  # of the logical tensor in elements; () where its parts do not tell
+    device: str  # its type
     requires_grad: bool
-    tracked: bool
-    spans: tuple[LocalInterval, ...]
-    whole: bool
-    plain: bool
+    tracked: bool  # whether autograd tracks its memory here, which is another tensor in a DTensor
+    spans: tuple[LocalInterval, ...]  # the shards that are here; ``at`` means nothing
+    whole: bool  # whether there is one shard only, and its elements are those of the local tensor as it is
+    plain: bool  # whether they are also bytes of the CPU's memory in row-major order
 
 
 _forms: dict[object, TensorSpec] = {}
@@ -83,21 +71,13 @@ _forms: dict[object, TensorSpec] = {}
 
 @dataclass(frozen=True, slots=True)
 class LeafInspection:
-    """The specs and addresses of leaves.
-
-    Attributes:
-        leaves: the inspected leaves.
-        memory: the tensor whose elements are those of the leaf that are here.
-        forms: the form of each leaf.
-        addresses: int64[n], where its memory is: the same number for leaves that are the same memory.
-        parts: by number of a leaf, its parts, where these had to be found anyway.
-    """
+    """The specs and addresses of leaves."""
 
     leaves: Sequence[Leaf]
-    memory: Sequence[torch.Tensor]
+    memory: Sequence[torch.Tensor]  # the tensor whose elements are those of the leaf that are here
     forms: Sequence[TensorSpec]
-    addresses: Ints
-    parts: Mapping[int, Sequence[LocalShard]]
+    addresses: Ints  # int64[n], where its memory is: the same number for leaves that are the same memory
+    parts: Mapping[int, Sequence[LocalShard]]  # by number of a leaf, its parts, where these had to be found anyway
 
     def views(self, number: int, label: str) -> list[torch.Tensor]:
         """Return the memory of each shard of a leaf whose form is not ``whole``."""
@@ -110,12 +90,7 @@ def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
 
 
 def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafInspection:
-    """Look at leaves; ``label`` names one of them for messages, by its number.
-
-    Raises:
-        StateError: a leaf has no plain memory here, or states impossible shards.
-
-    """
+    """Look at leaves; ``label`` names one by its number. Raises StateError without plain memory or possible shards."""
     meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
     forms, placed = [], dict[object, TensorSpec]()
     for number, leaf in enumerate(leaves):

@@ -25,6 +25,7 @@ from bcp.errors import BcpError, CheckpointError, InputError, StateError
 from bcp.plan.shards import OPAQUE_KINDS
 from bcp.plan.units import unit_path
 from bcp.protocols import ShardedState, Stateful, States
+from bcp.state.memory import dtype_name
 from bcp.state.packed import pack, unpack
 
 __all__ = [
@@ -43,20 +44,15 @@ ALIGNMENT = 64
 _END = struct.Struct("<3Q")
 """Start and bytes of the list of tensors, and bytes of the archive behind it."""
 
-_DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+_DTYPES = {dtype_name(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
 class UnitImage:
-    """A unit to write.
+    """A unit to write."""
 
-    Attributes:
-        tensors: contiguous, of the CPU, in the order of the image; their memory is the unit's own.
-        tail: the bytes behind them.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    tail: bytes
+    tensors: Sequence[torch.Tensor]  # contiguous, of the CPU, in the order of the image; the unit's own memory
+    tail: bytes  # the bytes behind them
 
     @property
     def nbytes(self) -> int:
@@ -74,20 +70,14 @@ class UnitImage:
 def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     """Make the image of a unit's state, whose tensors nobody may change until they are written.
 
-    Args:
-        state: nested Python values and tensors.
-        where: its name, for messages.
-        trust: as for :func:`~bcp.state.packed.pack`.
-
-    Raises:
-        StateError: something in it cannot be serialized, or not be read again; the message names it.
-
+    The state is nested Python values and tensors; ``trust`` is as for :func:`~bcp.state.packed.pack`. Raises
+    StateError, which names the value, if something in it cannot be serialized, or not be read again.
     """
     outside: list[torch.Tensor] = []
     packed = pack(state, where, trust=trust, outside=outside)
     order = sorted(range(len(outside)), key=lambda number: -outside[number].itemsize)
     tensors = [outside[number] for number in order]
-    rows = [[number, _name(outside[number].dtype), list(outside[number].shape)] for number in order]
+    rows = [[number, dtype_name(outside[number].dtype), list(outside[number].shape)] for number in order]
     head = json.dumps(rows, separators=(",", ":")).encode()
     start = sum(tensor.nbytes for tensor in tensors)
     padding = bytes(-(start + len(head) + len(packed) + _END.size) % ALIGNMENT)
@@ -95,16 +85,9 @@ def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
 
 
 def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
-    """Return the state of a unit; its large tensors are in the memory of the image.
+    """Return the state of a unit; its large tensors are in the memory of the image: uint8, aligned to 64 bytes.
 
-    Args:
-        image: uint8, aligned to 64 bytes, of :func:`image_of`.
-        trust: as for :func:`~bcp.state.packed.unpack`.
-        where: its name, for messages.
-
-    Raises:
-        CheckpointError: the image is damaged, or holds objects that only ``trust=True`` reads.
-
+    Raises CheckpointError if the image is damaged, or holds objects that only ``trust=True`` reads.
     """
     data = image.numpy().data
     try:
@@ -131,25 +114,16 @@ def _tensors(memory: torch.Tensor, rows: Sequence[tuple[int, str, list[int]]]) -
     return [tensors[number] for number in range(len(rows))]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 DATALOADER = "dataloader"
 _latest: list[weakref.ref[ShardedState]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of the sharded states of this rank.
+    """The units of the sharded states of this rank."""
 
-    Attributes:
-        claims: one of each state.
-        images: of every path in the claims (see :func:`~bcp.plan.units.claimed_paths`).
-    """
-
-    claims: Sequence[Claim]
-    images: Mapping[str, UnitImage]
+    claims: Sequence[Claim]  # one of each state
+    images: Mapping[str, UnitImage]  # of every path in the claims (see bcp.plan.units.claimed_paths)
 
     def shared_digests(self) -> dict[str, str]:
         """Return the digest of each state's shared part, which is the same on all ranks, by the state's name."""
@@ -157,14 +131,9 @@ class Units:
 
 
 def sharded_states(states: States) -> dict[str, ShardedState]:
-    """Find the sharded states: ``states["dataloader"]`` itself, or values of its mappings, by their keys.
+    """Find the sharded states by name: ``states["dataloader"]`` itself, or values of its mappings.
 
-    Returns:
-        Name to state; a name consists of keys joined by ``/``, and is empty for ``states["dataloader"]`` itself.
-
-    Raises:
-        InputError: two of them would have one name.
-
+    A name is keys joined by ``/``, empty for ``states["dataloader"]`` itself. Raises InputError if two have one name.
     """
     found: dict[str, ShardedState] = {}
     _find(states.get(DATALOADER), "", found)
@@ -214,11 +183,7 @@ def _is_gone(child: Any, rest: Any) -> bool:
 
 def remember(found: Mapping[str, ShardedState]) -> None:
     """Take note of the states of the latest save or load, for as long as they live."""
-    _latest[:] = [weakref.ref(state) for state in found.values() if _has_weak_references(state)]
-
-
-def _has_weak_references(state: ShardedState) -> bool:
-    return type(state).__weakrefoffset__ != 0
+    _latest[:] = [weakref.ref(state) for state in found.values() if type(state).__weakrefoffset__]
 
 
 def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
@@ -263,10 +228,8 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
 def collect_units(states: States, *, trust: bool) -> Units:
     """Ask the sharded states for their units.
 
-    Raises:
-        InputError: an id is no text, or is empty, or has a slash.
-        StateError: a state raised, or something in a unit cannot be serialized.
-
+    Raises InputError: an id is no text, or is empty, or has a slash. Raises StateError: a state raised, or something in
+    a unit cannot be serialized.
     """
     claims, images = [], {}
     found = sharded_states(states)

@@ -24,21 +24,12 @@ _MOST_SHOWN = 200
 
 
 def encode_value(value: Any, *, where: str = "a value", trust: bool = False) -> str:
-    """Return the value as JSON text.
+    """Return the value as JSON text; ``trust`` pickles objects of any class as well.
 
     None, bools, ints, finite floats, strings and lists of them are themselves. Any other type is an object with one
     key, its type: nan and infinities, huge ints, bytes, tuples, dicts, dtypes, devices, sizes. Other types are stored
-    by :func:`~bcp.state.packed.pack`, in base64.
-
-    Args:
-        value: the value.
-        where: its name, for messages.
-        trust: pickle objects of any class as well.
-
-    Raises:
-        StateError: something in the value cannot be serialized, or not be read again, or contains itself, or is an
-            integer of more than 65,536 hexadecimal digits; ``where`` names it.
-
+    by :func:`~bcp.state.packed.pack`, in base64. Raises StateError, which names ``where``, for a value that contains
+    itself, or cannot be serialized or read again. The same goes for an integer of more than 65,536 hexadecimal digits.
     """
     try:
         return json.dumps(_encoded(value, where, trust), separators=(",", ":"))
@@ -65,17 +56,11 @@ def encode_values(
 
 
 def decode_value(text: str, *, trust: bool, where: str) -> Any:
-    """Return the value that :func:`encode_value` was given.
+    """Return the value that :func:`encode_value` was given; ``where`` is its key, for messages.
 
-    Args:
-        text: the JSON text.
-        trust: unpickle objects of any class, which may run code. Only for checkpoints that you wrote.
-        where: the key whose value this is, for messages.
-
-    Raises:
-        CheckpointError: the text is damaged, or holds an object that only ``trust=True`` reads, or an integer of more
-            digits than a save writes.
-
+    ``trust`` unpickles objects of any class, which may run code: only for checkpoints that you wrote. Raises
+    CheckpointError if the text is damaged, or holds an object that only ``trust=True`` reads, or an integer of more
+    digits than a save writes.
     """
     try:
         return _decoded(json.loads(text), trust, where)

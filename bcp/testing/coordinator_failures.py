@@ -27,12 +27,7 @@ async def run_ranks(
 ) -> list[object]:
     """Run ``body(rank, agreement)`` for all ranks at once, in one operation; return the result or error of each.
 
-    Args:
-        coordinators: one of each rank that takes part.
-        body: the work of a rank in the operation.
-        what: the operation's name; one for all, or one for each.
-        timeout: as for ``begin``, in seconds.
-
+    ``what`` is the operation's name, one for all or one for each.
     """
     outcomes: dict[int, object] = {}
 

@@ -178,7 +178,7 @@ class FaultyBackend(CountingBackend):
         nth: int = 1,
         key: str = "",
     ) -> None:
-        """Return the message of the error.
+        """Prepare the fault.
 
         Args:
             inner: the backend that does the work.

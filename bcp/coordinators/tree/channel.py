@@ -35,17 +35,7 @@ class GrpcChannel:
     def __init__(
         self, node: Node, loop: CoordinatorLoop, number: int, info: PeerInfo, world_size: int, timeout: float
     ) -> None:
-        """Prepare the channel; nothing is sent before :meth:`join`.
-
-        Args:
-            node: this rank's node in the tree.
-            loop: the node's event loop.
-            number: the operation's.
-            info: this rank, and its operation.
-            world_size: the number of ranks that take part.
-            timeout: seconds that a rank may be late to join, or silent.
-
-        """
+        """Prepare the channel; nothing is sent before :meth:`join`. A rank may be late or silent for ``timeout`` s."""
         self.error: Exception | None = None
         self._node = node
         self._loop = loop

@@ -41,19 +41,9 @@ class GrpcCoordinator:
     Every rank has one stream to its parent, which stays open. Payloads of all ranks are gathered on their way up, each
     distinct payload once. Answers go down the same way. A rank watches its neighbours only. Nothing is sent or opened
     before the first operation.
-
-    Attributes:
-        rank: this rank.
-        world_size: the number of ranks that take part.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        rendezvous: Rendezvous,
-        tls: Tls | None = None,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, rendezvous: Rendezvous, tls: Tls | None = None) -> None:
         if not 0 <= rank < world_size:
             raise InputError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.rank = rank

@@ -37,14 +37,10 @@ class Values:
 
     The wire has the number of distinct values, their lengths, and their bytes. An index of 1, 2 or 4 bytes for each
     member follows, unless all are equal. The number of members is known, and not written.
-
-    Attributes:
-        distinct: the values, in the order of their first appearance.
-        which: for each member the index of its value.
     """
 
-    distinct: tuple[bytes, ...]
-    which: NDArray[np.uint32]
+    distinct: tuple[bytes, ...]  # the values, in the order of their first appearance
+    which: NDArray[np.uint32]  # for each member the index of its value
 
     def __len__(self) -> int:
         return len(self.which)
@@ -134,31 +130,18 @@ class FrameError(ValueError):
 
 
 class Kind(IntEnum):
-    """The meaning of a frame.
+    """The meaning of a frame."""
 
-    Attributes:
-        JOIN: this rank has begun the operation; body: a digest of the operation's name.
-        BEAT: a sign of life.
-        LEFT: this rank has left the operation in peace, after all its other frames.
-        UP: the payloads of the ranks of a subtree in a step; body: a digest of the step's verb, and Values.
-        DOWN: the answer to a step, the same for all.
-        EACH: the answers to a step, for the ranks of a subtree; body: Values.
-        SAY: this rank's own words for the step, for one that differs; step 0 is the operation.
-        ABORT: the operation has ended; body: an encoded :class:`~bcp._messages.coordination.Abort`.
-        OLD: the operation is over on this rank; body: the number of the next one.
-        BYE: this rank talks no more.
-    """
-
-    JOIN = 1
-    BEAT = 2
-    LEFT = 3
-    UP = 4
-    DOWN = 5
-    EACH = 6
-    SAY = 7
-    ABORT = 8
-    OLD = 9
-    BYE = 10
+    JOIN = 1  # this rank has begun the operation; body: a digest of the operation's name
+    BEAT = 2  # a sign of life
+    LEFT = 3  # this rank has left the operation in peace, after all its other frames
+    UP = 4  # the payloads of the ranks of a subtree in a step; body: a digest of the step's verb, and Values
+    DOWN = 5  # the answer to a step, the same for all
+    EACH = 6  # the answers to a step, for the ranks of a subtree; body: Values
+    SAY = 7  # this rank's own words for the step, for one that differs; step 0 is the operation
+    ABORT = 8  # the operation has ended; body: an encoded bcp._messages.coordination.Abort
+    OLD = 9  # the operation is over on this rank; body: the number of the next one
+    BYE = 10  # this rank talks no more
 
 
 _KINDS = frozenset(Kind)

@@ -33,14 +33,10 @@ class Closable(Protocol):
 
 
 class CoordinatorLoop(Loop):
-    """The loop of all coordinators.
-
-    Attributes:
-        residents: the nodes of the coordinators, which are closed at exit.
-    """
+    """The loop of all coordinators."""
 
     def __init__(self) -> None:
-        self.residents: WeakSet[Closable] = WeakSet()
+        self.residents: WeakSet[Closable] = WeakSet()  # the coordinators' nodes, which are closed at exit
         super().__init__("bcp-coordinators")
 
     def __repr__(self) -> str:

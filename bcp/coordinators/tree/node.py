@@ -25,9 +25,7 @@ __all__ = ["Node"]
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 2.0  # seconds between two attempts to connect; doubles
 _GIVEN_UP_PAUSE = 5.0  # seconds between two attempts to reach a parent that has been given up
 _GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours to have read all
-_STRANGER_SECONDS = (
-    1.0  # how long it waits for neighbours that have never connected, if there is something to tell them
-)
+_STRANGER_SECONDS = 1.0  # how long it waits for neighbours that have never connected and have to be told something
 _BACK_SECONDS = 10.0  # how long a neighbour whose connection broke has to come back; it dials again at once
 _MOST_OPERATIONS = 1024  # operations that are kept for a rank that has not begun them
 
@@ -317,16 +315,9 @@ class Node:
             address = await self._rendezvous.address_of(link.rank)
             address = behind(await self._rendezvous.door_of(link.rank)) or address
             try:
-                credentials = credentials_of(invitation, self._name)
+                shown = credentials_of(invitation, self._name)
                 connected = await dial(
-                    address,
-                    self._tls,
-                    self._info,
-                    credentials,
-                    invitation.token,
-                    link,
-                    receive=self.receive,
-                    lost=self.lost,
+                    address, self._tls, self._info, shown, invitation.token, link, receive=self.receive, lost=self.lost
                 )
             except RefusedError as error:
                 self._end_all(Abort(self.rank, str(error), disagreement=True))

@@ -6,16 +6,7 @@ from collections.abc import Iterable
 
 from bcp._messages.coordination import Abort
 from bcp.coordinators.peers import LEFT, Heartbeats, different
-from bcp.coordinators.tree.frames import (
-    Frame,
-    FrameError,
-    Kind,
-    Values,
-    bytes_of,
-    digest_of,
-    text_of,
-    unpack_number,
-)
+from bcp.coordinators.tree.frames import Frame, FrameError, Kind, Values, bytes_of, digest_of, text_of, unpack_number
 from bcp.coordinators.tree.relay import LocalMember, NodeContext, Relay
 from bcp.protocols import REFUSED
 
@@ -27,15 +18,11 @@ class FailureDetector:
 
     A rank that was stopped, or whose interpreter stood still, finds its neighbours' signs only after it has woken up.
     So the time that it missed does not count.
-
-    Attributes:
-        awake: seconds that this rank has been awake since it began.
-        timeout: seconds that a neighbour may be late or silent.
     """
 
     def __init__(self, timeout: float, pause: float, now: float) -> None:
-        self.awake = 0.0
-        self.timeout = timeout
+        self.awake = 0.0  # seconds that this rank has been awake since it began
+        self.timeout = timeout  # seconds that a neighbour may be late or silent
         self._pause = pause
         self._looked = now
         self._signs = 0
@@ -69,21 +56,14 @@ class OperationState:
 
     The first frame of a neighbour begins it, or this node's own rank. Neighbours' frames are kept until the rank has
     come as far.
-
-    Attributes:
-        number: the operation's number.
-        member: this node's rank in the operation; None until it has begun.
-        ended: the cause of the operation's end, if it has ended.
-        left: whether this node's rank has left.
-        gone: neighbours that have left, or whose connection broke.
     """
 
     def __init__(self, number: int, node: NodeContext) -> None:
         self.number = number
-        self.member: LocalMember | None = None
-        self.ended: Abort | None = None
-        self.left = False
-        self.gone: set[int] = set()
+        self.member: LocalMember | None = None  # this node's rank; None until it has begun
+        self.ended: Abort | None = None  # the cause of the end
+        self.left = False  # whether this node's rank has left
+        self.gone: set[int] = set()  # neighbours that have left, or whose connection broke
         self._node = node
         self._relay = Relay(
             number, node, self.gone, report_peer_failure=self.report_peer_failure, hand_over=self._hand_over

@@ -47,38 +47,25 @@ class NodeContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalMember:
-    """The part of this node's own rank in the operation.
+    """The part of this node's own rank in the operation."""
 
-    Attributes:
-        what: the operation's name.
-        timeout: seconds that a neighbour may be late or silent.
-        beat: seconds between its signs of life.
-        hand_over: called with the number of a step and its answer. Rank 0 gets the payloads of all, in walk order.
-        end: called with the cause when the operation has ended.
-    """
-
-    what: str
-    timeout: float
-    beat: float
+    what: str  # the operation's name
+    timeout: float  # seconds that a neighbour may be late or silent
+    beat: float  # seconds between its signs of life
+    # called with the number of a step and its answer. Rank 0 gets the payloads of all, in walk order.
     hand_over: Callable[[int, bytes | Values], None]
-    end: Callable[[Abort], None]
+    end: Callable[[Abort], None]  # called with the cause when the operation has ended
 
 
 @dataclass(slots=True)
 class _Step:
-    """One step under way.
+    """One step under way."""
 
-    Attributes:
-        verb: the verb of this node's rank; None until the rank has come as far.
-        mine: the payload of this node's rank.
-        given: the payloads of the children's subtrees, with the digest of their verb.
-        sent: whether all payloads are on their way up.
-    """
-
-    verb: str | None = None
-    mine: bytes = b""
+    verb: str | None = None  # the verb of this node's rank; None until the rank has come as far
+    mine: bytes = b""  # the payload of this node's rank
+    # by child: digest of its verb, payloads of its subtree
     given: dict[int, tuple[bytes, Values]] = field(default_factory=dict)
-    sent: bool = False
+    sent: bool = False  # whether all payloads are on their way up
 
 
 class Relay:
@@ -88,21 +75,12 @@ class Relay:
         self,
         number: int,
         node: NodeContext,
-        gone: AbstractSet[int],
+        gone: AbstractSet[int],  # the neighbours that have left; whoever changes it calls advance()
         *,
-        report_peer_failure: Callable[[int, str], None],
-        hand_over: Callable[[int, bytes | Values], None],
+        report_peer_failure: Callable[[int, str], None],  # called with a rank that has left early, and the cause
+        hand_over: Callable[[int, bytes | Values], None],  # as LocalMember.hand_over
     ) -> None:
-        """Prepare an operation without steps.
-
-        Args:
-            number: the operation's.
-            node: the node.
-            gone: the neighbours that have left; whoever changes it calls :meth:`advance`.
-            report_peer_failure: called with a rank that has left early, and the cause.
-            hand_over: takes the answer to a step. Rank 0 gets the payloads of all, in walk order.
-
-        """
+        """Prepare an operation without steps."""
         self._number = number
         self._node = node
         self._gone = gone

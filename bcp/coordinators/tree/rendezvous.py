@@ -26,24 +26,14 @@ __all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Place", "Rendezvous",
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place in the tree.
-
-    Attributes:
-        rank: this rank.
-        world_size: the number of ranks.
-        parent: the rank above it; None for rank 0.
-        children: the ranks right below it.
-        sizes: the number of ranks in the subtree of each child, the child included.
-        order: all ranks in the order of a walk through the tree: a rank, then each of its children's subtrees. Only
-            rank 0 has it; it is empty for all others.
-    """
+    """One rank's place in the tree."""
 
     rank: int
     world_size: int
-    parent: int | None
-    children: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: tuple[int, ...] = ()
+    parent: int | None  # the rank above it; None for rank 0
+    children: tuple[int, ...]  # the ranks right below it
+    sizes: tuple[int, ...]  # ranks in the subtree of each child, the child included
+    order: tuple[int, ...] = ()  # a walk through the tree: each rank, then its children's subtrees; empty but on rank 0
 
     @property
     def size(self) -> int:
@@ -62,14 +52,10 @@ class Tree:
 
     The lowest rank of each host leads it. The ranks of a host are below their leader, and the leaders below rank 0.
     Both have the same fan-out: a leader has at most ``fanout`` children on its host and ``fanout`` leaders.
-
-    Attributes:
-        parents: the rank above each rank; None for rank 0.
-        children: the ranks below each rank, ascending in each of the two kinds.
     """
 
-    parents: tuple[int | None, ...]
-    children: tuple[tuple[int, ...], ...]
+    parents: tuple[int | None, ...]  # the rank above each rank; None for rank 0
+    children: tuple[tuple[int, ...], ...]  # of each rank, ascending in each of the two kinds
 
     @classmethod
     def of(cls, hosts: Sequence[str], fanout: int) -> Tree:
@@ -128,19 +114,12 @@ Ended = Callable[[int, Abort], None]
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Facts that a rank needs to take part.
-
-    Attributes:
-        place: its place in the tree.
-        token: the job's secret, which everyone who connects has to show.
-        session: tells this tree from others; not secret.
-        hosts: names of the neighbours' hosts, for messages, as far as they are known.
-    """
+    """Facts that a rank needs to take part."""
 
     place: Place
-    token: str = field(repr=False)
-    session: str
-    hosts: Mapping[int, str] = field(default_factory=dict)
+    token: str = field(repr=False)  # the job's secret, which everyone who connects has to show
+    session: str  # tells this tree from others; not secret
+    hosts: Mapping[int, str] = field(default_factory=dict)  # the neighbours' hosts, as far as known
 
 
 class Rendezvous(Protocol):
@@ -171,7 +150,30 @@ class Rendezvous(Protocol):
         """Return the cause if the way to the others has been silent for ``seconds``, else an empty text."""
 
 
-class Addresses:
+class _KnownPlaces:
+    """The part of a rendezvous that ranks need whose places are known beforehand."""
+
+    _invitation: Invitation
+
+    async def invitation(self, ended: Ended) -> Invitation:
+        """Return this rank's place."""
+        del ended
+        return self._invitation
+
+    async def announce(self, number: int, abort: Abort) -> None:
+        """Do nothing: nobody waits for a place."""
+
+    def absent(self) -> int | None:
+        """Return None: nobody waits for a place."""
+        return None
+
+    def silence(self, seconds: float) -> str:
+        """Return an empty text: no server stands between the ranks."""
+        del seconds
+        return ""
+
+
+class Addresses(_KnownPlaces):
     """A rendezvous of ranks that know all addresses, and so the tree, beforehand."""
 
     def __init__(
@@ -193,11 +195,6 @@ class Addresses:
     def __repr__(self) -> str:
         return f"<Addresses, {self._addresses[self._rank]} is rank {self._rank} of {len(self._addresses)}>"
 
-    async def invitation(self, ended: Ended) -> Invitation:
-        """Return this rank's place."""
-        del ended
-        return self._invitation
-
     def bind_address(self) -> str:
         """Return this rank's address."""
         return self._addresses[self._rank]
@@ -212,18 +209,6 @@ class Addresses:
     async def door_of(self, rank: int) -> str:
         """Return an empty text: no door can be published."""
         del rank
-        return ""
-
-    async def announce(self, number: int, abort: Abort) -> None:
-        """Do nothing: nobody waits for a place."""
-
-    def absent(self) -> int | None:
-        """Return None: nobody waits for a place."""
-        return None
-
-    def silence(self, seconds: float) -> str:
-        """Return an empty text: no server stands between the ranks."""
-        del seconds
         return ""
 
 
@@ -246,7 +231,7 @@ class _Board:
         return self._ports[rank]
 
 
-class MemoryRendezvous:
+class MemoryRendezvous(_KnownPlaces):
     """A rendezvous of ranks that are all in this process; they talk over the loopback."""
 
     def __init__(self, board: _Board, invitation: Invitation) -> None:
@@ -261,11 +246,6 @@ class MemoryRendezvous:
 
     def __repr__(self) -> str:
         return f"<MemoryRendezvous, rank {self._invitation.place.rank}>"
-
-    async def invitation(self, ended: Ended) -> Invitation:
-        """Return this rank's place."""
-        del ended
-        return self._invitation
 
     def bind_address(self) -> str:
         """Return the loopback."""
@@ -282,18 +262,6 @@ class MemoryRendezvous:
     async def door_of(self, rank: int) -> str:
         """Return the published door of a rank."""
         return self._board.doors[rank]
-
-    async def announce(self, number: int, abort: Abort) -> None:
-        """Do nothing: nobody waits for a place."""
-
-    def absent(self) -> int | None:
-        """Return None: nobody waits for a place."""
-        return None
-
-    def silence(self, seconds: float) -> str:
-        """Return an empty text: no server stands between the ranks."""
-        del seconds
-        return ""
 
 
 if TYPE_CHECKING:
@@ -312,24 +280,14 @@ class StoreRendezvous:
 
     def __init__(
         self,
-        store: Store | StoreClient,
-        prefix: str,
+        store: Store | StoreClient,  # no other call waits on it
+        prefix: str,  # of our keys
         rank: int,
         world_size: int,
         fanout: int,
-        address: str | None = None,
+        address: str | None = None,  # this host's in the job's network; None: see bcp.coordinators.hosts
     ) -> None:
-        """Prepare the rendezvous; nothing is sent before :meth:`invitation`.
-
-        Args:
-            store: a connection on which no other call waits.
-            prefix: of our keys.
-            rank: this rank.
-            world_size: the number of ranks.
-            fanout: of the tree.
-            address: this host's in the job's network; None: see :mod:`bcp.coordinators.hosts`.
-
-        """
+        """Prepare the rendezvous; nothing is sent before :meth:`invitation`."""
         self._client = StoreClient.of(store)
         self._rank = rank
         self._world_size = world_size

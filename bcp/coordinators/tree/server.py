@@ -131,16 +131,11 @@ def behind(door: str) -> str | None:
 
 
 class Gate:
-    """Passes connections on to gRPC's server, and closes those that are not admitted in time.
-
-    Attributes:
-        strangers: connections that have not proved yet that they belong to the job.
-        outside: all connections.
-    """
+    """Passes connections on to gRPC's server, and closes those that are not admitted in time."""
 
     def __init__(self, rank: int, missing: Callable[[], int]) -> None:
         self.strangers = Strangers("coordinator", rank, lambda: _STRANGERS + missing())
-        self.outside: set[_Outside] = set()
+        self.outside: set[_Outside] = set()  # all connections
         self._by_name: dict[str, _Outside] = {}
         self._inner = -1
         self._name = ""
@@ -314,19 +309,10 @@ class Server:
         invitation: Invitation,
         links: Mapping[int, Link],
         *,
-        receive: Receive,
-        lost: Callable[[int, object, str | None], None],
+        receive: Receive,  # takes a child's frame
+        lost: Callable[[int, object, str | None], None],  # (child, connection, reason); None: closed in peace
     ) -> None:
-        """Prepare the server; nothing listens before :meth:`start`.
-
-        Args:
-            info: this rank.
-            invitation: the token and the session that children have to show.
-            links: this rank's ends of its edges.
-            receive: takes a child's frame.
-            lost: called with a child, its connection, and the reason of the break; None: closed in peace.
-
-        """
+        """Prepare the server; nothing listens before :meth:`start`."""
         self._info = info
         self._invitation = invitation
         self._links = links

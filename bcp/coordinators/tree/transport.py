@@ -74,11 +74,6 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     return grpc.ssl_server_credentials([(tls.key, tls.certificate)], root_certificates=tls.ca, require_client_auth=True)
 
 
-def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """Return the credentials of a rank with a parent."""
-    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-
-
 def server_options(children: int) -> Sequence[tuple[str, int]]:
     """Return the options of a server for this number of children."""
     return [
@@ -113,15 +108,9 @@ def info_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
 
 
 def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
-    """Return the proof of a side of a new stream that it knows the job's token.
+    """Return the proof of a side, "child" or "parent", of a new stream that it knows the job's token.
 
-    Args:
-        token: the job's.
-        side: "child" or "parent".
-        said: the child's metadata, with its nonce.
-        parent: rank of the parent.
-        challenge: the parent's nonce.
-
+    ``said`` is the child's metadata, with its nonce; ``challenge`` is the parent's nonce.
     """
     facts = [said.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
     return proof(token.encode(), side, parent, challenge, *facts)
@@ -171,24 +160,16 @@ class Link:
 
     It outlives connections. Frames queued before the first connection are sent once it is up. If a connection breaks,
     queued and in-flight frames are lost, and their operations fail.
-
-    Attributes:
-        rank: the neighbour.
-        peer: the neighbour's info, once it has been connected.
-        connection: the present one, an object of the transport's own; None while there is none.
-        trouble: the reason why there is no connection, for messages; empty if none is known.
-        awaited: an object for the latest break, while the neighbour may come back; None otherwise.
-        given_up: the cause of errors if the neighbour has not come back; else empty.
     """
 
     def __init__(self, rank: int, host: str = "") -> None:
         self.rank = rank
         self._host = host
-        self.peer: PeerInfo | None = None
-        self.connection: object | None = None
-        self.trouble = ""
-        self.awaited: object | None = None
-        self.given_up = ""
+        self.peer: PeerInfo | None = None  # the neighbour's, once it has been connected
+        self.connection: object | None = None  # the present one, an object of the transport's own
+        self.trouble = ""  # the reason why there is no connection, for messages, if one is known
+        self.awaited: object | None = None  # for the latest break, while the neighbour may come back
+        self.given_up = ""  # the cause of errors if the neighbour has not come back
         self._sent, self._received = [0, 0], [0, 0]
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._begun: list[bytes] = []  # pieces of a frame that is coming
@@ -367,7 +348,8 @@ def _channel(address: str, tls: Tls | None) -> Any:
     options = channel_options(tls)
     if tls is None:
         return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, channel_credentials(tls), options)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    return grpc.aio.secure_channel(address, credentials, options)
 
 
 async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode, str]:

@@ -16,7 +16,7 @@ from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whol
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
-from bcp.state.modules import Finish, put
+from bcp.state.modules import Finish, in_turn, put
 from bcp.state.names import Path, dotted, walk
 from bcp.state.placement import Placement, ShardedLeaf
 
@@ -36,25 +36,15 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass(slots=True)
 class Pieces:
-    """The logical tensor, and the part of it, of every local tensor of a model.
+    """The logical tensor, and the part of it, of every local tensor of a model."""
 
-    Attributes:
-        saved: the names of the checkpoint, in a load: padded tensors get its shapes.
-        fresh: in a save, by the ``id`` of the local tensor, which of its elements are this step's; others are all.
-        by_id: the pieces by the ``id`` of the local tensor.
-    """
-
-    saved: CheckpointNames | None = None
+    saved: CheckpointNames | None = None  # the names of the checkpoint, in a load: padded tensors get its shapes
+    # in a save, by ``id`` of the local tensor: which of its elements are this step's; others are all
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    by_id: dict[int, list[Piece]] = field(default_factory=dict)
+    by_id: dict[int, list[Piece]] = field(default_factory=dict)  # the pieces by the ``id`` of the local tensor
 
     def of(self, parameter: torch.Tensor) -> list[Piece]:
-        """Return the pieces of a parameter.
-
-        Raises:
-            StateError: the model does not have it.
-
-        """
+        """Return the pieces of a parameter. Raises StateError: the model does not have it."""
         if id(parameter) not in self.by_id:
             raise StateError(
                 f"states['optimizer'] has a parameter of shape {list(parameter.shape)} that is not in the "
@@ -83,17 +73,8 @@ class Pieces:
 def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
     """Take every leaf of a chunk, of a list of chunks, or of nested containers of them and of sharded leaves.
 
-    Args:
-        leaves: takes the leaves.
-        pieces: receives the logical tensors of the local ones.
-        state: the model.
-
-    Returns:
-        The function that puts loaded objects back.
-
-    Raises:
-        StateError: something in it cannot be read, or two leaves have one name.
-
+    ``pieces`` receives the logical tensors of the local ones. Return the function that puts loaded objects back. Raises
+    StateError if something cannot be read, or two leaves have one name.
     """
     finishes: list[Finish] = []
     for path, wrapped in walk(state, _WHERE):
@@ -108,12 +89,7 @@ def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
             )
         elif name := _add_leaf(leaves, pieces, path, leaf):
             finishes.append(_setter(state, path, leaf, name))
-
-    def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        for each in finishes:
-            each(objects)
-
-    return finish
+    return in_turn(finishes)
 
 
 def has_base(value: object, names: Collection[str]) -> bool:

@@ -30,21 +30,13 @@ _NUMBERED = frozenset({"layers", "experts"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one logical tensor that a local tensor, or a part of it, holds.
+    """The part of one logical tensor that a local tensor, or a part of it, holds."""
 
-    Attributes:
-        fqn: name of the logical tensor.
-        shape: of the logical tensor.
-        spans: where its elements lie in the local tensor.
-        main: whether no other pipeline or tensor parallel rank goes before this one in having them.
-        flexible: whether the first dimension is padded to a length that depends on the layout (the vocabulary).
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    spans: tuple[LocalInterval, ...]
-    main: bool
-    flexible: bool
+    fqn: str  # of the logical tensor
+    shape: tuple[int, ...]  # of the logical tensor
+    spans: tuple[LocalInterval, ...]  # where its elements lie in the local tensor
+    main: bool  # whether no other pipeline or tensor parallel rank goes before this one in having them
+    flexible: bool  # whether the first dimension is padded to a length that depends on the layout (the vocabulary)
 
     def fitted(self, shape: tuple[int, ...]) -> Piece:
         """Return the part of a flexible piece that a logical tensor of another padded length has, too."""
@@ -57,9 +49,7 @@ class Piece:
 def pieces_of(leaf: Any) -> list[Piece]:
     """Return the pieces of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
 
-    Raises:
-        StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
-
+    Raises StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
     """
     if hasattr(leaf, "build"):
         return _built(leaf)
@@ -80,12 +70,7 @@ def fresh_placement(piece: Piece, local: torch.Tensor, low: int, high: int) -> P
 def flat_placement(piece: Piece, low: int, high: int, *, stated: bool = True) -> Placement:
     """Say where a piece lies in a 1-D tensor that has the elements [low, high) of the local tensor.
 
-    Args:
-        piece: the piece.
-        low: first element of the local tensor.
-        high: one past the last.
-        stated: False: nothing of it counts, as another rank has the same.
-
+    Nothing of it counts unless ``stated``, as another rank has the same.
     """
     return Placement(piece.shape, (high - low,), _cut_all(piece, low, high if stated else low, low))
 
@@ -137,7 +122,7 @@ def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> Piece
 
 def _is_run(child: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a child is a view of consecutive elements of the factory's tensor."""
-    same = child.untyped_storage()._cdata == tensor.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    same = child.untyped_storage()._cdata == tensor.untyped_storage()._cdata  # noqa: SLF001 -- as bcp/state/memory.py
     return same and child.dtype == tensor.dtype and child.is_contiguous() and tensor.is_contiguous()
 
 

@@ -73,12 +73,7 @@ class MegatronPlanner(PlainPlanner):
         return f"MegatronPlanner({len(self._pieces.by_id)} local tensors)"
 
     def probe(self) -> str:
-        """Check the private attributes that are read; return which versions run and were tested.
-
-        Raises:
-            InputError: Megatron-core is not installed, or lacks one.
-
-        """
+        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
         super().probe()
         tested = _versions()
         for path, classes in _NEEDED.items():
@@ -121,7 +116,7 @@ class MegatronPlanner(PlainPlanner):
         if states.get(MODEL) is None:
             with torch.no_grad():
                 for optimizer in optimizers:
-                    getattr(optimizer, "_copy_main_params_to_model_params", _nothing)()
+                    getattr(optimizer, "_copy_main_params_to_model_params", lambda: None)()
 
 
 def holds_megatron(states: States) -> bool:
@@ -157,12 +152,7 @@ def _optimizers(states: States) -> list[Any]:
 
 
 def _chunks_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Return the model chunks that the optimizers know.
-
-    Raises:
-        StateError: they know none.
-
-    """
+    """Return the model chunks that the optimizers know. Raises StateError: they know none."""
     chunks = {id(chunk): chunk for optimizer in optimizers for chunk in getattr(optimizer, "model_chunks", ())}
     if optimizers and not chunks:
         raise StateError("states['optimizer'] does not know its model; pass it as states['model'] as well")
@@ -192,7 +182,3 @@ def _set_scaler(scaler: Any, values: Mapping[str, Any]) -> None:
             live[key].fill_(value)
         elif hasattr(scaler, f"_{key}"):
             setattr(scaler, f"_{key}", value)
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -54,10 +54,8 @@ _UNREADABLE = {
 def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     """Return Megatron's optimizers in a state, those inside of chains, without the empty ones of frozen models.
 
-    Raises:
-        StateError: there is something else, or a setting that cannot be read.
-        InputError: this Megatron lacks an attribute that is read; ``tested`` says which versions have it.
-
+    Raises StateError: there is something else, or a setting that cannot be read. Raises InputError: this Megatron lacks
+    an attribute that is read; ``tested`` says which versions have it.
     """
     found = []
     for path, leaf in walk(state, _WHERE):
@@ -71,12 +69,7 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
 
 
 def slots_of(optimizers: Iterable[Any], pieces: Pieces) -> Iterator[Slot]:
-    """Yield the slots of all optimizers.
-
-    Raises:
-        StateError: a parameter is not in the model, or is cut in a way that cannot be.
-
-    """
+    """Yield the slots of all optimizers. Raises StateError for a parameter without a name, or an impossible cut."""
     for optimizer in optimizers:
         if has_base(optimizer, ("DistributedOptimizer",)):
             yield from _flat_slots(optimizer, pieces)
@@ -153,7 +146,7 @@ def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
 
 def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: ShardedLeaf, parameter: Any) -> Slot:
     """Make one slot. The stepped tensor is a master unless it is the model's own memory."""
-    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as planners/memory.py
+    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as bcp/state/memory.py
     return Slot(
         fqn,
         shard,
