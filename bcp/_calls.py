@@ -206,7 +206,6 @@ def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[
         step: name of the operation's first step, in which errors are told.
         options: as the caller passed them.
         check: checks the arguments.
-
     """
     try:
         checked = check()

@@ -45,7 +45,6 @@ async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
 
     Raises:
         BcpError: the checkpoint cannot be loaded into the target.
-
     """
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
     wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
@@ -138,7 +137,6 @@ async def read_extras(
 
     Returns:
         The objects by kind, and the number of bytes read.
-
     """
     loaded: dict[str, Any] = {}
     nbytes = 0
@@ -174,7 +172,6 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
 
     Raises:
         FqnMismatchError: there are such keys, and the load is strict.
-
     """
     missing = tuple(
         f"{kind}: {key}"

@@ -39,7 +39,6 @@ def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[
         The shards, and int64[m]: the row in the checkpoint's layout of each tensor, or -1. One tensor is appended for
         each pair of an assembled tensor and a tensor of the checkpoint. It has the name of the first and the shape of
         the second.
-
     """
     table, layout = shards.table, names.layout
     made = source >= len(layout.tensors)
@@ -158,7 +157,6 @@ def without_overlaps(
         shards: targets of this rank.
         source: int64[n], row in ``names.saved.tensors`` of each of their tensors; -1 for those that are not loaded.
         names: the checkpoint, by the target's names.
-
     """
     if any(shards.table.tensors.tied_to):
         shards = _with_tied(shards, source, _stored(source, names))
@@ -182,7 +180,6 @@ def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
 
     Raises:
         MismatchError: values disagree about some of that memory, of which nothing was written to then.
-
     """
     with job.caller.streams_in_use(), torch.no_grad():
         _check_same(shared, job.rank)

@@ -77,7 +77,6 @@ def speeds(told: Sequence[bytes]) -> Floats | None:
 
     Args:
         told: :func:`packed_rate` of every rank.
-
     """
     rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host

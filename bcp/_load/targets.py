@@ -48,7 +48,6 @@ def advice(missing: Sequence[str], saved: Collection[str]) -> str:
     Args:
         missing: FQNs that the target wants.
         saved: FQNs that the checkpoint has.
-
     """
     known = saved if isinstance(saved, (set, frozenset)) else set(saved)
     examined = missing[:EXAMINED]
@@ -129,7 +128,6 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
         job: the load.
         metadata: of the checkpoint.
         opaque: the target's opaque states, by kind.
-
     """
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
@@ -199,7 +197,6 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> I
         saved: the checkpoint's names and tensors.
         wanted: the target's tensors.
         found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
-
     """
     source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
     for at in np.flatnonzero(found < 0).tolist():

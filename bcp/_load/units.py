@@ -65,7 +65,6 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
 
     Raises:
         CorruptError: the receipt gives one no place, or a place that ends before it begins.
-
     """
     places = {}
     for (kind, path), text in receipt.objects.items():
@@ -95,7 +94,6 @@ async def read_units(
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
         StateError: a state wants a unit that the checkpoint lacks, or one twice.
-
     """
     states = sharded_states(job.states)
     remember(states)
@@ -220,7 +218,6 @@ def check_wanted(
 
     Raises:
         StateError: they are not; the message names the state, and ranks or units.
-
     """
     held: dict[str, dict[int, Claim]] = {}
     for rank, wanted in claims:

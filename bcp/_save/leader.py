@@ -80,7 +80,6 @@ def decode_written(messages: Sequence[bytes]) -> list[Written]:
 
     Raises:
         MessageError: one cannot be decoded, or has a file of no known kind.
-
     """
     all_written = Written.decode_all(messages)
     for rank, written in enumerate(all_written):
@@ -110,7 +109,6 @@ async def check_written(
 
     Raises:
         StorageError: a file is missing or has another size; names the first ones.
-
     """
     wrong = await in_thread_gc_paused(_differences, all_written, listed, operation, encoded)
     lost = [info async for info in _lost(backend, wrong)]
@@ -193,7 +191,6 @@ async def broadcast_step(
 
     Returns:
         The answer; and on rank 0 the step, elsewhere None.
-
     """
     step: Step | None = None
 
@@ -265,7 +262,6 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
     Raises:
         ExistsError: a checkpoint is there, and may not be overwritten.
-
     """
     found = await target.backend.version(METADATA_KEY)
     if found is not None and not target.options.overwrite:
@@ -351,7 +347,6 @@ class Planned:
         Raises:
             ExistsError: another job has committed here since the save began.
             StorageError: files of this save are missing, or storage failed.
-
         """
         committing = await self.check(messages)
         committed = await committing.put(undo)
@@ -491,7 +486,6 @@ async def commit_save(
 
     Returns:
         On rank 0, the bytes that all ranks wrote into data files; None on other ranks.
-
     """
     commit = None if planned is None else partial(planned.commit, undo)
     _, committed = await broadcast_step(agreement, "commit", rank, written, commit)

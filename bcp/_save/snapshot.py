@@ -66,7 +66,6 @@ def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_
         items: all parts.
         options: a budget with room for all the data has room for the files' headers too.
         returns_after_snapshot: whether training goes on once all is copied; then nothing may wait for memory.
-
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
@@ -141,7 +140,6 @@ class MemorySample:
         Args:
             shards: the tensors of the snapshot.
             address: int64[n], address of each tensor's first byte, or 0 for those that are not contiguous host memory.
-
         """
         self._shards = shards
         few = min(max(MOST_BLOCKS // max(len(address), 1), FEWEST), MOST)
@@ -161,7 +159,6 @@ class MemorySample:
 
         Raises:
             StateChangedError: a tensor has other bytes now, or other memory; names the first few.
-
         """
         now = self._pointers_now()
         if now != self._pointers:
@@ -343,7 +340,6 @@ class Snapshot:
 
         Raises:
             StateError: a device has no memory for copies that have to be made there first.
-
         """
         try:
             held = self._taken_stock()
@@ -381,7 +377,6 @@ class Snapshot:
 
         Raises:
             StateChangedError: something was written to meanwhile.
-
         """
         await in_thread(self._check)
         emit(PhaseEvent("snapshot", self._lent, time.monotonic()))

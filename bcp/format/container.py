@@ -85,7 +85,6 @@ def check_decoded_size(payload: memoryview, nbytes: int) -> None:
 
     Raises:
         ValueError, OSError, pa.ArrowException: they are larger, or no such streams.
-
     """
     found, most = decoded_nbytes(payload), most_decoded(nbytes)
     if found > most:
@@ -255,7 +254,6 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated, its checksum does not match, or its tables would take too much memory.
-
     """
     view = memoryview(data)
     if bytes(view[-8:-1]) != magic:
@@ -312,7 +310,6 @@ def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int
     Args:
         tables: schema and columns of each.
         beside: bytes that the file will have besides.
-
     """
     data = b"".join(encode_table(of, columns) for of, columns in tables)
     if decoded_nbytes(memoryview(data)) <= most_decoded(len(data) + beside):
@@ -328,7 +325,6 @@ def encode_table(of: pa.Schema, columns: Sequence[Any], compression: str | None 
         columns: one array for each of its fields.
         compression: of the buffers.
         metadata: more schema metadata; key ``x`` is stored as ``bcp.x``.
-
     """
     arrays = [_encoded(column, field.type) for column, field in zip(columns, of, strict=True)]
     fields = [pa.field(name, array.type, nullable=False) for name, array in zip(of.names, arrays, strict=True)]
@@ -345,7 +341,6 @@ def read_tables(payload: Buffer, schemas: Sequence[pa.Schema]) -> list[pa.Record
 
     Raises:
         ValueError, OSError, pa.ArrowException: the bytes are something else.
-
     """
     tables, left = [], payload
     for wanted in schemas:
@@ -434,7 +429,6 @@ def counted(counts: Ints, rows: int, what: str) -> Ints:
 
     Raises:
         ValueError: the counts do not add up to ``rows``.
-
     """
     check_counts(counts, rows, what)
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)

@@ -71,7 +71,6 @@ def encode_layout(layout: Layout) -> bytes:
 
     Raises:
         InputError: no reader would accept this layout, or it would read another one.
-
     """
     try:
         _check_derived(layout)
@@ -89,7 +88,6 @@ def decode_layout(data: Buffer, where: str = "layout") -> Layout:
 
     Raises:
         CorruptError: these bytes are not a sound layout; ``where`` names them.
-
     """
     with translated(where):
         layout = _layout(read_tables(data, LAYOUT_TABLES))

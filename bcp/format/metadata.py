@@ -118,7 +118,6 @@ def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
 
     Raises:
         InputError: an argument is out of range, or of another form.
-
     """
     if not 0 <= kind < len(KINDS):
         raise InputError(f"kind {kind!r} is not one of the codes 0 to {len(KINDS) - 1}")
@@ -153,7 +152,6 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     Args:
         layout_bytes: from :func:`encode_layout`.
         commit: which save this is.
-
     """
     about = {
         "operation": commit.operation,
@@ -178,7 +176,6 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or points to something that does not exist.
-
     """
     payload = unseal(data, MAGIC, where)
     with translated(where):

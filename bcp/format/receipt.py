@@ -171,7 +171,6 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or its numbers do not add up.
-
     """
     payload = unseal(data, MAGIC, where)
     with translated(where):

@@ -29,7 +29,6 @@ def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
         OverflowError: a Python number does not fit into ``kind``.
         TypeError: an element is no string or no number.
         ValueError: an element is not as long as ``kind`` says, or all together take more than one array holds: 2 GiB.
-
     """
     if pa.types.is_string(kind):
         return _texts(values)

@@ -70,7 +70,6 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
     Yields:
         The flat position of the box's first element, and the box in the array's own coordinates. Each box is
         contiguous in flat order.
-
     """
     if start >= stop:
         return
@@ -104,7 +103,6 @@ def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
     Returns:
         int64[k, 2], all intervals between the first and the last boundary, in order, gaps included. Then, for each
         column of weights, int64[k]: the sum over the runs that hold the interval.
-
     """
     at = runs.T.ravel()
     order = np.argsort(at, kind="stable")
@@ -148,7 +146,6 @@ def decompose(length: Ints, start: Ints, stop: Ints) -> FlatBoxes:
         length: int64[n, D], shapes; 0 only if the interval is empty.
         start: int64[n], first flat position.
         stop: int64[n], one past the last.
-
     """
     # Where to cut, from the outside in: at every level the interval is rounded inwards to whole rows, until it lies
     # in a single row. What the rounding takes off at a level is a box: one of the head, or one of the tail.

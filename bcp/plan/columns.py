@@ -135,7 +135,6 @@ def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
 
     Returns:
         The first row of each value, in order of appearance, and for every row the number of its value.
-
     """
     for seed in count():
         hashes = np.zeros(len(rows), dtype=np.uint64)

@@ -121,7 +121,6 @@ def resolve(layout: Layout, row: int) -> int:
 
     Raises:
         CorruptError: it is tied to a name that the checkpoint does not have.
-
     """
     tied_to = layout.tensors.tied_to[row]
     if not tied_to:
@@ -174,7 +173,6 @@ def check_layout(layout: Layout) -> None:
 
     Raises:
         ValueError: names the fault and its first row.
-
     """
     if not 1 <= layout.world_size <= LARGEST_WORLD:
         raise ValueError(f"world_size is {layout.world_size}")

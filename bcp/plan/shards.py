@@ -58,7 +58,6 @@ class Segments:
             length: int64[n], elements of each segment; those of a piece tile it, in row-major order.
             file: int64[n], its file.
             at: int64[n], its first element, counted from the start of a plane.
-
         """
         begin = np.concatenate(([0], np.cumsum(number)))
         first = file[begin[:-1]]

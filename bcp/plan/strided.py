@@ -78,7 +78,6 @@ def overlaps_itself(lengths: Sequence[int], strides: Sequence[int]) -> bool:
     Example:
         >>> overlaps_itself((4, 3), (1, 1))  # a sliding window
         True
-
     """
     if 0 in lengths:
         return False

@@ -40,7 +40,6 @@ def encode_claims(claims: Sequence[Claim]) -> str:
 
     Raises:
         StateError: a name is no Unicode.
-
     """
     try:
         return msgspec.json.encode(claims, enc_hook=plain).decode() if claims else ""
@@ -53,7 +52,6 @@ def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
 
     Raises:
         MessageError: these are no claims.
-
     """
     try:
         return msgspec.json.decode(text, type=list[Claim]) if text else []
@@ -75,7 +73,6 @@ def check_shared(messages: Sequence[bytes]) -> None:
     Raises:
         StateError: two ranks have different ones; the message names them.
         MessageError: one of them cannot be decoded.
-
     """
     if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
         return
@@ -104,7 +101,6 @@ def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
 
     Raises:
         StateError: a reader is missing, readers disagree about their number, or two of them have one unit.
-
     """
     by_name: dict[str, dict[int, Claim]] = {}
     for rank in sorted(claims):
@@ -124,7 +120,6 @@ def check_readers(held: Mapping[int, Claim]) -> None:
 
     Raises:
         StateError: they are not; the message names ranks and numbers.
-
     """
     first_rank, first = next(iter(held.items()))
     for rank, claim in held.items():

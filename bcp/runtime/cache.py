@@ -26,7 +26,6 @@ class LruCache(Generic[K, V]):
         ...     cache.put(key, value)
         >>> cache.get("a"), cache.get("c")
         (None, 3)
-
     """
 
     def __init__(self, capacity: int = 8) -> None:

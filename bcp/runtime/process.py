@@ -28,7 +28,6 @@ def process_lock() -> threading.Lock:
         >>> with process_lock() as held:
         ...     held
         True
-
     """
     lock = threading.Lock()
     _locks.add(lock)

@@ -69,7 +69,6 @@ def low_priority_threads(*, nice: int = 0, io: str | None = None) -> Iterator[No
         nice: added to the process's niceness, 0 to 19; a thread with 19 runs where nobody else wants the core.
         io: ``"best-effort"`` with the least of its levels, ``"idle"``, or None for that of the process. Works on local
             disks whose scheduler knows priorities (bfq, mq-deadline); elsewhere it does nothing.
-
     """
     token = _priority.set((nice, 0 if io is None else _CLASSES[io] | (7 if io == "best-effort" else 0)))
     try:

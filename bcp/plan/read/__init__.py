@@ -43,7 +43,6 @@ def divide_load(
 
     Raises:
         MessageError: a message names blocks that do not exist.
-
     """
     runs = [blocks.decode(message, rank) for rank, message in enumerate(messages)]
     blocks.check(np.concatenate(runs))
@@ -90,7 +89,6 @@ def plan_load(
         >>> plans = plan_load(BlockIndex.of(layout), ranges, read_bytes=1 << 24, exchange_bytes=1 << 24)
         >>> [sum(chunk.nbytes for chunk in plan.items()) for plan in plans]
         [2097152, 2097152]
-
     """
     runs = [blocks.runs(rows) for rows in ranges]
     division = SharedReads.nothing()

@@ -72,7 +72,6 @@ def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyRead
         found: the copies of c chunks.
         private: bool[c], whether no other rank needs the chunk, and nothing has to be done to its bytes.
         plain: bool[n], of each shard, whether its elements can be written as bytes, as they lie in the file.
-
     """
     chunk, counts = found.chunk, found.numel // found.run
     number = np.bincount(chunk, weights=counts, minlength=len(private))
@@ -210,7 +209,6 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
         table: the target shards.
         wanted: :func:`~bcp.plan.read.reads.wants` of these two.
         chunks: int64[c, 3], rows (file, first byte in its data section, last byte + 1), at element boundaries.
-
     """
     chunk, want, lo, hi = _cut(layout, wanted, chunks)
     itemsize = layout.tensors.itemsize[wanted.tensor[want]]
@@ -409,7 +407,6 @@ def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read
         runs: the blocks that it needs, :meth:`BlockIndex.runs`.
         shared: the blocks that ranks read for each other; the same on all ranks.
         read_bytes: the largest read; but never less than one block.
-
     """
     rows = shared.of_rank(rank)
     source, number = spread(shared.parts[rows])

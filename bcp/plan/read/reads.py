@@ -61,7 +61,6 @@ class Pieces:
             tensor: int64[m], row of the leader whose pieces they are.
             low: int64[m], first index in the first dimension.
             high: int64[m], one past the last; above ``low``.
-
         """
         base = self.base[tensor]
         return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
@@ -142,7 +141,6 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
 
     Raises:
         CorruptError: a needed element lies outside its file, or in a file of another kind.
-
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments

@@ -115,7 +115,6 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
     Raises:
         InputError: two names become one, the checkpoint lacks a name of the rename, or the rename is no rename.
         CoverageError: blocks do not tile the tensor that they make.
-
     """
     if rename is None:
         objects = {(kind, path): row for row, (kind, path) in enumerate(layout.objects)}

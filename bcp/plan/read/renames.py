@@ -132,7 +132,6 @@ class AssembledTensor:
         Raises:
             InputError: they do not agree on the target's shape.
             CoverageError: they overlap, or leave a gap that is no padding.
-
         """
         sources = list(dict.fromkeys(source for source, _ in parts))
         places = {source: place for place, source in enumerate(sources)}
@@ -242,7 +241,6 @@ def blocks_of(rename: Rename) -> Blocks:
 
     Raises:
         InputError: it has none of the forms of a rename.
-
     """
     if isinstance(rename, Moves):
         return rename.blocks

@@ -74,7 +74,6 @@ class BlockIndex:
 
         Args:
             ranges: rows (file, start, stop), disjoint, sorted.
-
         """
         file, start, end = ranges.T
         first, stop = self.base[file] + start // self.block_bytes, self.base[file] - (-end // self.block_bytes)
@@ -104,7 +103,6 @@ class BlockIndex:
 
         Raises:
             MessageError: these are no runs.
-
         """
         message = BlockRuns.decode(data, sender)
         nbytes = 2 * min(message.count, int(self.base[-1])) * self.word.itemsize  # no more is allocated
@@ -119,7 +117,6 @@ class BlockIndex:
 
         Raises:
             MessageError: a row is no run of this line.
-
         """
         first, stop = runs.T
         bad = (first < 0) | (stop <= first) | (stop > self.base[-1])
@@ -210,7 +207,6 @@ def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> In
 
     Returns:
         int64[m + 1]: first block of the strip of each member; then the end of the last one.
-
     """
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
     given = np.zeros(len(sets.rank))
@@ -370,7 +366,6 @@ class SharedReads:
 
         Raises:
             MessageError: this is no such table, or it names blocks or ranks that do not exist.
-
         """
         message = SharedRuns.decode(data, sender=0)
         count, groups, members = message.count, message.groups, message.members
@@ -422,7 +417,6 @@ def share_reads(
         read_bytes: the largest read.
         exchange_bytes: most bytes that one rank receives in one round.
         speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
-
     """
     speed = np.ones(len(runs)) if speed is None else speed
     wanted = _Wanted.of(line, _parties(line, runs))

@@ -79,7 +79,6 @@ class RankTable:
 
         Raises:
             MessageError: the bytes are no share, or it names what the rank does not have.
-
         """
         answer = decode_share(share)
         paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]
@@ -119,7 +118,6 @@ def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, bloc
         MessageError: a message does not answer the survey.
         StateError: as in :func:`plan_save`.
         CoverageError: the same.
-
     """
     return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes)
 
@@ -151,7 +149,6 @@ def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_byt
         [([0], [524288]), ([524288], [1048576])]
         >>> plan.layout.file_nbytes.tolist()
         [2097152, 2097152]
-
     """
     ranks = [RankTable.of(table) for table in tables]
     survey, messages = _exchange(ranks, balance, block_bytes)
@@ -167,7 +164,6 @@ def exchange_tables(tables: Sequence[ShardTable], *, balance: str = "split", blo
         tables: the shards of every rank, by rank.
         balance: as in :func:`plan_save`.
         block_bytes: the same.
-
     """
     return gather_tables(*_exchange([RankTable.of(table) for table in tables], balance, block_bytes))
 

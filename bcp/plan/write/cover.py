@@ -32,7 +32,6 @@ def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
     Raises:
         CoverageError: a tensor has a gap, an overlap, or a shard that sticks out. Names the tensor, a concrete block
             of elements that is missing or held in two different shards, and the ranks.
-
     """
     _check_bounds(merged.tensors, shards)
     _check_boxes(merged, shards)
@@ -110,7 +109,6 @@ def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], I
 
     Returns:
         The block as (low, high) per dimension, and the rows of the boxes that cover it: none, or at least two.
-
     """
     rows = np.arange(len(low))
     if len(shape) == 0:

@@ -81,7 +81,6 @@ def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterInterv
         shards: the distinct shards, and the ranks that hold each.
         weight: int64[s], bytes of one element of each shard, in all tensors that it stands for.
         world_size: how many ranks there are.
-
     """
     nbytes = (shards.stop - shards.start) * weight
     single = np.flatnonzero(shards.holder < world_size)
@@ -179,7 +178,6 @@ def _cut_lines(
         ranks: int64[g, k], who writes the stretches of each line, in this order.
         quota: int64[g, k], bytes of each stretch before cuts are moved to better places.
         scale: int64[g], bytes that a rank writes in all; the limits of small shards and moves depend on it.
-
     """
     size = weight[members]
     edge = np.concatenate([[0], np.cumsum((shards.stop - shards.start)[members] * size)])
@@ -273,7 +271,6 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
         StateError: ranks disagree about a tensor, see :func:`~bcp.plan.write.merge.merge_tensors`, or about units, see
             :func:`~bcp.plan.units.divide_units`.
         CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.write.cover.check_cover`.
-
     """
     units = divide_units(world.claims)
     merged = merge_tensors(world)
@@ -324,7 +321,6 @@ def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Int
         elements: int64[f, C], how many elements of each class a file has (in each of the class's planes).
         itemsize: int64[P], of each plane.
         owner: int64[P], its class.
-
     """
     nbytes = elements[:, owner] * itemsize
     ends = np.cumsum(nbytes, axis=1)
@@ -531,7 +527,6 @@ def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.voi
         table: of the rank.
         factored: the same, taken apart.
         share: :attr:`RankShare.rows`, from rank 0.
-
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
     size = np.where(member < 0, factored.row_begin[slot + 1] - factored.row_begin[slot], 1)

@@ -226,7 +226,6 @@ def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int)
 
     Raises:
         InputError: ``part_bytes`` is not a positive multiple of 4096.
-
     """
     if part_bytes <= 0 or part_bytes % ALIGNMENT:
         raise InputError(f"part_bytes={part_bytes} must be a positive multiple of {ALIGNMENT}; round it")

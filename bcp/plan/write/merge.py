@@ -59,7 +59,6 @@ def merge_tensors(world: AllTables) -> MergedTensors:
     Raises:
         StateError: ranks, or rows of one rank, disagree about a tensor's shape, dtype or tie. Or a tie leads nowhere,
             or to another tied tensor. Or elements have a size that is not a power of two.
-
     """
     parts = [catalogue.tensors for catalogue in world.catalogues]
     index, merged = _by_name(parts)

@@ -73,7 +73,6 @@ def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
 
     Raises:
         MessageError: these are not the bytes of a catalogue, or another version of bcp made them.
-
     """
     columns = _decode(data, sender)
     try:
@@ -101,7 +100,6 @@ def decode_slots(data: bytes, sender: int | None = None) -> Slots:
 
     Raises:
         MessageError: these are not the bytes of slots.
-
     """
     columns = SlotColumns.decode(data, sender)
     family = numbers(columns.family)
@@ -122,7 +120,6 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 
     Raises:
         MessageError: these are not whole intervals.
-
     """
     rows = _records(data, FLAT, "of flat intervals")
     slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
@@ -148,7 +145,6 @@ def decode_share(data: bytes) -> RankShare:
 
     Raises:
         MessageError: these are not whole rows.
-
     """
     share = Share.decode(data, sender=0)
     owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
@@ -314,7 +310,6 @@ def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
         digests: :func:`digest` of every rank's table, 16 bytes each, in the order of the ranks.
         balance: as in :func:`bcp.plan.write.divide.divide_writes`.
         block_bytes: the same.
-
     """
     return xxhash.xxh3_128_digest(f"{balance} {block_bytes}\n".encode() + digests)
 
@@ -367,7 +362,6 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
 
     Raises:
         MessageError: a hello has another size; the ranks run different versions of bcp.
-
     """
     nbytes = _DIGESTS * DIGEST_BYTES
     if set(map(len, hellos)) != {nbytes}:
@@ -392,7 +386,6 @@ def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
 
     Raises:
         MessageError: a message does not answer the survey.
-
     """
     flats = list(messages)
     stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}

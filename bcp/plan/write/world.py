@@ -167,7 +167,6 @@ def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints
         family: int64[n], the family of each.
         number: int64[n], number of the member in its family: 0, 1, 2 ...
         families: how many there are.
-
     """
     digit = np.log2(itemsize).astype(np.int64) + 1
     out = np.zeros(families, dtype=np.int64)
