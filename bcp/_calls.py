@@ -47,44 +47,29 @@ class LoadCall(Generic[T]):
     """A load on one rank, which has its place among the operations of all ranks.
 
     A call whose arguments were refused has its place, too: it tells the other ranks, and raises the error.
-
-    Attributes:
-        what: names the call in messages.
-        run: does the work.
     """
 
-    what: str
+    what: str  # names the call in messages
     run: Callable[[], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCall(Generic[T]):
-    """A save on one rank; otherwise as :class:`LoadCall`.
+    """A save on one rank; otherwise as :class:`LoadCall`."""
 
-    Attributes:
-        what: names the call in messages.
-        run: does the work. Its argument is called once training may go on; None: the caller waits for the end.
-    """
-
-    what: str
+    what: str  # names the call in messages
+    # does the work. Its argument is called once training may go on; None: the caller waits for the end.
     run: Callable[[OnSnapshot | None], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked(Generic[J]):
-    """A call whose arguments are right.
+    """A call whose arguments are right."""
 
-    Attributes:
-        name: names the call in messages.
-        does: the words that all ranks have to agree on.
-        timeout: seconds that a rank may be silent.
-        job: makes the job, given the rank's place.
-    """
-
-    name: str
-    does: str
-    timeout: float
-    job: Callable[[Operation], J]
+    name: str  # names the call in messages
+    does: str  # the words that all ranks have to agree on
+    timeout: float  # seconds that a rank may be silent
+    job: Callable[[Operation], J]  # makes the job, given the rank's place
 
 
 @dataclass(frozen=True, slots=True)

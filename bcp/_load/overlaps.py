@@ -109,16 +109,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class OverlappingTargets:
-    """Targets that share memory, each with at least one of the others.
+    """Targets that share memory, each with at least one of the others."""
 
-    Attributes:
-        names: name of each target.
-        targets: memory of each target.
-        values: host memory of its own for each target, into which the checkpoint's value is loaded.
-    """
-
-    names: Sequence[str]
-    targets: Sequence[torch.Tensor]
+    names: Sequence[str]  # name of each target
+    targets: Sequence[torch.Tensor]  # memory of each target
+    # host memory of its own for each target, into which the checkpoint's value is loaded
     values: Sequence[torch.Tensor]
 
     def differing(self) -> list[str]:

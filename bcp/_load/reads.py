@@ -132,15 +132,10 @@ async def _report(agreement: Agreement, rank: int, cause: str) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The reading that all ranks agreed on.
+    """The reading that all ranks agreed on."""
 
-    Attributes:
-        assignment: the chunks that this rank reads, sends and receives.
-        unexpected: names of the checkpoint that no rank wants, within the kinds that are loaded.
-    """
-
-    assignment: Assignment
-    unexpected: tuple[str, ...]
+    assignment: Assignment  # the chunks that this rank reads, sends and receives
+    unexpected: tuple[str, ...]  # names of the checkpoint that no rank wants, within the kinds that are loaded
 
 
 async def plan_reads(

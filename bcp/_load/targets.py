@@ -80,44 +80,29 @@ SHOWN = 10  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The tensors, values and units that this rank wants of the checkpoint.
+    """The tensors, values and units that this rank wants of the checkpoint."""
 
-    Attributes:
-        targets: live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of
-            these (see :func:`~bcp._load.overlaps.relocated`).
-        saved: int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none.
-        rows: the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind
-            these of the tensors that ``renamed`` puts together.
-        kinds: codes of the kinds that this rank loads.
-        missing: names that the checkpoint lacks.
-        wants: where the bytes are.
-        renamed: the checkpoint's names, as the target has them.
-        receipts: of the ranks that own values of these kinds.
-        objects: these values, by the target's names.
-        unmatched: kinds that this rank loads without any of their names in the checkpoint.
-        extras: the opaque objects of this rank, by kind.
-        sources: the ranks that saved them.
-        extras_nbytes: bytes that were read for them.
-        shared: targets that share memory; their values are put there when all are loaded.
-        units: the units that sharded dataloader states will take.
-        saved_units: the units of the checkpoint (see :func:`~bcp._load.units.saved_units`).
-    """
-
+    # live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of these (see
+    # :func:`~bcp._load.overlaps.relocated`).
     targets: LoadTargets
-    saved: Ints
+    saved: Ints  # int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none
+    # the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind these of
+    # the tensors that ``renamed`` puts together
     rows: Ints
-    kinds: tuple[int, ...]
-    missing: tuple[str, ...]
-    wants: ReadRequest
-    renamed: RenamedLayout
-    receipts: Mapping[int, Receipt] = field(default_factory=dict)
-    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
-    unmatched: tuple[str, ...] = ()
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, int] = field(default_factory=dict)
-    extras_nbytes: int = 0
+    kinds: tuple[int, ...]  # codes of the kinds that this rank loads
+    missing: tuple[str, ...]  # names that the checkpoint lacks
+    wants: ReadRequest  # where the bytes are
+    renamed: RenamedLayout  # the checkpoint's names, as the target has them
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)  # of the ranks that own values of these kinds
+    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)  # these values, by the target's names
+    unmatched: tuple[str, ...] = ()  # kinds that this rank loads without any of their names in the checkpoint
+    extras: Mapping[str, Any] = field(default_factory=dict)  # the opaque objects of this rank, by kind
+    sources: Mapping[str, int] = field(default_factory=dict)  # the ranks that saved them
+    extras_nbytes: int = 0  # bytes that were read for them
+    # targets that share memory; their values are put there when all are loaded
     shared: Sequence[OverlappingTargets] = ()
-    units: Sequence[ReadState] = ()
+    units: Sequence[ReadState] = ()  # the units that sharded dataloader states will take
+    # the units of the checkpoint (see :func:`~bcp._load.units.saved_units`)
     saved_units: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 

@@ -33,21 +33,13 @@ _PLACE = re.compile(r"\[([0-9]{1,18}),([0-9]{1,18})\]")
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """The units that a sharded state of this rank will take.
+    """The units that a sharded state of this rank will take."""
 
-    Attributes:
-        claim: the rank's reader, and the ids of the units that it wants.
-        state: takes them.
-        shared: the saved state's shared part.
-        units: the wanted units, by id.
-        nbytes: how many bytes were read for them.
-    """
-
-    claim: Claim
-    state: ShardedState
-    shared: Any
-    units: Mapping[str, Any] = field(repr=False)
-    nbytes: int
+    claim: Claim  # the rank's reader, and the ids of the units that it wants
+    state: ShardedState  # takes them
+    shared: Any  # the saved state's shared part
+    units: Mapping[str, Any] = field(repr=False)  # the wanted units, by id
+    nbytes: int  # how many bytes were read for them
 
 
 def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
@@ -158,15 +150,11 @@ def _wanted(state: ShardedState, name: str, shared: Any, ids: Sequence[str]) -> 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads units for one rank.
-
-    Attributes:
-        nbytes: how many bytes were read.
-    """
+    """Reads units for one rank."""
 
     job: LoadJob
     metadata: Metadata
-    nbytes: int = 0
+    nbytes: int = 0  # how many bytes were read
     receipts: dict[int, Receipt] = field(default_factory=dict)
     places: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
 

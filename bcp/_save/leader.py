@@ -233,18 +233,12 @@ class Target:
     """The destination of a save.
 
     It leads to no tensor, because the frames of an error's traceback keep it until the next garbage collection.
-
-    Attributes:
-        path: where the checkpoint goes, for messages.
-        backend: the same, for bytes.
-        options: how to save.
-        trace: trace context of rank 0; empty for none.
     """
 
-    path: str
-    backend: Backend
-    options: SaveOptions
-    trace: str
+    path: str  # where the checkpoint goes, for messages
+    backend: Backend  # the same, for bytes
+    options: SaveOptions  # how to save
+    trace: str  # trace context of rank 0; empty for none
 
     @classmethod
     def of(cls, job: SaveJob) -> Target:
@@ -278,19 +272,12 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The save has an id, and harms no checkpoint.
+    """The save has an id, and harms no checkpoint."""
 
-    Attributes:
-        target: the destination.
-        framework: name of the planner on rank 0.
-        opening: the answer to all ranks.
-        layout: encoded; of the plan that rank 0 has already, empty for none.
-    """
-
-    target: Target
-    framework: str
-    opening: Opening
-    layout: bytes
+    target: Target  # the destination
+    framework: str  # name of the planner on rank 0
+    opening: Opening  # the answer to all ranks
+    layout: bytes  # encoded; of the plan that rank 0 has already, empty for none
 
     def reuse(self) -> Planned:
         """Take the plan that every rank has already."""
@@ -305,15 +292,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """Rank 0 knows which ranks hold equal tables.
+    """Rank 0 knows which ranks hold equal tables."""
 
-    Attributes:
-        opened: the step before.
-        survey: who holds the same as whom.
-    """
-
-    opened: Opened
-    survey: Survey
+    opened: Opened  # the step before
+    survey: Survey  # who holds the same as whom
 
     def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
@@ -326,15 +308,10 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Every rank knows its writes.
+    """Every rank knows its writes."""
 
-    Attributes:
-        opened: the first step.
-        layout: encoded; the unchanging part of the metadata.
-    """
-
-    opened: Opened
-    layout: bytes
+    opened: Opened  # the first step
+    layout: bytes  # encoded; the unchanging part of the metadata
 
     async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Committed, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
@@ -377,19 +354,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """All files of the save are in storage.
+    """All files of the save are in storage."""
 
-    Attributes:
-        planned: the step before.
-        written: the receipt and the files of every rank.
-        listed: all objects under the path, those of other saves included.
-        unfinished: uploads under the path that nobody has finished.
-    """
-
-    planned: Planned
-    written: Sequence[Written]
-    listed: Sequence[ObjectInfo]
-    unfinished: Sequence[Unfinished]
+    planned: Planned  # the step before
+    written: Sequence[Written]  # the receipt and the files of every rank
+    listed: Sequence[ObjectInfo]  # all objects under the path, those of other saves included
+    unfinished: Sequence[Unfinished]  # uploads under the path that nobody has finished
 
     async def put(self, undo: CleanUp) -> Committed:
         """Put the metadata, if they are still the ones that this save found."""
@@ -437,15 +407,10 @@ class Committing:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The checkpoint exists.
+    """The checkpoint exists."""
 
-    Attributes:
-        committing: the step before.
-        all_nbytes: bytes that all ranks wrote into data files.
-    """
-
-    committing: Committing
-    all_nbytes: int
+    committing: Committing  # the step before
+    all_nbytes: int  # bytes that all ranks wrote into data files
 
     async def sweep(self) -> None:
         """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""

@@ -29,19 +29,12 @@ _in_flight_lock = process_lock()
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The writes of this rank, the same for every save of one layout.
+    """The writes of this rank, the same for every save of one layout."""
 
-    Attributes:
-        key: digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
-        files: its data files of model and optimizer.
-        objects: the leaves that are not tensors and whose values go into its receipt.
-        units: paths of the units that it writes, and of shared parts of sharded states.
-    """
-
-    key: bytes
-    files: Sequence[DataFile]
-    objects: Sequence[tuple[str, str]]
-    units: Sequence[str]
+    key: bytes  # digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
+    files: Sequence[DataFile]  # its data files of model and optimizer
+    objects: Sequence[tuple[str, str]]  # the leaves that are not tensors and whose values go into its receipt
+    units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
 
 
 async def plan_writes(

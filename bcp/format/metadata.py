@@ -71,25 +71,15 @@ _layouts: LruCache[bytes, Layout] = LruCache(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Which save this is; written anew by every save.
+    """Which save this is; written anew by every save."""
 
-    Attributes:
-        operation: id of the save, 16 lower-case hex digits; part of the name of every other file.
-        created: when it was committed, UTC, ISO 8601.
-        framework: name of the planner that read the state.
-        codecs: names of the codecs that the data files went through, in this order.
-        part_bytes: data files were staged and encoded in parts of this size.
-        version: of the bcp that wrote it.
-        receipts: xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks.
-    """
-
-    operation: str
-    created: str
-    framework: str
-    codecs: tuple[str, ...]
-    part_bytes: int
-    version: str
-    receipts: bytes
+    operation: str  # id of the save, 16 lower-case hex digits; part of the name of every other file
+    created: str  # when it was committed, UTC, ISO 8601
+    framework: str  # name of the planner that read the state
+    codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order
+    part_bytes: int  # data files were staged and encoded in parts of this size
+    version: str  # of the bcp that wrote it
+    receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
 
     def receipt(self, rank: int) -> bytes:
         """Return the xxh3-128 of the receipt file of one rank."""

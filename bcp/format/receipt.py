@@ -46,21 +46,13 @@ OBJECTS = schema("objects", kind=TEXT, path=TEXT, value=TEXT)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The checksummed units of one file, in file order; together they tile it.
+    """The checksummed units of one file, in file order; together they tile it."""
 
-    Attributes:
-        stored_start: int64[b], first byte in the stored file.
-        stored_length: int64[b], bytes.
-        raw_start: int64[b], first byte in the raw image: the safetensors file, header included.
-        raw_length: int64[b], bytes.
-        checksum: b digests, xxh3-128 of the stored bytes.
-    """
-
-    stored_start: Ints
-    stored_length: Ints
-    raw_start: Ints
-    raw_length: Ints
-    checksum: Sequence[bytes]
+    stored_start: Ints  # int64[b], first byte in the stored file
+    stored_length: Ints  # int64[b], bytes
+    raw_start: Ints  # int64[b], first byte in the raw image: the safetensors file, header included
+    raw_length: Ints  # int64[b], bytes
+    checksum: Sequence[bytes]  # b digests, xxh3-128 of the stored bytes
 
     def __len__(self) -> int:
         return len(self.checksum)
@@ -74,23 +66,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileReceipt:
-    """One data file as it was written.
+    """One data file as it was written."""
 
-    Attributes:
-        kind: code in ``KINDS``.
-        data_start: bytes of the safetensors header, padding included: where the data section starts in the raw image.
-        nbytes: bytes of the raw image, header included.
-        stored_nbytes: bytes of the stored file; other than ``nbytes`` only with codecs.
-        codecs: names of the codecs its parts went through, in this order.
-        blocks: the byte ranges that can be verified and decoded by themselves.
-    """
-
-    kind: int
-    data_start: int
-    nbytes: int
-    stored_nbytes: int
-    codecs: tuple[str, ...]
-    blocks: Blocks
+    kind: int  # code in ``KINDS``
+    data_start: int  # bytes of the safetensors header, padding included: where the data section starts in the raw image
+    nbytes: int  # bytes of the raw image, header included
+    stored_nbytes: int  # bytes of the stored file; other than ``nbytes`` only with codecs
+    codecs: tuple[str, ...]  # names of the codecs its parts went through, in this order
+    blocks: Blocks  # the byte ranges that can be verified and decoded by themselves
 
     def covering(self, start: int, stop: int) -> slice:
         """Return the rows of the blocks that hold bytes [start, stop) of the raw image; an empty range has none."""
@@ -102,18 +85,12 @@ class FileReceipt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
-    """The data files and objects that one rank wrote.
-
-    Attributes:
-        rank: the rank.
-        operation: id of the save.
-        files: its data files, at most one of a kind.
-        objects: (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns.
-    """
+    """The data files and objects that one rank wrote."""
 
     rank: int
-    operation: str
-    files: Sequence[FileReceipt]
+    operation: str  # id of the save
+    files: Sequence[FileReceipt]  # its data files, at most one of a kind
+    # (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns
     objects: Mapping[tuple[str, str], str]
 
     def file(self, kind: int) -> FileReceipt | None:

@@ -122,19 +122,12 @@ def indices(flat: Ints, length: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBoxes:
-    """The boxes that flat intervals consist of, m rows in the order (interval, flat).
+    """The boxes that flat intervals consist of, m rows in the order (interval, flat)."""
 
-    Attributes:
-        interval: int64[m], row of the interval.
-        flat: int64[m], flat position of the box's first element.
-        offset: int64[m, D], first corner in the array's own coordinates.
-        length: int64[m, D], extent.
-    """
-
-    interval: Ints
-    flat: Ints
-    offset: Ints
-    length: Ints
+    interval: Ints  # int64[m], row of the interval
+    flat: Ints  # int64[m], flat position of the box's first element
+    offset: Ints  # int64[m, D], first corner in the array's own coordinates
+    length: Ints  # int64[m, D], extent
 
 
 def decompose(length: Ints, start: Ints, stop: Ints) -> FlatBoxes:

@@ -50,44 +50,26 @@ class Layout:
     of one size. A segment lies in all planes of its leader's family at the same element. Byte of element i of a
     segment in file f, counted from the start of the data section:
     ``file_planes[f, plane[tensor]] + (at + i) * itemsize[tensor]``.
-
-    Attributes:
-        world_size: how many ranks saved.
-        block_bytes: data files are checksummed and read in blocks of this many bytes of their data section.
-        tensors: n tensors, sorted by (kind, fqn).
-        leader: int64[n], row of the tensor whose pieces this one shares: of the same kind and shape; leads itself.
-        plane: int64[n], column in ``file_planes``; the members of a family lie in different planes.
-        piece_tensor: int64[p], row in ``tensors``, of a leader; not decreasing.
-        offset: int64[p, D], first corner of each piece.
-        length: int64[p, D], extent of each piece.
-        segments: how the pieces are cut.
-        file_kind: int64[f], code in ``KINDS``; :func:`bcp.plan.write.divide.divide_writes` sorts files by (kind, rank).
-        file_rank: int64[f], the rank that writes it.
-        file_nbytes: int64[f], bytes of the data section.
-        file_planes: int64[f, P], first byte of each plane in the data section; 0 if the file has no such plane.
-        objects: (kind, path) of the leaves that are not tensors.
-        object_rank: int64[o], the rank whose receipt holds the value.
-        extra_kind: int64[e], kind of an opaque object of one rank (``dataloader``, ``extra_states``).
-        extra_rank: int64[e], its rank.
     """
 
-    world_size: int
-    block_bytes: int
-    tensors: TensorTable
-    leader: Ints
-    plane: Ints
-    piece_tensor: Ints
-    offset: Ints
-    length: Ints
-    segments: Segments
+    world_size: int  # how many ranks saved
+    block_bytes: int  # data files are checksummed and read in blocks of this many bytes of their data section
+    tensors: TensorTable  # n tensors, sorted by (kind, fqn)
+    leader: Ints  # int64[n], row of the tensor whose pieces this one shares: of the same kind and shape; leads itself
+    plane: Ints  # int64[n], column in ``file_planes``; the members of a family lie in different planes
+    piece_tensor: Ints  # int64[p], row in ``tensors``, of a leader; not decreasing
+    offset: Ints  # int64[p, D], first corner of each piece
+    length: Ints  # int64[p, D], extent of each piece
+    segments: Segments  # how the pieces are cut
+    # int64[f], code in ``KINDS``; :func:`bcp.plan.write.divide.divide_writes` sorts files by (kind, rank)
     file_kind: Ints
-    file_rank: Ints
-    file_nbytes: Ints
-    file_planes: Ints
-    objects: Sequence[tuple[str, str]]
-    object_rank: Ints
-    extra_kind: Ints
-    extra_rank: Ints
+    file_rank: Ints  # int64[f], the rank that writes it
+    file_nbytes: Ints  # int64[f], bytes of the data section
+    file_planes: Ints  # int64[f, P], first byte of each plane in the data section; 0 if the file has no such plane
+    objects: Sequence[tuple[str, str]]  # (kind, path) of the leaves that are not tensors
+    object_rank: Ints  # int64[o], the rank whose receipt holds the value
+    extra_kind: Ints  # int64[e], kind of an opaque object of one rank (``dataloader``, ``extra_states``)
+    extra_rank: Ints  # int64[e], its rank
 
 
 def rows_of(owners: Ints, owner: int) -> tuple[int, int]:

@@ -29,22 +29,14 @@ class Segments:
     Tensor-parallel ranks cut their pieces alike, and so do pipeline stages of as many layers: a piece is cut as its
     *pattern* says, in files counted from a first one of its own. 405B parameters on 8,960 ranks, in Megatron's buckets,
     are 10,618 pieces and 298,762 segments, but 296 patterns of 6,412.
-
-    Attributes:
-        file: int64[p], row in the layout's file columns, from which the piece's segments count.
-        pattern: int64[p], how the piece is cut.
-        begin: int64[k + 1]; pattern i consists of the segments ``begin[i]`` to ``begin[i + 1]``.
-        line: int64[s + 1], where each segment begins, in elements, with all patterns end to end; then their end.
-        step: int64[s], its file, counted from the piece's.
-        at: int64[s], its first element, counted from the start of a plane of that file.
     """
 
-    file: Ints
-    pattern: Ints
-    begin: Ints
-    line: Ints
-    step: Ints
-    at: Ints
+    file: Ints  # int64[p], row in the layout's file columns, from which the piece's segments count
+    pattern: Ints  # int64[p], how the piece is cut
+    begin: Ints  # int64[k + 1]; pattern i consists of the segments ``begin[i]`` to ``begin[i + 1]``
+    line: Ints  # int64[s + 1], where each segment begins, in elements, with all patterns end to end; then their end
+    step: Ints  # int64[s], its file, counted from the piece's
+    at: Ints  # int64[s], its first element, counted from the start of a plane of that file
 
     def __len__(self) -> int:
         return len(self.at)
@@ -164,31 +156,18 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """Logical tensors, one row each; n rows, common width D.
+    """Logical tensors, one row each; n rows, common width D."""
 
-    Attributes:
-        kind: int64[n], code in :data:`KINDS`.
-        fqn: n names.
-        dtype: n dtype names.
-        itemsize: int64[n], bytes.
-        ndim: int64[n].
-        shape: int64[n, D], padded with 1.
-        stride: int64[n, D], padded with 0.
-        device: n device types.
-        requires_grad: int64[n], 0 or 1.
-        tied_to: n names, "" if the tensor stands for itself.
-    """
-
-    kind: Ints
-    fqn: Sequence[str]
-    dtype: Sequence[str]
-    itemsize: Ints
-    ndim: Ints
-    shape: Ints
-    stride: Ints
-    device: Sequence[str]
-    requires_grad: Ints
-    tied_to: Sequence[str]
+    kind: Ints  # int64[n], code in :data:`KINDS`
+    fqn: Sequence[str]  # n names
+    dtype: Sequence[str]  # n dtype names
+    itemsize: Ints  # int64[n], bytes
+    ndim: Ints  # int64[n]
+    shape: Ints  # int64[n, D], padded with 1
+    stride: Ints  # int64[n, D], padded with 0
+    device: Sequence[str]  # n device types
+    requires_grad: Ints  # int64[n], 0 or 1
+    tied_to: Sequence[str]  # n names, "" if the tensor stands for itself
 
     def __len__(self) -> int:
         return len(self.fqn)

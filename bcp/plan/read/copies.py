@@ -44,15 +44,10 @@ Runs of 8 KiB: 9.0 against 14.3, but Python takes most of the time, in one threa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroCopyReads:
-    """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards.
+    """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards."""
 
-    Attributes:
-        begin: int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
-        runs: in file order within each chunk; they do not overlap, and no rank needs the bytes between them.
-    """
-
-    begin: Ints
-    runs: ByteRuns
+    begin: Ints  # int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
+    runs: ByteRuns  # in file order within each chunk; they do not overlap, and no rank needs the bytes between them
 
     @property
     def chunks(self) -> Bools:
@@ -102,19 +97,12 @@ def apart(address: Ints, nbytes: Ints) -> Bools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteRuns:
-    """Contiguous bytes, one row each.
+    """Contiguous bytes, one row each."""
 
-    Attributes:
-        row: int64[r], row of the target shard in this rank's table.
-        start: int64[r], first byte in the file's data section.
-        nbytes: int64[r], how many.
-        to: int64[r], their destination: first byte in the shard, counted as if it lay in memory row by row.
-    """
-
-    row: Ints
-    start: Ints
-    nbytes: Ints
-    to: Ints
+    row: Ints  # int64[r], row of the target shard in this rank's table
+    start: Ints  # int64[r], first byte in the file's data section
+    nbytes: Ints  # int64[r], how many
+    to: Ints  # int64[r], their destination: first byte in the shard, counted as if it lay in memory row by row
 
     def __len__(self) -> int:
         return len(self.row)
@@ -137,30 +125,18 @@ class Copies:
     The source is a block of an array in the file: the bytes of the data section from ``start`` on, viewed with the
     *saved* dtype in the shape ``source.length``. The target is a block of an array in the shard: its elements from
     ``first`` on, counted row by row, viewed in the shape ``target.length``. Both blocks have the same extent.
-
-    Attributes:
-        begin: int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``.
-        row: int64[n], row of the target shard in this rank's table.
-        ndim: int64[n], dimensions of its tensor.
-        itemsize: int64[n], bytes of a saved element.
-        start: int64[n], first byte of the source.
-        source: block of the source.
-        first: int64[n], first element of the target. A shard that is a whole box is one target, and 0 is its first.
-        target: block of the target.
-        numel: int64[n], elements of the block.
-        run: int64[n], how many of them lie side by side in both.
     """
 
-    begin: Ints
-    row: Ints
-    ndim: Ints
-    itemsize: Ints
-    start: Ints
-    source: Boxes
-    first: Ints
-    target: Boxes
-    numel: Ints
-    run: Ints
+    begin: Ints  # int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``
+    row: Ints  # int64[n], row of the target shard in this rank's table
+    ndim: Ints  # int64[n], dimensions of its tensor
+    itemsize: Ints  # int64[n], bytes of a saved element
+    start: Ints  # int64[n], first byte of the source
+    source: Boxes  # block of the source
+    first: Ints  # int64[n], first element of the target. A shard that is a whole box is one target, and 0 is its first.
+    target: Boxes  # block of the target
+    numel: Ints  # int64[n], elements of the block
+    run: Ints  # int64[n], how many of them lie side by side in both
 
     def __len__(self) -> int:
         return len(self.row)
@@ -288,22 +264,14 @@ def _run(source: Boxes, target: Boxes) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of whole blocks of one file, read by one rank.
+    """A run of whole blocks of one file, read by one rank."""
 
-    Attributes:
-        file: row of the file in the layout; -1 for an empty chunk, which only takes part in its round.
-        start: first byte in the file's data section.
-        stop: one past the last.
-        reader: the rank that reads it.
-        round: the round in which it travels to the other ranks that need it; -1 if there are none.
-        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 if it is not in there.
-    """
-
-    file: int
-    start: int
-    stop: int
-    reader: int
-    round: int
+    file: int  # row of the file in the layout; -1 for an empty chunk, which only takes part in its round
+    start: int  # first byte in the file's data section
+    stop: int  # one past the last
+    reader: int  # the rank that reads it
+    round: int  # the round in which it travels to the other ranks that need it; -1 if there are none
+    # row in :attr:`Assignment.chunks` of the rank that was given this record; -1 if it is not in there
     number: int = field(default=-1, compare=False)
 
     @property
@@ -314,26 +282,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """The reads, sends and receives of one rank.
-
-    Attributes:
-        rank: the rank.
-        rounds: how many rounds every rank takes part in.
-        private: chunks that only this rank reads, in file order.
-        file, start, stop, reader, round: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round.
-        group: int64[c], row in ``groups``: the ranks that need the chunk.
-        groups: sets of ranks.
-    """
+    """The reads, sends and receives of one rank."""
 
     rank: int
-    rounds: int
-    private: tuple[Chunk, ...]
+    rounds: int  # every rank takes part in so many
+    private: tuple[Chunk, ...]  # chunks that only this rank reads, in file order
+    # these five: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round
     file: Ints
     start: Ints
     stop: Ints
     reader: Ints
     round: Ints
-    group: Ints
+    group: Ints  # int64[c], row in ``groups``: the ranks that need the chunk
     groups: RankSets
 
     def __repr__(self) -> str:

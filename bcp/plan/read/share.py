@@ -48,18 +48,12 @@ class BlockIndex:
     """The line of blocks: block ``b`` of file ``f`` is number ``base[f] + b``.
 
     A *run* is a number of blocks of one file, as a row (first block, last block + 1).
-
-    Attributes:
-        block_bytes: bytes of a block; the last one of a file may be shorter.
-        base: int64[f + 1], first block of each file; then the end of the last one.
-        nbytes: int64[f], bytes of each file's data section.
-        kinds: first blocks of files of another kind than the file before.
     """
 
-    block_bytes: int
-    base: Ints
-    nbytes: Ints
-    kinds: Ints
+    block_bytes: int  # bytes of a block; the last one of a file may be shorter
+    base: Ints  # int64[f + 1], first block of each file; then the end of the last one
+    nbytes: Ints  # int64[f], bytes of each file's data section
+    kinds: Ints  # first blocks of files of another kind than the file before
 
     @classmethod
     def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockIndex:
@@ -170,19 +164,12 @@ class RankSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedBlocks:
-    """The blocks that all sets of ranks want, in runs laid end to end, those of a set together.
+    """The blocks that all sets of ranks want, in runs laid end to end, those of a set together."""
 
-    Attributes:
-        block_bytes: bytes of a block; the last one of a run may be shorter.
-        blocks: int64[k + 1], begin of each run, in blocks; then the end of the last one.
-        nbytes: int64[k + 1], the same in bytes.
-        begin: int64[g + 1], first run of each set.
-    """
-
-    block_bytes: int
-    blocks: Ints
-    nbytes: Ints
-    begin: Ints
+    block_bytes: int  # bytes of a block; the last one of a run may be shorter
+    blocks: Ints  # int64[k + 1], begin of each run, in blocks; then the end of the last one
+    nbytes: Ints  # int64[k + 1], the same in bytes
+    begin: Ints  # int64[g + 1], first run of each set
 
     def snap(self, at: Floats) -> tuple[Ints, Ints]:
         """Return the ends of blocks that are nearest to these bytes of the strip: in blocks, and in bytes."""
@@ -228,21 +215,13 @@ def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> In
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DisjointSets:
-    """Sets that have no rank in common: their members one after another, set by set.
+    """Sets that have no rank in common: their members one after another, set by set."""
 
-    Attributes:
-        sets: int64[b], rows of the sets.
-        first: int64[b], first member of each in the columns below.
-        member: int64[n], rows in ``RankSets.rank``.
-        rank: int64[n], the ranks.
-        owner: int64[n], which of ``sets`` each is in.
-    """
-
-    sets: Ints
-    first: Ints
-    member: Ints
-    rank: Ints
-    owner: Ints
+    sets: Ints  # int64[b], rows of the sets
+    first: Ints  # int64[b], first member of each in the columns below
+    member: Ints  # int64[n], rows in ``RankSets.rank``
+    rank: Ints  # int64[n], the ranks
+    owner: Ints  # int64[n], which of ``sets`` each is in
 
     @classmethod
     def of(cls, sets: RankSets, rows: Ints) -> _DisjointSets:
@@ -306,21 +285,13 @@ CHUNKS_PER_RANK = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedReads:
-    """The blocks that ranks read for each other: c runs of blocks in the order (reader, first), each wanted by a group.
+    """The blocks that ranks read for each other: c runs in the order (reader, first), each wanted by a group."""
 
-    Attributes:
-        run: int64[c, 2], first block and last block + 1 on the line.
-        parts: int64[c], number of chunks in which it is read, one a round: at least one, at most one a block.
-        reader: int64[c], the rank that reads it; one of the group.
-        group: int64[c], row in ``groups``.
-        groups: the ranks that want all blocks of a run, the reader among them.
-    """
-
-    run: Ints
-    parts: Ints
-    reader: Ints
-    group: Ints
-    groups: RankSets
+    run: Ints  # int64[c, 2], first block and last block + 1 on the line
+    parts: Ints  # int64[c], number of chunks in which it is read, one a round: at least one, at most one a block
+    reader: Ints  # int64[c], the rank that reads it; one of the group
+    group: Ints  # int64[c], row in ``groups``
+    groups: RankSets  # the ranks that want all blocks of a run, the reader among them
 
     @classmethod
     def nothing(cls) -> SharedReads:
@@ -468,19 +439,12 @@ def _parties(line: BlockIndex, runs: Sequence[Ints]) -> _Parties:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """All blocks that are wanted, cut into k intervals that are each wanted by one set of ranks, all of it.
+    """All blocks that are wanted, cut into k intervals that are each wanted by one set of ranks, all of it."""
 
-    Attributes:
-        run: int64[k, 2], the intervals, sorted.
-        nbytes: int64[k], their bytes.
-        set: int64[k], row in ``sets``.
-        sets: the ranks that want them.
-    """
-
-    run: Ints
-    nbytes: Ints
-    set: Ints
-    sets: RankSets
+    run: Ints  # int64[k, 2], the intervals, sorted
+    nbytes: Ints  # int64[k], their bytes
+    set: Ints  # int64[k], row in ``sets``
+    sets: RankSets  # the ranks that want them
 
     @classmethod
     def of(cls, line: BlockIndex, parties: _Parties) -> _Wanted:

@@ -37,33 +37,22 @@ __all__ = ["RankPlan", "RankTable", "WorldPlan", "divide_save", "exchange_tables
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The writes of one rank.
+    """The writes of one rank."""
 
-    Attributes:
-        writes: flat intervals of its shards, and their places; :func:`~bcp.plan.write.files.data_files` cuts them into
-            parts.
-        objects: (kind, path) of the leaves that are not tensors and whose values go into its receipt.
-        units: paths of the units that it writes, and of shared parts of sharded states.
-    """
-
+    # flat intervals of its shards, and their places; :func:`~bcp.plan.write.files.data_files` cuts them into parts
     writes: Writes
+    # (kind, path) of the leaves that are not tensors and whose values go into its receipt
     objects: Sequence[tuple[str, str]]
-    units: Sequence[str]
+    units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
 
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """The shards of one rank, prepared for planning.
+    """The shards of one rank, prepared for planning."""
 
-    Attributes:
-        table: the shards.
-        factored: the same, split into tensors, boxes and flat intervals.
-        encoded: the same as bytes, for messages to rank 0.
-    """
-
-    table: ShardTable
-    factored: FactoredTable
-    encoded: EncodedTable
+    table: ShardTable  # the shards
+    factored: FactoredTable  # the same, split into tensors, boxes and flat intervals
+    encoded: EncodedTable  # the same as bytes, for messages to rank 0
 
     @classmethod
     def of(cls, table: ShardTable) -> RankTable:
@@ -94,15 +83,10 @@ class RankTable:
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """The plan of a save for all ranks.
+    """The plan of a save for all ranks."""
 
-    Attributes:
-        layout: the place of every element of every tensor.
-        ranks: the writes of each rank, by rank.
-    """
-
-    layout: Layout
-    ranks: Sequence[RankPlan]
+    layout: Layout  # the place of every element of every tensor
+    ranks: Sequence[RankPlan]  # the writes of each rank, by rank
 
 
 def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, block_bytes: int) -> WriteDivision:

@@ -51,19 +51,12 @@ WHOLE_FLOOR = 256
 
 @dataclass(frozen=True, slots=True)
 class WriterIntervals:
-    """The writer of every element: c flat intervals that tile the shards, in the order (shard, start).
+    """The writer of every element: c flat intervals that tile the shards, in the order (shard, start)."""
 
-    Attributes:
-        shard: int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing.
-        start: int64[c], first flat element, counted in the shard's piece.
-        stop: int64[c], one past the last.
-        rank: int64[c], the rank that writes it, which holds the shard.
-    """
-
-    shard: Ints
-    start: Ints
-    stop: Ints
-    rank: Ints
+    shard: Ints  # int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing
+    start: Ints  # int64[c], first flat element, counted in the shard's piece
+    stop: Ints  # int64[c], one past the last
+    rank: Ints  # int64[c], the rank that writes it, which holds the shard
 
 
 def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
@@ -240,20 +233,14 @@ def _sorted(shards: DistinctShards, cuts: Sequence[WriterIntervals]) -> WriterIn
 
 @dataclass(frozen=True, slots=True)
 class WriteDivision:
-    """The work of a save, divided.
+    """The work of a save, divided."""
 
-    Attributes:
-        layout: the place of every element.
-        rows: :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank.
-        begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
-        owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
-        units: rank -> which of the paths that its claims name it writes; ranks that write none are left out.
-    """
-
-    layout: Layout
-    rows: npt.NDArray[np.void]
-    begin: Ints
+    layout: Layout  # the place of every element
+    rows: npt.NDArray[np.void]  # :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank
+    begin: Ints  # int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``
+    # rank -> the objects of its own table whose values it writes down; ranks that own none are left out
     owned: Mapping[int, Ints]
+    # rank -> which of the paths that its claims name it writes; ranks that write none are left out
     units: Mapping[int, Ints]
 
 
@@ -470,34 +457,22 @@ SHARE = np.dtype([("slot", "<i4"), ("member", "<i4"), ("start", "<i8"), ("stop",
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Rank 0's answer to one rank.
+    """Rank 0's answer to one rank."""
 
-    Attributes:
-        owned: int64[o], rows in its table's ``objects`` whose values it writes down.
-        units: int64[u], which of the paths that its claims name it writes, counted through all claims.
-        rows: its intervals, :data:`SHARE`, in the order of its files.
-    """
-
-    owned: Ints
-    units: Ints
-    rows: npt.NDArray[np.void]
+    owned: Ints  # int64[o], rows in its table's ``objects`` whose values it writes down
+    units: Ints  # int64[u], which of the paths that its claims name it writes, counted through all claims
+    rows: npt.NDArray[np.void]  # its intervals, :data:`SHARE`, in the order of its files
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """The writes of one rank: w flat intervals of its own shards, file after file (one a kind), in file order.
+    """The writes of one rank: w flat intervals of its own shards, file after file (one a kind), in file order."""
 
-    Attributes:
-        row: int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`.
-        start: int64[w], first flat element, counted in the row's box (not in the rank's interval of it).
-        stop: int64[w], one past the last.
-        offset: int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are
-            packed: each begins where the one before it ends.
-    """
-
-    row: Ints
-    start: Ints
-    stop: Ints
+    row: Ints  # int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`
+    start: Ints  # int64[w], first flat element, counted in the row's box (not in the rank's interval of it)
+    stop: Ints  # int64[w], one past the last
+    # int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are packed: each
+    # begins where the one before it ends.
     offset: Ints
 
     def __len__(self) -> int:

@@ -57,18 +57,11 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a safetensors file.
+    """One tensor of a safetensors file."""
 
-    Attributes:
-        name: its key in the file.
-        dtype: torch's name without the ``torch.``.
-        shape: its shape in this file.
-        nbytes: its size.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # its key in the file
+    dtype: str  # torch's name without the ``torch.``
+    shape: tuple[int, ...]  # its shape in this file
     nbytes: int
 
 
@@ -149,40 +142,25 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartInterval:
-    """A run of elements that one part takes from one shard.
+    """A run of elements that one part takes from one shard."""
 
-    Attributes:
-        row: row in the rank's shard table.
-        start: first flat element, counted in the row's box.
-        stop: one past the last.
-        at: byte of the part at which the first element goes; a multiple of the element's size.
-    """
-
-    row: int
-    start: int
-    stop: int
-    at: int
+    row: int  # row in the rank's shard table
+    start: int  # first flat element, counted in the row's box
+    stop: int  # one past the last
+    at: int  # byte of the part at which the first element goes; a multiple of the element's size
 
 
 @dataclass(frozen=True)  # no slots: cached_property
 class Part:
-    """A byte range of one data file: one item of the save pipeline.
+    """A byte range of one data file: one item of the save pipeline."""
 
-    Attributes:
-        kind: one of :data:`~bcp.plan.shards.KINDS`.
-        index: 0, 1, 2 ... in file order.
-        start: first byte in the file; 0 for part 0, which begins with the file's header.
-        stop: one past the last.
-        spans: the intervals that fill it, in order and without holes; after the header in part 0.
-        name: for people: kind, number, first tensor and how many more.
-    """
-
-    kind: str
-    index: int
-    start: int
-    stop: int
+    kind: str  # one of :data:`~bcp.plan.shards.KINDS`
+    index: int  # 0, 1, 2 ... in file order.
+    start: int  # first byte in the file; 0 for part 0, which begins with the file's header
+    stop: int  # one past the last
+    # the intervals that fill it, in order and without holes; after the header in part 0
     spans: tuple[PartInterval, ...]
-    name: str
+    name: str  # for people: kind, number, first tensor and how many more
 
     @property
     def nbytes(self) -> int:
@@ -198,19 +176,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One data file that this rank writes.
+    """One data file that this rank writes."""
 
-    Attributes:
-        kind: one of :data:`~bcp.plan.shards.KINDS`; a rank has one file a kind.
-        header: the safetensors header; the data section starts at its end.
-        nbytes: bytes of the whole file.
-        parts: tile the file, in order.
-    """
-
-    kind: str
-    header: bytes
-    nbytes: int
-    parts: tuple[Part, ...]
+    kind: str  # one of :data:`~bcp.plan.shards.KINDS`; a rank has one file a kind
+    header: bytes  # the safetensors header; the data section starts at its end
+    nbytes: int  # bytes of the whole file
+    parts: tuple[Part, ...]  # tile the file, in order
 
 
 def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int) -> list[DataFile]:

@@ -261,21 +261,13 @@ _NO_UNITS = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class EncodedTable:
-    """The table of one rank, as bytes.
+    """The table of one rank, as bytes."""
 
-    Attributes:
-        table: digest of the whole table.
-        catalogue: encoded.
-        slots: encoded.
-        flat: encoded.
-        units: claims of units, as text; empty as a rule.
-    """
-
-    table: bytes
-    catalogue: bytes
-    slots: bytes
-    flat: bytes
-    units: str = ""
+    table: bytes  # digest of the whole table
+    catalogue: bytes  # encoded
+    slots: bytes  # encoded
+    flat: bytes  # encoded
+    units: str = ""  # claims of units, as text; empty as a rule
 
     @classmethod
     def of(cls, factored: FactoredTable, table: bytes) -> EncodedTable:
@@ -316,25 +308,15 @@ def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The groups of ranks with equal tables.
+    """The groups of ranks with equal tables."""
 
-    Attributes:
-        key: :func:`plan_id` of all ranks' tables.
-        catalogue_leaders: int64[c], the lowest rank that has each distinct catalogue, ascending.
-        slots_leaders: int64[s], the same for slots.
-        template: int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it.
-        template_catalogue: int64[K], the distinct catalogue of each pair.
-        template_slots: int64[K], its distinct slots.
-        claiming: int64[u], the ranks that have units.
-    """
-
-    key: bytes
-    catalogue_leaders: Ints
-    slots_leaders: Ints
-    template: Ints
-    template_catalogue: Ints
-    template_slots: Ints
-    claiming: Ints
+    key: bytes  # :func:`plan_id` of all ranks' tables
+    catalogue_leaders: Ints  # int64[c], the lowest rank that has each distinct catalogue, ascending
+    slots_leaders: Ints  # int64[s], the same for slots
+    template: Ints  # int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it
+    template_catalogue: Ints  # int64[K], the distinct catalogue of each pair
+    template_slots: Ints  # int64[K], its distinct slots
+    claiming: Ints  # int64[u], the ranks that have units
 
     def encode(self) -> bytes:
         """Return the answer to the ranks: the key and the leaders."""
