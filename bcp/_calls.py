@@ -184,14 +184,7 @@ async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:
 
 
 def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked[J]]) -> _Place[J]:
-    """Take this rank's place in the next operation, whether or not its arguments are right.
-
-    Args:
-        ranks: the ranks that take part.
-        step: name of the operation's first step, in which errors are told.
-        options: as the caller passed them.
-        check: checks the arguments.
-    """
+    """Take this rank's place in the next operation; its first ``step`` tells the error of a refused ``check``."""
     try:
         checked = check()
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told

@@ -1,7 +1,4 @@
-"""The opaque objects of one rank: read, unpacked and compared with the target before any tensor is touched.
-
-Values of leaves that are no tensors, and the opaque objects of one rank.
-"""
+"""Values and opaque objects of one rank: read, unpacked and compared with the target before any tensor is touched."""
 
 from __future__ import annotations
 
@@ -133,11 +130,7 @@ def extra_sources(layout: Layout, opaque: Iterable[str], rank: int) -> dict[str,
 async def read_extras(
     job: LoadJob, metadata: Metadata, receipts: Mapping[int, Receipt], sources: Mapping[str, int]
 ) -> tuple[dict[str, Any], int]:
-    """Read and unpack the opaque objects of this rank.
-
-    Returns:
-        The objects by kind, and the number of bytes read.
-    """
+    """Read and unpack the opaque objects of this rank; return them by kind, and the number of bytes read."""
     loaded: dict[str, Any] = {}
     nbytes = 0
     for kind, source in sources.items():
@@ -164,11 +157,6 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
     """Return the top-level keys of the target's mappings that the checkpoint lacks.
 
     Keys that only the checkpoint has are loaded into the mapping: an empty one asks for all of them.
-
-    Args:
-        job: the load.
-        opaque: the target's opaque states, by kind.
-        loaded: the checkpoint's, by kind.
 
     Raises:
         FqnMismatchError: there are such keys, and the load is strict.

@@ -1,7 +1,6 @@
 """Plan the reading of a load once for all ranks, and exchange chunks (paper sec. 3.3 steps 3 and 4, 4.1).
 
 :func:`plan_reads` agrees on the plan: ranks exchange the messages between the steps of :func:`bcp.plan.read.plan_load`.
-If ranks share much, they first measure the rate at which each can send, and slow ranks read less for others.
 :func:`exchange` opens the transport on which ranks send chunks to each other, chosen by ``LoadOptions(exchange=...)``.
 """
 
@@ -73,11 +72,7 @@ def packed_rate(rate: float) -> bytes:
 
 
 def speeds(told: Sequence[bytes]) -> Floats | None:
-    """Return the relative speed of each rank, 1 for most; None if no rank is slow.
-
-    Args:
-        told: :func:`packed_rate` of every rank.
-    """
+    """Return the relative speed of each rank, 1 for most; None if no rank is slow. Takes :func:`packed_rate` of all."""
     rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host
         return None
@@ -147,9 +142,8 @@ async def plan_reads(
     *,
     world_size: int,
 ) -> tuple[LoadRequest, LoadPlan]:
-    """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
+    """Share the reading: bytes that several ranks want are read by one of them, chosen by rank 0 (paper sec. 4.1).
 
-    Rank 0 divides the bytes that several ranks want, and tells all ranks. Each rank reads its other bytes by itself.
     If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     """
     layout = metadata.layout

@@ -43,12 +43,7 @@ CLOSE = 0.7
 
 
 def advice(missing: Sequence[str], saved: Collection[str]) -> str:
-    """Say how names of the model that the checkpoint lacks might be meant; empty if there is no guess.
-
-    Args:
-        missing: FQNs that the target wants.
-        saved: FQNs that the checkpoint has.
-    """
+    """Say how names of the model that the checkpoint lacks might be meant; empty if there is no guess."""
     known = saved if isinstance(saved, (set, frozenset)) else set(saved)
     examined = missing[:EXAMINED]
     first = examined[0]
@@ -107,13 +102,7 @@ class LoadRequest:
 
 
 def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRequest:
-    """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet.
-
-    Args:
-        job: the load.
-        metadata: of the checkpoint.
-        opaque: the target's opaque states, by kind.
-    """
+    """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet."""
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
     _check_elements(layout.tensors)
@@ -177,11 +166,7 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> I
     """Let a master that the checkpoint lacks be read from the model, and a model of a master's dtype from its master.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
-
-    Args:
-        saved: the checkpoint's names and tensors.
-        wanted: the target's tensors.
-        found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
+    ``found``, int64[n], has the row in ``saved.tensors`` of each wanted one, or -1.
     """
     source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
     for at in np.flatnonzero(found < 0).tolist():

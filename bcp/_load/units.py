@@ -73,15 +73,9 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
 async def read_units(
     job: LoadJob, metadata: Metadata, saved: Mapping[str, Mapping[str, int]]
 ) -> tuple[list[ReadState], list[str]]:
-    """Ask this rank's sharded states which units they want, and read these.
+    """Ask this rank's sharded states for the units that they want, and read these; ``saved``: :func:`saved_units`.
 
-    Args:
-        job: the load.
-        metadata: of the checkpoint.
-        saved: its units, by :func:`saved_units`.
-
-    Returns:
-        The units for each state, and the names of states that the checkpoint lacks.
+    Returns the units for each state, and the names of states that the checkpoint lacks.
 
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
@@ -197,12 +191,7 @@ class _Reader:
 def check_wanted(
     saved: Mapping[str, Mapping[str, int]], claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool
 ) -> None:
-    """Check on rank 0 that the readers of each state are complete, and that every unit is wanted by one of them.
-
-    Args:
-        saved: the checkpoint's units, by :func:`saved_units`.
-        claims: rank, and the units that it wants.
-        strict: units without a reader are an error.
+    """Check on rank 0 that the readers of each state are complete, and if strict, that each unit is wanted by one.
 
     Raises:
         StateError: they are not; the message names the state, and ranks or units.

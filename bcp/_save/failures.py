@@ -1,8 +1,4 @@
-"""Failures of a save: the true reason, and the removal of its files.
-
-:func:`not_replaced` raises the true reason of a failure if another job has committed to the same path. A failed save
-removes its own files, unless they may belong to a checkpoint (:func:`undone_on_error`).
-"""
+"""Failures of a save: the true reason, and the removal of its files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
 
 Each step is made from the one before: :class:`Opened`, :class:`Surveyed`, :class:`Planned`, :class:`Committing`,
-:class:`Committed`. :func:`open_save` takes the first one. If every rank has the plan already, :class:`Planned` follows
-:class:`Opened`. Before the commit, :func:`check_written` compares the files that each rank says it has written with
-storage.
+:class:`Committed`. If every rank has the plan already, :class:`Planned` follows :class:`Opened`.
 """
 
 from __future__ import annotations
@@ -182,15 +180,8 @@ async def broadcast_step(
 ) -> tuple[bytes, Step | None]:
     """Gather the messages of all ranks, let rank 0 take its next step, and send its answer to all ranks.
 
-    Args:
-        agreement: of all ranks.
-        name: of the step, for messages.
-        rank: this rank.
-        mine: its message, or its error.
-        take: called on rank 0 only; returns the step and the answer. None if this rank cannot take it.
-
-    Returns:
-        The answer; and on rank 0 the step, elsewhere None.
+    ``take`` is called on rank 0 only, for the step and the answer; it is None if this rank cannot take it. Returns the
+    answer; and on rank 0 the step, elsewhere None.
     """
     step: Step | None = None
 
@@ -249,10 +240,7 @@ class Target:
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
     """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds.
 
-    Args:
-        target: the destination.
-        framework: name of the planner on rank 0.
-        hellos: of every rank, its plan's key and its claims of shared parts.
+    A hello has the key of a rank's plan, and its claims of shared parts.
 
     Raises:
         ExistsError: a checkpoint is there, and may not be overwritten.
@@ -440,17 +428,9 @@ def _is_of_a_save(key: str) -> bool:
 async def commit_save(
     agreement: Agreement, planned: Planned | None, rank: int, written: bytes, undo: CleanUp
 ) -> int | None:
-    """Commit once every rank has said that its files are durable.
+    """Commit once every rank has said by :func:`encode_written` that its files are durable.
 
-    Args:
-        agreement: of all ranks.
-        planned: rank 0's step; None on other ranks.
-        rank: this rank.
-        written: its :func:`encode_written`.
-        undo: told that the files may belong to a checkpoint.
-
-    Returns:
-        On rank 0, the bytes that all ranks wrote into data files; None on other ranks.
+    Returns the bytes that all ranks wrote into data files on rank 0, which has ``planned``; None on other ranks.
     """
     commit = None if planned is None else partial(planned.commit, undo)
     _, committed = await broadcast_step(agreement, "commit", rank, written, commit)

@@ -1,11 +1,4 @@
-"""The snapshot of a save: from taking stock of the state until it may change again.
-
-How much staging memory the parts of a save may have at once, and how much of it may be page-locked.
-
-A sample of the memory of a snapshot: sees writes that autograd does not count.
-
-Memory that does not change before the next step of the optimizers that are held back.
-"""
+"""The snapshot of a save: from taking stock of the state until it may change again; and its staging memory."""
 
 from __future__ import annotations
 
@@ -62,10 +55,8 @@ PARTS_IN_FLIGHT = 8
 def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_after_snapshot: bool) -> int:
     """Return the bytes of parts that may be in staging memory at once.
 
-    Args:
-        items: all parts.
-        options: a budget with room for all the data has room for the files' headers too.
-        returns_after_snapshot: whether training goes on once all is copied; then nothing may wait for memory.
+    A budget with room for all the data has room for the files' headers too. If training goes on once all is copied,
+    nothing may wait for memory.
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
@@ -135,12 +126,7 @@ class MemorySample:
     """
 
     def __init__(self, shards: LocalShards, address: Ints) -> None:
-        """Read the sample.
-
-        Args:
-            shards: the tensors of the snapshot.
-            address: int64[n], address of each tensor's first byte, or 0 for those that are not contiguous host memory.
-        """
+        """Read the sample; ``address``: int64[n], of each first byte, or 0 for what is not contiguous host memory."""
         self._shards = shards
         few = min(max(MOST_BLOCKS // max(len(address), 1), FEWEST), MOST)
         pieces = [_blocks(address, shards.table.nbytes, few), _elements(shards.tensors, address, few * ELEMENTS)]

@@ -98,13 +98,9 @@ class Metadata:
 
 
 def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
-    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``.
+    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``; encoded ones end in ``.bcp``.
 
-    Args:
-        kind: code in ``KINDS``; a name from a checkpoint never becomes part of a path.
-        rank: the rank that writes it.
-        operation: id of the save.
-        encoded: whether it went through codecs; then it ends in ``.bcp``.
+    ``kind`` is a code in ``KINDS``: a name from a checkpoint never becomes part of a path.
 
     Raises:
         InputError: an argument is out of range, or of another form.
@@ -137,12 +133,7 @@ def _stem(rank: int, operation: str) -> str:
 
 
 def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
-    """Make the contents of ``metadata.arrow``.
-
-    Args:
-        layout_bytes: from :func:`encode_layout`.
-        commit: which save this is.
-    """
+    """Make the contents of ``metadata.arrow``; ``layout_bytes``: from :func:`encode_layout`."""
     about = {
         "operation": commit.operation,
         "created": commit.created,
@@ -156,11 +147,7 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
 
 
 def decode_metadata(data: Buffer, where: str) -> Metadata:
-    """Decode and check ``metadata.arrow``.
-
-    Args:
-        data: the whole file.
-        where: its name, for messages.
+    """Decode and check ``metadata.arrow``; ``where`` names it in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.

@@ -138,11 +138,7 @@ def receipt_digest(data: Buffer) -> bytes:
 
 
 def decode_receipt(data: Buffer, where: str) -> Receipt:
-    """Decode and check a receipt file.
-
-    Args:
-        data: the whole file.
-        where: its name in messages.
+    """Decode and check a receipt file; ``where`` names it in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.

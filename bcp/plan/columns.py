@@ -116,10 +116,8 @@ def weigh(low: Ints, high: Ints) -> Words:
     """Weigh boxes [low, high) so that, modulo 2^64, the weights of a set of boxes add up as their elements do.
 
     Each coordinate of each dimension has a random weight, and an element weighs the product of its coordinates'
-    weights. The prefix sums of the weights are random words. A box weighs the product, over all dimensions, of the
-    difference of the prefix sums at its ends. A set of boxes weighs as much as the whole shape only if every element
-    occurs in it exactly once. The chance of an error is below 2^-34 even for 8 dimensions. One pass over the boxes
-    is enough: no sort, no grid.
+    weights. The prefix sums of the weights are random words. A set of boxes weighs as much as the whole shape only if
+    every element occurs in it exactly once. The chance of an error is below 2^-34 even for 8 dimensions.
     """
     weight = np.ones(len(low), dtype=np.uint64)
     for dim in range(low.shape[1]):
@@ -130,11 +128,8 @@ def weigh(low: Ints, high: Ints) -> Words:
 def distinct_rows(rows: Ints) -> tuple[Ints, Ints]:
     """Find equal rows of a matrix.
 
-    Hashes every row and looks the hashes up: 5 to 7 times faster than a sort. The result is exact, because every row
-    is compared with the first one of its hash. A collision only costs another round.
-
-    Returns:
-        The first row of each value, in order of appearance, and for every row the number of its value.
+    Returns the first row of each value, in order of appearance, and for every row the number of its value. Hashing
+    is 5 to 7 times faster than a sort, and exact: every row is compared with the first one of its hash.
     """
     for seed in count():
         hashes = np.zeros(len(rows), dtype=np.uint64)

@@ -1,9 +1,7 @@
 """Columnar tables: the tensors and shards of one rank, and the segments of a layout.
 
-:class:`TensorTable` has one row a tensor, :class:`ShardTable` one row a shard. Shapes are int64 matrices of a common
-width. A tensor of fewer dimensions is padded on the *right* with length 1 (offset 0, stride 0), which changes neither
-its volume nor its row-major order. :class:`Segments` cuts pieces of tensors into segments, and holds each way to cut
-them once.
+Shapes are int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with length 1
+(offset 0, stride 0), which changes neither its volume nor its row-major order.
 """
 
 from __future__ import annotations
@@ -45,11 +43,8 @@ class Segments:
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
         """Build segments with one pattern for each piece.
 
-        Args:
-            number: int64[p], of how many segments each piece consists; at least one.
-            length: int64[n], elements of each segment; those of a piece tile it, in row-major order.
-            file: int64[n], its file.
-            at: int64[n], its first element, counted from the start of a plane.
+        ``number``, int64[p], is how many segments each piece consists of, at least one. The others are int64[n], of
+        each segment; those of a piece tile it, in row-major order.
         """
         begin = np.concatenate(([0], np.cumsum(number)))
         first = file[begin[:-1]]
@@ -73,10 +68,7 @@ class Segments:
         return np.repeat(pieces, number), runs(self.begin[pattern], number)
 
     def folded(self) -> Segments:
-        """Return the same with equal patterns once, in the order of the pieces.
-
-        Patterns are hashed, and each is compared with the first one of its hash.
-        """
+        """Return the same with equal patterns once, in the order of the pieces."""
         number, length = np.diff(self.begin), self.length
         inside = np.arange(len(self)) - np.repeat(self.begin[:-1], number)
         columns = [length, self.step, self.at, inside]
@@ -293,10 +285,7 @@ class ShardTable:
         extras: Sequence[str] = (),
         more: Sequence[TensorMeta] = (),
     ) -> ShardTable:
-        """Make columns of records.
-
-        ``more`` are tensors without an element on this rank (tied ones, or an empty shard).
-        """
+        """Make columns of records; ``more``: tensors without an element on this rank (tied, or an empty shard)."""
         index: dict[TensorMeta, int] = {}
         for meta in [*(row.tensor for row in rows), *more]:
             index.setdefault(meta, len(index))

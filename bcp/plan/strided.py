@@ -63,11 +63,7 @@ class Strided:
 
 
 def overlaps_itself(lengths: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a view are the same memory; exact.
-
-    Args:
-        lengths: elements of each dimension.
-        strides: elements in memory from one element of a dimension to the next; not negative.
+    """Whether two elements of a view are the same memory; exact. Strides are in elements, and not negative.
 
     Example:
         >>> overlaps_itself((4, 3), (1, 1))  # a sliding window

@@ -65,10 +65,7 @@ def encode_shared(digests: Mapping[str, str]) -> bytes:
 
 
 def check_shared(messages: Sequence[bytes]) -> None:
-    """Check that the ranks' shared parts are equal.
-
-    Args:
-        messages: :func:`encode_shared` of every rank, by rank.
+    """Check that the ranks' shared parts are equal; ``messages``: :func:`encode_shared` of every rank.
 
     Raises:
         StateError: two ranks have different ones; the message names them.
@@ -89,15 +86,9 @@ def check_shared(messages: Sequence[bytes]) -> None:
 
 
 def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
-    """Choose the rank that writes each unit, and each state's shared part.
+    """Choose the rank that writes each unit, and each state's shared part: path (:func:`unit_path`) to rank.
 
     Ranks of one reader, which differ in other coordinates of the mesh, hold the same units: they write one in turn.
-
-    Args:
-        claims: of every rank that has any.
-
-    Returns:
-        Path (:func:`unit_path`) to rank.
 
     Raises:
         StateError: a reader is missing, readers disagree about their number, or two of them have one unit.

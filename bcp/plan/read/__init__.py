@@ -34,12 +34,8 @@ def divide_load(
 ) -> SharedReads:
     """Divide the blocks that several ranks need among these ranks; runs on rank 0.
 
-    Args:
-        blocks: the blocks of all data files.
-        messages: :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks, by rank.
-        read_bytes: as in :func:`plan_load`.
-        exchange_bytes: the same.
-        speed: the same.
+    ``messages`` are :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks; the others are as in
+    :func:`plan_load`.
 
     Raises:
         MessageError: a message names blocks that do not exist.
@@ -71,9 +67,6 @@ def plan_load(
             that sends to it.
         shared: False: every rank reads all that it needs by itself.
         speed: float64[world size], relative speed of each rank in (0, 1]; None: all are equally fast.
-
-    Returns:
-        The reads and exchanges of every rank, by rank.
 
     Example:
         Two ranks load the same 1,024 x 1,024 matrix: each reads half of it, and receives the other half.

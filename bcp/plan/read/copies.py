@@ -1,9 +1,8 @@
 """The chunks that one rank reads, sends and receives, and the copies from them into its shards (paper sec. 3.3, 4.4).
 
 :func:`assign` lists the chunks. Shared chunks travel in rounds of an all-to-all while reading goes on; every rank takes
-part in every round. :func:`copies` finds the destination of each byte of each chunk, for all chunks at once. A copy
-goes from a block of an array in the file to an equally large block of an array in a shard. Most copies are *runs*:
-contiguous in both. :func:`zero_copy_reads` chooses the chunks that are read straight into the shards.
+part in every round. :func:`copies` finds the destination of each byte, for all chunks at once. Most copies are *runs*:
+contiguous in the file and in the shard. :func:`zero_copy_reads` chooses the chunks that are read straight there.
 """
 
 from __future__ import annotations
@@ -63,10 +62,8 @@ class ZeroCopyReads:
 def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
     """Choose the zero-copy chunks: those of few runs, without a byte that goes to two places, into plain memory.
 
-    Args:
-        found: the copies of c chunks.
-        private: bool[c], whether no other rank needs the chunk, and nothing has to be done to its bytes.
-        plain: bool[n], of each shard, whether its elements can be written as bytes, as they lie in the file.
+    ``private``, bool[c]: no other rank needs the chunk, and nothing has to be done to its bytes. ``plain``, bool[n]:
+    the elements of the shard can be written as bytes, as they lie in the file.
     """
     chunk, counts = found.chunk, found.numel // found.run
     number = np.bincount(chunk, weights=counts, minlength=len(private))
@@ -178,13 +175,8 @@ class Copies:
 def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints) -> Copies:
     """Return the copies from these chunks into this rank's shards.
 
-    Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once.
-
-    Args:
-        layout: the checkpoint's layout.
-        table: the target shards.
-        wanted: :func:`~bcp.plan.read.reads.wants` of these two.
-        chunks: int64[c, 3], rows (file, first byte in its data section, last byte + 1), at element boundaries.
+    Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once. Rows of ``chunks`` are
+    (file, first byte in its data section, last byte + 1), at element boundaries: int64[c, 3].
     """
     chunk, want, lo, hi = _cut(layout, wanted, chunks)
     itemsize = layout.tensors.itemsize[wanted.tensor[want]]
@@ -318,10 +310,7 @@ class Assignment:
         return int(nbytes.max(initial=0))
 
     def items(self) -> list[Chunk]:
-        """Return the chunks that the rank reads, in order: one for each round, private ones spread evenly between.
-
-        A rank that has no chunk left for a round takes part in it with an empty one.
-        """
+        """Return the chunks that the rank reads: one a round, maybe empty, and private ones spread evenly between."""
         shared = [self._chunk(row) for row in np.flatnonzero(self.reader == self.rank).tolist()]
         shared += [Chunk(-1, 0, 0, self.rank, number) for number in range(len(shared), self.rounds)]
         total, done, taken = sum(chunk.nbytes for chunk in (*shared, *self.private)), 0, 0
@@ -361,12 +350,8 @@ class Assignment:
 def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read_bytes: int) -> Assignment:
     """List the chunks that a rank reads, sends and receives. It reads by itself all blocks that it does not receive.
 
-    Args:
-        line: the files.
-        rank: this rank.
-        runs: the blocks that it needs, :meth:`BlockIndex.runs`.
-        shared: the blocks that ranks read for each other; the same on all ranks.
-        read_bytes: the largest read; but never less than one block.
+    ``runs`` are the blocks that it needs, ``shared`` those that ranks read for each other, the same on all ranks.
+    ``read_bytes`` is the largest read, but never less than one block.
     """
     rows = shared.of_rank(rank)
     source, number = spread(shared.parts[rows])

@@ -48,12 +48,8 @@ class Pieces:
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.
 
-        All pieces that do are among them, and few others if pieces are cut along the first dimension.
-
-        Args:
-            tensor: int64[m], row of the leader whose pieces they are.
-            low: int64[m], first index in the first dimension.
-            high: int64[m], one past the last; above ``low``.
+        ``tensor`` is the row of the leader, ``low`` and ``high`` bound the first dimension: int64[m] each. All pieces
+        that share elements are among them, and few others if pieces are cut along the first dimension.
         """
         base = self.base[tensor]
         return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
@@ -114,12 +110,8 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
     """Return the bytes of the checkpoint that each local shard needs.
 
     Tensors that the layout does not have are skipped. A tied tensor is read from the tensor that stores its data.
-    Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one.
-
-    Args:
-        layout: the checkpoint's layout.
-        table: the target shards.
-        saved: ``find_all(layout, table.tensors)``, if it is known already.
+    Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one. ``saved`` is
+    ``find_all(layout, table.tensors)``, if it is known already.
 
     Raises:
         CorruptError: a needed element lies outside its file, or in a file of another kind.
@@ -145,10 +137,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
-    """Raise CorruptError if needed elements lie outside their file.
-
-    ``stop`` is one past the last needed element of a plane, which begins at byte ``base``.
-    """
+    """Raise CorruptError if elements up to ``stop`` of a plane, which begins at byte ``base``, lie outside the file."""
     itemsize = layout.tensors.itemsize[tensor]
     wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
     wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
@@ -196,14 +185,11 @@ class _Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """The intersections of requested boxes and pieces, one row each.
+    """The intersections of requested boxes and pieces, one row each."""
 
-    ``ask`` is the row in :class:`_Regions`, ``piece`` the row in the layout, ``blocks`` the intersection in the piece.
-    """
-
-    ask: Ints
-    piece: Ints
-    blocks: Boxes
+    ask: Ints  # row in :class:`_Regions`
+    piece: Ints  # row in the layout
+    blocks: Boxes  # the intersection in the piece
 
 
 def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:

@@ -1,9 +1,8 @@
 """Choose the reader of each block that several ranks want: it is read once in the whole job (paper sec. 4.1).
 
-:class:`BlockIndex` numbers the blocks of all data files, one file behind the other. Blocks are read and checked as a
-whole. Rank 0 calls :func:`share_reads`. Its time depends on the number of distinct requests, and not on the number of
-ranks with the same one: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for all ranks;
-:func:`bcp.plan.read.copies.assign` derives the work of one rank.
+Rank 0 calls :func:`share_reads`. Its time depends on the number of distinct requests, and not on the number of ranks
+with the same one: about 1 s for 8,960 ranks, see docs/scale.md. :func:`bcp.plan.read.copies.assign` derives the work of
+one rank from its result.
 
 :func:`fill` divides the blocks of each set of ranks over its members, so that all take equally long to read. A set
 fills up the members with the least load first. Sets with the least choice go first, and sets without a common rank go
@@ -64,11 +63,7 @@ class BlockIndex:
         return cls(block, base, layout.file_nbytes, kinds)
 
     def runs(self, ranges: Ints) -> Ints:
-        """Return int64[k, 2]: the longest runs of blocks that hold some byte of these ranges, sorted.
-
-        Args:
-            ranges: rows (file, start, stop), disjoint, sorted.
-        """
+        """Return int64[k, 2]: the longest runs of blocks that hold some byte of sorted (file, start, stop) rows."""
         file, start, end = ranges.T
         first, stop = self.base[file] + start // self.block_bytes, self.base[file] - (-end // self.block_bytes)
         new = np.diff(file, prepend=-1) != 0
@@ -107,11 +102,7 @@ class BlockIndex:
         return np.cumsum(steps.reshape(2, -1).T, dtype=np.int64).reshape(-1, 2)
 
     def check(self, runs: Ints) -> None:
-        """Check rows that come from another rank.
-
-        Raises:
-            MessageError: a row is no run of this line.
-        """
+        """Check rows that come from another rank. Raises MessageError."""
         first, stop = runs.T
         bad = (first < 0) | (stop <= first) | (stop > self.base[-1])
         if not bad.any():
@@ -186,14 +177,9 @@ class WantedBlocks:
 def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> Ints:
     """Divide the wanted blocks: each member of a set reads some of the set's blocks, in the order of its members.
 
-    Args:
-        strip: the blocks to divide, in the order of the sets.
-        sets: the ranks that want them.
-        load: float64[world size], bytes that each rank has to read anyway; the bytes that it is given are added.
-        speed: float64[world size], above 0: a rank of half the speed has as much to do with half the bytes.
-
-    Returns:
-        int64[m + 1]: first block of the strip of each member; then the end of the last one.
+    ``load`` is float64[world size], the bytes that each rank has to read anyway; the bytes that it is given are added.
+    ``speed`` is above 0: a rank of half the speed has as much to do with half the bytes. Returns int64[m + 1]: the
+    first block of the strip of each member; then the end of the last one.
     """
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
     given = np.zeros(len(sets.rank))
@@ -380,14 +366,7 @@ def share_reads(
 
     A rank with much to read for itself reads less for others. So does a slow one, which also sends less in each round.
     A rank receives at most ``exchange_bytes`` in a round, but never less than one block from each rank that it shares
-    with.
-
-    Args:
-        line: the files.
-        runs: :meth:`BlockIndex.runs` of every rank.
-        read_bytes: the largest read.
-        exchange_bytes: most bytes that one rank receives in one round.
-        speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
+    with. ``speed`` is float64[world size] in (0, 1], how fast each rank sends; None: all the same.
     """
     speed = np.ones(len(runs)) if speed is None else speed
     wanted = _Wanted.of(line, _parties(line, runs))

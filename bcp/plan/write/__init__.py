@@ -61,10 +61,7 @@ class RankTable:
         return cls(table, factored, EncodedTable.of(factored, digest(table)))
 
     def plan(self, share: bytes) -> RankPlan:
-        """Read the rank's share of a save.
-
-        Args:
-            share: rank 0's answer, one of :func:`~bcp.plan.write.survey.encode_shares`.
+        """Read the rank's share of a save, one of :func:`~bcp.plan.write.survey.encode_shares`.
 
         Raises:
             MessageError: the bytes are no share, or it names what the rank does not have.
@@ -90,18 +87,10 @@ class WorldPlan:
 
 
 def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, block_bytes: int) -> WriteDivision:
-    """Divide the writing among all ranks; runs on rank 0.
-
-    Args:
-        survey: the survey that the messages answer.
-        messages: :meth:`~bcp.plan.write.survey.EncodedTable.message` of every rank, by rank.
-        balance: as in :func:`plan_save`.
-        block_bytes: the same.
+    """Divide the writing among all ranks; runs on rank 0. Options and other errors are as in :func:`plan_save`.
 
     Raises:
-        MessageError: a message does not answer the survey.
-        StateError: as in :func:`plan_save`.
-        CoverageError: the same.
+        MessageError: a message is no :meth:`~bcp.plan.write.survey.EncodedTable.message` that answers the survey.
     """
     return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes)
 
@@ -142,13 +131,7 @@ def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_byt
 
 
 def exchange_tables(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 1 << 20) -> AllTables:
-    """Return the tables of all ranks as rank 0 receives them: the first half of :func:`plan_save`.
-
-    Args:
-        tables: the shards of every rank, by rank.
-        balance: as in :func:`plan_save`.
-        block_bytes: the same.
-    """
+    """Return the tables of all ranks as rank 0 receives them: the first half of :func:`plan_save`."""
     return gather_tables(*_exchange([RankTable.of(table) for table in tables], balance, block_bytes))
 
 

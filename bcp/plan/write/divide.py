@@ -68,12 +68,8 @@ def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterInterv
     many ranks, none of which is in two of them, are cut together.
 
     Cuts avoid splinters. A cut close to the end of a shard moves there, and small shards stay whole. Other cuts fall
-    between whole rows, or between the largest contiguous blocks that are small enough.
-
-    Args:
-        shards: the distinct shards, and the ranks that hold each.
-        weight: int64[s], bytes of one element of each shard, in all tensors that it stands for.
-        world_size: how many ranks there are.
+    between whole rows, or between the largest contiguous blocks that are small enough. ``weight`` is int64[s], bytes of
+    one element of each shard, in all tensors that it stands for.
     """
     nbytes = (shards.stop - shards.start) * weight
     single = np.flatnonzero(shards.holder < world_size)
@@ -248,11 +244,7 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
     """Fold replicas, check the cover, balance the writing, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
-
-    Args:
-        world: the tables of all ranks.
-        balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.write.divide`.
-        block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
+    Options are as in :func:`bcp.plan.write.plan_save`.
 
     Raises:
         StateError: ranks disagree about a tensor, see :func:`~bcp.plan.write.merge.merge_tensors`, or about units, see
@@ -304,10 +296,7 @@ class _Files:
 def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
     """Return the first byte of each plane, int64[f, P], and the bytes of each file, int64[f].
 
-    Args:
-        elements: int64[f, C], how many elements of each class a file has (in each of the class's planes).
-        itemsize: int64[P], of each plane.
-        owner: int64[P], its class.
+    ``elements`` is int64[f, C], how many a file has in each plane of a class; ``owner`` is int64[P], a plane's class.
     """
     nbytes = elements[:, owner] * itemsize
     ends = np.cumsum(nbytes, axis=1)
@@ -495,13 +484,7 @@ def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.voi
     """Return the writes of a rank, in terms of its own table.
 
     The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
-    signature and the member's number. In a plane the order is that of the share. :mod:`bcp.plan.write.divide` lays out
-    files by the same rule.
-
-    Args:
-        table: of the rank.
-        factored: the same, taken apart.
-        share: :attr:`RankShare.rows`, from rank 0.
+    signature and the member's number. In a plane the order is that of the share. ``_files`` uses the same rule.
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
     size = np.where(member < 0, factored.row_begin[slot + 1] - factored.row_begin[slot], 1)

@@ -187,13 +187,8 @@ class DataFile:
 def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int) -> list[DataFile]:
     """Lay out the files that a rank writes, in the order of :data:`~bcp.plan.shards.KINDS`.
 
-    A large tensor spans several parts and small ones share one; no element straddles two.
-
-    Args:
-        table: the shards of the rank.
-        writes: the intervals of them that it writes.
-        rank: this rank; noted in the headers.
-        part_bytes: bytes of data in a part, a multiple of 4096; the last part of a file may be smaller.
+    A large tensor spans several parts and small ones share one; no element straddles two. Each part has ``part_bytes``
+    bytes of data; the last part of a file may be smaller. The headers note the rank.
 
     Raises:
         InputError: ``part_bytes`` is not a positive multiple of 4096.

@@ -296,13 +296,7 @@ class EncodedTable:
 
 
 def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
-    """Return 16 bytes that name a division: it is a function of the ranks' tables, in rank order, and these options.
-
-    Args:
-        digests: :func:`digest` of every rank's table, 16 bytes each, in the order of the ranks.
-        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
-        block_bytes: the same.
-    """
+    """Return 16 bytes that name a division: a function of the tables' digests, in rank order, and of the options."""
     return xxhash.xxh3_128_digest(f"{balance} {block_bytes}\n".encode() + digests)
 
 
@@ -335,12 +329,7 @@ class Survey:
 
 
 def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
-    """Find the distinct catalogues and slots.
-
-    Args:
-        hellos: :attr:`EncodedTable.hello` of every rank, by rank.
-        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
-        block_bytes: the same.
+    """Find the distinct catalogues and slots; ``hellos``: :attr:`EncodedTable.hello` of every rank, by rank.
 
     Raises:
         MessageError: a hello has another size; the ranks run different versions of bcp.
@@ -362,12 +351,8 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
 def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
     """Assemble the tables of all ranks.
 
-    Args:
-        plan: the survey that the messages answer.
-        messages: :meth:`EncodedTable.message` of every rank, by rank.
-
     Raises:
-        MessageError: a message does not answer the survey.
+        MessageError: a message is no :meth:`EncodedTable.message` of its rank that answers the survey.
     """
     flats = list(messages)
     stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}

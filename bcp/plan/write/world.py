@@ -140,11 +140,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
 def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:
     """Return int64[families]: numbers that differ for families whose members differ in number or item sizes.
 
-    Args:
-        itemsize: int64[n], of each member, a power of two.
-        family: int64[n], the family of each.
-        number: int64[n], number of the member in its family: 0, 1, 2 ...
-        families: how many there are.
+    The columns are int64[n], one row a member. Item sizes are powers of two; members of a family count 0, 1, 2 ...
     """
     digit = np.log2(itemsize).astype(np.int64) + 1
     out = np.zeros(families, dtype=np.int64)
