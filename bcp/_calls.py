@@ -203,9 +203,8 @@ def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) ->
     errors = [error]
 
     async def job() -> NoReturn:
-        await refuse_on_all_ranks(
-            operation, step, ranks.rank, errors.pop()
-        )  # the caller's frame keeps the call, not the error
+        # the caller's frame keeps the call, not the error
+        await refuse_on_all_ranks(operation, step, ranks.rank, errors.pop())
 
     return _Place(REFUSED, job)
 

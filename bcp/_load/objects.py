@@ -135,17 +135,14 @@ async def read_extras(
     nbytes = 0
     for kind, source in sources.items():
         key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        start, stop = _behind_units(receipts[source], kind), file.nbytes - file.data_start
+        units = unit_places(receipts[source]).values() if kind == "dataloader" else ()  # they lie in front
+        start, stop = max((stop for _, stop in units), default=0), file.nbytes - file.data_start
         item = own_item(job, f"{key} ({kind} of rank {source})", key, file, start, stop)
         await check_stored(job.backend, [item], job.options.read_bytes, 1)
         stored = await fetch(job, item)
         loaded[kind] = await in_thread(_unpacked, job, stored)
         nbytes += stored.nbytes
     return loaded, nbytes
-
-
-def _behind_units(receipt: Receipt, kind: str) -> int:
-    return max((stop for _, stop in unit_places(receipt).values()), default=0) if kind == "dataloader" else 0
 
 
 def _unpacked(job: LoadJob, stored: Stored) -> Any:

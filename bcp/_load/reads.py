@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import gather_broadcast
+from bcp._agree import gather_broadcast, no_answer
 from bcp._job import LoadJob
 from bcp._load.opening import file_of
 from bcp._load.targets import LoadRequest, both_names, some
@@ -149,7 +149,7 @@ async def plan_reads(
     layout = metadata.layout
     line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
     if isinstance(request, BcpError):
-        await gather_broadcast(agreement, "reads", rank, request, _nothing)
+        await gather_broadcast(agreement, "reads", rank, request, no_answer)
         raise request
 
     requests: list[LoadRequestColumns] = []  # on rank 0
@@ -185,10 +185,6 @@ def _agreed(data: bytes, world_size: int) -> LoadAnswer:
     if agreed.world_size != world_size:
         raise refused("LoadAnswer", data, f"it is for {agreed.world_size} ranks, the job has {world_size}", 0)
     return agreed
-
-
-async def _nothing(_: Sequence[bytes]) -> bytes:
-    return b""
 
 
 def _rows(data: bytes, names: RenamedLayout, rank: int) -> Ints:

@@ -267,10 +267,6 @@ class Opened:
     opening: Opening  # the answer to all ranks
     layout: bytes  # encoded; of the plan that rank 0 has already, empty for none
 
-    def reuse(self) -> Planned:
-        """Take the plan that every rank has already."""
-        return Planned(self, self.layout)
-
     async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
         find = partial(survey_tables, balance=self.target.options.balance, block_bytes=BLOCK_BYTES)
@@ -405,17 +401,13 @@ class Committed:
         opened = self.committing.planned.opened
         target, operation = opened.target, opened.opening.operation
         listed, unfinished = self.committing.listed, self.committing.unfinished
-
-        def stale(key: str) -> bool:
-            return _is_of_a_save(key) and operation_of(key) != operation
-
         try:
             left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
             left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
             if left and isinstance(target.backend, Sweeper):
                 await target.backend.discard(left)
-            keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
-            if keys:
+            stale = [info.key for info in listed if _is_of_a_save(info.key) and operation_of(info.key) != operation]
+            if keys := stale + outdated(listed):
                 await target.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=target.path, operation=operation, error=repr(error))

@@ -59,7 +59,7 @@ async def plan_writes(
     begun, opened = await broadcast_step(agreement, "begin", rank, hello, begin)
     opening = Opening.decode(begun, sender=0)
     if opening.cached and known is not None:
-        return held, opening, known, opened.reuse() if opened else None
+        return held, opening, known, Planned(opened, opened.layout) if opened else None
     prepared = await in_thread_gc_paused(RankTable.of, table)
     found, surveyed = await broadcast_step(
         agreement, "survey", rank, prepared.encoded.hello, opened.survey if opened else None

@@ -146,7 +146,7 @@ class MemorySample:
         Raises:
             StateChangedError: a tensor has other bytes now, or other memory; names the first few.
         """
-        now = self._pointers_now()
+        now = list(map(torch.Tensor.data_ptr, map(self._shards.tensors.__getitem__, self._rows)))
         if now != self._pointers:
             moved = [row for row, differs in zip(self._rows, map(ne, now, self._pointers), strict=True) if differs]
             raise StateChangedError(
@@ -168,9 +168,6 @@ class MemorySample:
         data = np.empty(int(self._nbytes.sum()), np.uint8)
         move(data.ctypes.data + self._begin, self._at, self._nbytes)
         return data
-
-    def _pointers_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, map(self._shards.tensors.__getitem__, self._rows)))
 
     def _names(self, rows: Sequence[int]) -> str:
         metas = list(map(self._shards.table.meta, rows[:SHOWN]))

@@ -25,7 +25,7 @@ import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
 from bcp.plan.arrow import arrow_array, numbers_of
-from bcp.plan.columns import Ints, Whole
+from bcp.plan.columns import Ints
 
 __all__ = [
     "DIGEST_BYTES",
@@ -356,12 +356,7 @@ def read_table(payload: Buffer, wanted: pa.Schema) -> tuple[pa.RecordBatch, memo
 
 def integers(table: pa.RecordBatch, column: str) -> Ints:
     """Return an :data:`INT` column as a numpy array."""
-    return np.asarray(narrow(table, column), dtype=np.int64)
-
-
-def narrow(table: pa.RecordBatch, column: str) -> Whole:
-    """Return an :data:`INT` column as the read-only numpy array that is stored: int8, int16, int32 or int64."""
-    return numbers_of(table.column(column))
+    return np.asarray(numbers_of(table.column(column)), dtype=np.int64)
 
 
 def steps(numbers: Ints) -> Ints:
@@ -374,7 +369,7 @@ def steps(numbers: Ints) -> Ints:
 
 def summed(table: pa.RecordBatch, column: str) -> Ints:
     """Return the array of which :func:`steps` made an :data:`INT` column."""
-    numbers = narrow(table, column).astype(np.int64)
+    numbers = numbers_of(table.column(column)).astype(np.int64)
     return np.cumsum(numbers, out=numbers)
 
 

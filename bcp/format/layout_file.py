@@ -147,7 +147,7 @@ def _layout(tables: Sequence[pa.RecordBatch]) -> Layout:
     return Layout(
         world_size=int(integers(world, "world_size")[0]),
         block_bytes=int(integers(world, "block_bytes")[0]),
-        tensors=_tensors(tensors),
+        tensors=TensorTable(**{name: _column(tensors, name) for name in TENSOR_COLUMNS}),
         leader=summed(tensors, "leader"),
         plane=integers(tensors, "plane"),
         piece_tensor=counted(integers(tensors, "pieces"), len(pieces), "pieces"),
@@ -177,11 +177,6 @@ def _segments(pieces: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.Rec
     begin = np.concatenate(([0], np.cumsum(number)))
     line = np.concatenate(([0], np.cumsum(length)))
     return Segments(file, integers(pieces, "pattern"), begin, line, step, integers(segments, "at"))
-
-
-def _tensors(table: pa.RecordBatch) -> TensorTable:
-    """Decode the table of tensors."""
-    return TensorTable(**{name: _column(table, name) for name in TENSOR_COLUMNS})
 
 
 def _column(table: pa.RecordBatch, name: str) -> Any:

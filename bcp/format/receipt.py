@@ -29,7 +29,7 @@ from bcp.format.container import (
     unseal,
     values,
 )
-from bcp.plan.columns import Ints
+from bcp.plan.columns import Ints, concat
 from bcp.plan.shards import KINDS
 
 __all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
@@ -119,8 +119,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
         (
             BLOCKS,
             (
-                np.concatenate([np.empty(0, dtype=np.int64), *(table.stored_length for table in blocks)]),
-                np.concatenate([np.empty(0, dtype=np.int64), *(table.raw_length for table in blocks)]),
+                concat([table.stored_length for table in blocks]),
+                concat([table.raw_length for table in blocks]),
                 [checksum for table in blocks for checksum in table.checksum],
             ),
         ),
@@ -164,11 +164,8 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
 def _files(files: pa.Table, blocks: pa.Table) -> list[FileReceipt]:
     """Put the files and their blocks together; ValueError where they do not fit."""
     owner = counted(integers(files, "blocks"), len(blocks), "blocks")
-    stored, raw, checksum = (
-        integers(blocks, "stored_length"),
-        integers(blocks, "raw_length"),
-        values(blocks, "checksum"),
-    )
+    stored, raw = integers(blocks, "stored_length"), integers(blocks, "raw_length")
+    checksum = values(blocks, "checksum")
     rows = files.to_pylist()
     if len({row["kind"] for row in rows}) != len(rows):
         raise ValueError("two files of one kind")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import numpy as np
 import numpy.ma  # np.unique would import it in the first save, where a fork may leave it half done
@@ -16,7 +15,6 @@ from bcp.plan.arrow import arrow_array, numbers_of
 __all__ = [
     "Bools",
     "Ints",
-    "Whole",
     "Words",
     "concat",
     "distinct_rows",
@@ -33,7 +31,6 @@ __all__ = [
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-Whole = npt.NDArray[np.signedinteger[Any]]
 Words = npt.NDArray[np.uint64]
 
 

@@ -25,12 +25,7 @@ __all__ = ["divide_load", "plan_load"]
 
 
 def divide_load(
-    blocks: BlockIndex,
-    messages: Sequence[bytes],
-    *,
-    read_bytes: int,
-    exchange_bytes: int,
-    speed: Floats | None = None,
+    blocks: BlockIndex, messages: Sequence[bytes], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
 ) -> SharedReads:
     """Divide the blocks that several ranks need among these ranks; runs on rank 0.
 

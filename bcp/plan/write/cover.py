@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import NoReturn
@@ -10,7 +9,6 @@ from typing import NoReturn
 import numpy as np
 
 from bcp.errors import CoverageError
-from bcp.plan.box import Box
 from bcp.plan.columns import Ints, weigh
 from bcp.plan.shards import TensorTable
 from bcp.plan.write.merge import DistinctShards, MergedTensors
@@ -136,23 +134,21 @@ def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
 
 def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard: its box, and its flat interval unless that is the whole box."""
-    box = _box(tensors, shards, shard)
-    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
+    text, numel = _box(tensors, shards, shard), int(shards.length[shards.piece[shard]].prod())
     start, stop = int(shards.start[shard]), int(shards.stop[shard])
-    return text if (start, stop) == (0, math.prod(box.lengths)) else f"{text}{{{start}:{stop}}}"
+    return text if (start, stop) == (0, numel) else f"{text}{{{start}:{stop}}}"
 
 
 def _flat(tensors: TensorTable, shards: DistinctShards, shard: int, start: int, stop: int) -> str:
     """Describe a flat interval of a shard's box."""
-    box = _box(tensors, shards, shard)
-    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
-    return f"{start} to {stop} (flat, row-major) of the block {text}"
+    return f"{start} to {stop} (flat, row-major) of the block {_box(tensors, shards, shard)}"
 
 
-def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> Box:
-    """Return a shard's box in its tensor's own number of dimensions."""
+def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
+    """Describe a shard's box in its tensor's own number of dimensions."""
     piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
-    return Box(tuple(shards.offset[piece, :ndim].tolist()), tuple(shards.length[piece, :ndim].tolist()))
+    low, length = shards.offset[piece, :ndim], shards.length[piece, :ndim]
+    return _block(zip(low.tolist(), (low + length).tolist(), strict=True))
 
 
 def _block(block: Iterable[tuple[int, int]]) -> str:

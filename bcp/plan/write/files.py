@@ -27,7 +27,6 @@ __all__ = [
     "PartInterval",
     "data_files",
     "entry",
-    "entry_name",
     "header",
 ]
 
@@ -89,30 +88,19 @@ def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes
 
 
 def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> HeaderEntry:
-    """Return the entry of the elements [start, stop) of a box of a tensor."""
-    block = _block(box, start, stop)
-    return HeaderEntry(
-        name=_name_of_entry(tensor.fqn, tensor.shape, box, block, f"{start}:{stop}"),
-        dtype=tensor.dtype,
-        shape=(stop - start,) if block is None else block.lengths,
-        nbytes=(stop - start) * tensor.itemsize,
-    )
-
-
-def entry_name(fqn: str, shape: tuple[int, ...], box: Box, start: int, stop: int) -> str:
-    """Name the elements [start, stop) of a box of a tensor of that global shape.
+    """Return the entry of the elements [start, stop) of a box of a tensor.
 
     The whole tensor is named ``fqn``. A block of it is named ``fqn[0:4,8:16]``, also if it is a flat interval of the
     box. Any other interval is named after the box and itself: ``fqn[0:4,8:16]{5:17}``.
     """
-    return _name_of_entry(fqn, shape, box, _block(box, start, stop), f"{start}:{stop}")
-
-
-def _name_of_entry(fqn: str, shape: tuple[int, ...], box: Box, block: Box | None, flat: str) -> str:
-    """Name a flat interval of a box that is ``block``, if it is one."""
-    if block == Box.whole(shape):
-        return fqn
-    return f"{fqn}{_slices(box)}{{{flat}}}" if block is None else fqn + _slices(block)
+    block = _block(box, start, stop)
+    part = f"{_slices(box)}{{{start}:{stop}}}" if block is None else _slices(block)
+    return HeaderEntry(
+        name=tensor.fqn if block == Box.whole(tensor.shape) else tensor.fqn + part,
+        dtype=tensor.dtype,
+        shape=(stop - start,) if block is None else block.lengths,
+        nbytes=(stop - start) * tensor.itemsize,
+    )
 
 
 def _block(box: Box, start: int, stop: int) -> Box | None:

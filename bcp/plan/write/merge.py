@@ -201,12 +201,6 @@ class DistinctShards:
         """The tensor of each shard, a leader: int64[s]."""
         return self.piece_tensor[self.piece]
 
-    @property
-    def line(self) -> Ints:
-        """The first element of each shard, with all pieces laid end to end: int64[s]."""
-        numel = self.length.prod(axis=1)
-        return np.asarray((np.cumsum(numel) - numel)[self.piece] + self.start, dtype=np.int64)
-
     def holders(self, shard: int) -> Ints:
         """Return the ranks that hold one shard, ascending."""
         world_size, holder = len(self.template), int(self.holder[shard])

@@ -23,15 +23,7 @@ import pyarrow as pa
 import xxhash
 
 from bcp._messages.base import refused
-from bcp._messages.planning import (
-    DIGEST_BYTES,
-    CatalogueColumns,
-    Share,
-    SlotColumns,
-    SurveyAnswer,
-    Table,
-    numbers,
-)
+from bcp._messages.planning import DIGEST_BYTES, CatalogueColumns, Share, SlotColumns, SurveyAnswer, Table, numbers
 from bcp.errors import MessageError
 from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.plan.columns import Ints, concat, distinct_rows
@@ -129,15 +121,13 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 def encode_shares(division: WriteDivision) -> list[bytes]:
     """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
-    owned, units = ({rank: _packed(rows) for rank, rows in of.items()} for of in (division.owned, division.units))
+    owned, units = (
+        {rank: rows.astype("<i8").tobytes() for rank, rows in of.items()} for of in (division.owned, division.units)
+    )
     return [
         Share(owned.get(rank, b""), units.get(rank, b""), rows[begin:end]).encode()
         for rank, (begin, end) in enumerate(pairwise(ends))
     ]
-
-
-def _packed(column: Ints) -> bytes:
-    return column.astype("<i8").tobytes()
 
 
 def decode_share(data: bytes) -> RankShare:
@@ -321,11 +311,8 @@ class Survey:
     def decode(cls, data: bytes) -> Survey:
         """Undo :meth:`encode`; the rest is empty. Raises MessageError."""
         answer, none = SurveyAnswer.decode(data, sender=0), np.empty(0, dtype=np.int64)
-        catalogue_leaders, slots_leaders = (
-            numbers(answer.catalogue_leaders, "<i4"),
-            numbers(answer.slots_leaders, "<i4"),
-        )
-        return cls(answer.key, catalogue_leaders, slots_leaders, none, none, none, none)
+        catalogue, slots = (numbers(column, "<i4") for column in (answer.catalogue_leaders, answer.slots_leaders))
+        return cls(answer.key, catalogue, slots, none, none, none, none)
 
 
 def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
