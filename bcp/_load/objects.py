@@ -38,11 +38,7 @@ def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> s
 
 
 async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
-    """Find the tensors that this rank wants, and read all values that are no tensors.
-
-    Raises:
-        BcpError: the checkpoint cannot be loaded into the target.
-    """
+    """Find the tensors that this rank wants, and read all values that are no tensors. Raises BcpError."""
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
     wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()

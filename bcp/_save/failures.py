@@ -73,13 +73,10 @@ class CleanUp:
 
     So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
     up for all until it writes the metadata. The next save to the path sweeps the files that are left then.
-
-    Attributes:
-        committing: the metadata has been written, or may have been; false again if another job's was there first.
     """
 
     def __init__(self, rank: int) -> None:
-        self.committing = False
+        self.committing = False  # the metadata may have been written; false again if another job's was there first
         self._rank = rank
         self._keys: list[str] = []
         self._operation = ""

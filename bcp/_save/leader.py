@@ -301,9 +301,8 @@ class Planned:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
-        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. All ranks
-        have written their files by then. So an upload of this save that is still open is one that nobody knows of: the
-        answer to its beginning was lost.
+        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. An upload of
+        this save that is still open is one that nobody knows of: the answer to its beginning was lost.
 
         Raises:
             ExistsError: another job has committed here since the save began.

@@ -278,24 +278,17 @@ class Snapshot:
     stock is taken: parameters and optimizer states change in the optimizer's step only, so the next step is held back
     until they are copied. All else is copied before: buffers, which a forward pass may write to, parameters that none
     of the optimizers steps (frozen ones too: a codebook may learn in the forward pass), learning rates, and values.
-
-    Attributes:
-        seconds: from the call until the caller could go on.
-        budget: the staging memory.
-        devices: those that hold any of the tensors.
-        fence: the work that copies from them wait for: the caller's queued work, and that of the collection itself.
-        pinned_nbytes: the most bytes of pinned memory that this process had meanwhile.
     """
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
         self._hold: StepHold | None = None
         self._check: Callable[[], None] = _nothing
-        self.seconds = 0.0
-        self.budget = Budget(1)
-        self.devices: Sequence[int] = ()
-        self.fence: Fence = {}
-        self.pinned_nbytes = 0
+        self.seconds = 0.0  # from the call until the caller could go on
+        self.budget = Budget(1)  # the staging memory
+        self.devices: Sequence[int] = ()  # those that hold any of the tensors
+        self.fence: Fence = {}  # what copies wait for: the caller's queued work, and that of the collection itself
+        self.pinned_nbytes = 0  # the most bytes of pinned memory that this process had meanwhile
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,6 @@
 """The layout as bytes: the part of ``metadata.arrow`` that stays the same between saves.
 
-Columns that follow from others are not stored: which tensor a piece belongs to follows from the counts, where a segment
-begins on the line of all pieces from the lengths before it. Others are stored as differences, because these compress.
+Columns that follow from others are not stored. Some are stored as differences, because these compress.
 ``docs/format.md`` specifies every column.
 """
 

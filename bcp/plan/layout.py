@@ -95,11 +95,7 @@ def find_all(layout: Layout, wanted: TensorTable) -> Ints:
 
 
 def resolve(layout: Layout, row: int) -> int:
-    """Return the row of the tensor that is stored for this one: its own, or that of the one it is tied to.
-
-    Raises:
-        CorruptError: it is tied to a name that the checkpoint does not have.
-    """
+    """Return the row of the tensor that is stored for this one: its own, or that of its tie. Raises CorruptError."""
     tied_to = layout.tensors.tied_to[row]
     if not tied_to:
         return row

@@ -36,11 +36,7 @@ def unit_path(name: str, unit: str = "") -> str:
 
 
 def encode_claims(claims: Sequence[Claim]) -> str:
-    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts.
-
-    Raises:
-        StateError: a name is no Unicode.
-    """
+    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts. Raises StateError."""
     try:
         return msgspec.json.encode(claims, enc_hook=plain).decode() if claims else ""
     except UnicodeEncodeError as error:
@@ -48,11 +44,7 @@ def encode_claims(claims: Sequence[Claim]) -> str:
 
 
 def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
-    """Undo :func:`encode_claims`.
-
-    Raises:
-        MessageError: these are no claims.
-    """
+    """Undo :func:`encode_claims`. Raises MessageError."""
     try:
         return msgspec.json.decode(text, type=list[Claim]) if text else []
     except (*DECODE_ERRORS, UnicodeEncodeError) as error:
@@ -67,9 +59,7 @@ def encode_shared(digests: Mapping[str, str]) -> bytes:
 def check_shared(messages: Sequence[bytes]) -> None:
     """Check that the ranks' shared parts are equal; ``messages``: :func:`encode_shared` of every rank.
 
-    Raises:
-        StateError: two ranks have different ones; the message names them.
-        MessageError: one of them cannot be decoded.
+    Raises StateError, which names two ranks that differ, or MessageError.
     """
     if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
         return

@@ -88,11 +88,7 @@ class BlockIndex:
         return BlockRuns(len(runs), packed).encode()
 
     def decode(self, data: bytes, sender: int | None = None) -> Ints:
-        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`.
-
-        Raises:
-            MessageError: these are no runs.
-        """
+        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`. Raises MessageError."""
         message = BlockRuns.decode(data, sender)
         nbytes = 2 * min(message.count, int(self.base[-1])) * self.word.itemsize  # no more is allocated
         try:

@@ -1,8 +1,7 @@
 """Divide the writing of a save: the writer and the place of every byte (paper sec. 3.3, 4.1). Pure.
 
-Rank 0 calls :func:`divide_writes`. It writes every replicated element once, and about equally many bytes on every rank:
-:func:`split` cuts replicated shards, and :func:`worst_fit` gives whole ones away. Each rank receives a
-:class:`RankShare`, and :func:`expand` turns it into :class:`Writes` in terms of the rank's own table.
+Rank 0 calls :func:`divide_writes`. Each rank receives a :class:`RankShare`, and :func:`expand` turns it into
+:class:`Writes` in terms of the rank's own table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Messages of planning a save: rank 0 learns all ranks' tables in few bytes.
 
 Each rank first sends 64 bytes of digests, which tell the ranks with equal tables. One rank for each distinct catalogue
-and for each distinct slots then sends these. Each rank sends its own flat intervals, 20 bytes each, and its units of
-sharded states. For 405B parameters on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
-Rank 0 answers each rank with its share of the writing.
+and for each distinct slots then sends these: for 405B parameters on 8,960 ranks, 16 catalogues and 24 times slots
+instead of 8,960 tables. Each rank sends its flat intervals and its units. Rank 0 answers with shares of the writing.
 
 Tables with names are Arrow IPC inside of a message, all other columns are plain little-endian integers; there is no
 pickle. No message is trusted to be well-formed: it comes from another process.
@@ -88,11 +87,7 @@ def encode_slots(slots: Slots) -> bytes:
 
 
 def decode_slots(data: bytes, sender: int | None = None) -> Slots:
-    """Decode the slots of :func:`encode_slots`, of the rank ``sender``.
-
-    Raises:
-        MessageError: these are not the bytes of slots.
-    """
+    """Decode the slots of :func:`encode_slots`, of the rank ``sender``. Raises MessageError."""
     columns = SlotColumns.decode(data, sender)
     family = numbers(columns.family)
     offset, length = (numbers(each).reshape(len(family), columns.width) for each in (columns.offset, columns.length))
@@ -108,11 +103,7 @@ def encode_flat(flat: Ints) -> bytes:
 
 
 def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
-    """Decode intervals of :func:`encode_flat`, of one rank or of several joined: slots, starts, stops.
-
-    Raises:
-        MessageError: these are not whole intervals.
-    """
+    """Decode :func:`encode_flat` of one rank or of several joined: slots, starts, stops. Raises MessageError."""
     rows = _records(data, FLAT, "of flat intervals")
     slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
     return slot, start, stop
@@ -131,11 +122,7 @@ def encode_shares(division: WriteDivision) -> list[bytes]:
 
 
 def decode_share(data: bytes) -> RankShare:
-    """Decode one answer of :func:`encode_shares`.
-
-    Raises:
-        MessageError: these are not whole rows.
-    """
+    """Decode one answer of :func:`encode_shares`. Raises MessageError."""
     share = Share.decode(data, sender=0)
     owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
     return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
@@ -150,8 +137,7 @@ def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = 
 def digest(table: ShardTable) -> bytes:
     """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
-    The digest does not depend on machine, process and library versions, so ranks can compare theirs. It is computed
-    once for a table.
+    They do not depend on machine, process and library versions. They are computed once for a table.
     """
     if (known := _digests.get(table)) is None:
         known = _digests[table] = _digest(table)
