@@ -52,7 +52,6 @@ __all__ = [
     "exchange",
     "exchange_devices",
     "key_of",
-    "packed_rate",
     "plan_reads",
     "read_items",
     "speeds",
@@ -66,13 +65,8 @@ _SLOW = 0.4  # of that rate; faster ranks count as equals, since a measurement o
 _LEAST = 1e-3
 
 
-def packed_rate(rate: float) -> bytes:
-    """Return a rank's message about its bandwidth."""
-    return Rate(rate).encode()
-
-
 def speeds(told: Sequence[bytes]) -> Floats | None:
-    """Return the relative speed of each rank, 1 for most; None if no rank is slow. Takes :func:`packed_rate` of all."""
+    """Return the relative speed of each rank, 1 for most; None if no rank is slow. Takes the :class:`Rate` of all."""
     rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host
         return None
@@ -172,7 +166,7 @@ async def plan_reads(
     shared = await in_thread_gc_paused(SharedReads.decode, agreed.runs, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
-        rate = packed_rate(await agreement.bandwidth())
+        rate = Rate(await agreement.bandwidth()).encode()
         if table := await gather_broadcast(agreement, "speeds", rank, rate, answer_again):
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)

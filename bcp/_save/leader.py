@@ -62,7 +62,6 @@ __all__ = [
     "scatter_step",
 ]
 
-
 _FILE = struct.Struct("<BQ")  # code of the kind, bytes as stored
 _SHOWN = 3
 
@@ -165,7 +164,6 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 
 
 BLOCK_BYTES = 1 << 20
-
 
 _layouts: LruCache[bytes, bytes] = LruCache(16)
 Step = TypeVar("Step")

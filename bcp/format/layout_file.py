@@ -22,7 +22,6 @@ from bcp.format.container import (
     Buffer,
     check_counts,
     counted,
-    digest,
     encode_tables,
     grid,
     integers,
@@ -33,10 +32,11 @@ from bcp.format.container import (
     translated,
     values,
 )
+from bcp.plan.columns import begins
 from bcp.plan.layout import LARGEST, Layout, check_layout, check_segments
 from bcp.plan.shards import TENSOR_COLUMNS, Segments, TensorTable
 
-__all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout", "layout_digest"]
+__all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout"]
 
 TEXT = pa.string()
 WORLD = schema("layout", world_size=INT, block_bytes=INT)
@@ -97,11 +97,6 @@ def decode_layout(data: Buffer, where: str = "layout") -> Layout:
             if isinstance(found, np.ndarray):
                 found.flags.writeable = False
     return layout
-
-
-def layout_digest(data: Buffer) -> bytes:
-    """Return the xxh3-128 of an encoded layout: two saves with equal digests have the same layout."""
-    return digest(data)
 
 
 def _columns(layout: Layout) -> tuple[tuple[Any, ...], ...]:
@@ -173,9 +168,8 @@ def _segments(pieces: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.Rec
     file, step = summed(pieces, "file"), integers(segments, "file")
     if max(int(np.abs(file).max(initial=0)), int(np.abs(step).max(initial=0))) >= LARGEST:
         raise ValueError("segments in impossible files")
-    begin = np.concatenate(([0], np.cumsum(number)))
-    line = np.concatenate(([0], np.cumsum(length)))
-    return Segments(file, integers(pieces, "pattern"), begin, line, step, integers(segments, "at"))
+    pattern, at = integers(pieces, "pattern"), integers(segments, "at")
+    return Segments(file, pattern, begins(number), begins(length), step, at)
 
 
 def _column(table: pa.RecordBatch, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The checkpoint's table of contents: encode, decode, look up; and the names of its files.
+"""The checkpoint's table of contents: encode and decode; and the names of its files.
 
 ``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
 (where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
@@ -18,6 +18,7 @@ from bcp.errors import CorruptError, InputError
 from bcp.format.container import (
     DIGEST_BYTES,
     Buffer,
+    digest,
     encode_table,
     fixed_bytes,
     read_table,
@@ -26,8 +27,8 @@ from bcp.format.container import (
     translated,
     unseal,
 )
-from bcp.format.layout_file import decode_layout, encode_layout, layout_digest
-from bcp.plan.layout import Layout, check_block_bytes, find, names, resolve
+from bcp.format.layout_file import decode_layout, encode_layout
+from bcp.plan.layout import Layout, check_block_bytes
 from bcp.plan.shards import KINDS
 from bcp.runtime.cache import LruCache
 
@@ -41,12 +42,8 @@ __all__ = [
     "decode_metadata",
     "encode_layout",
     "encode_metadata",
-    "find",
-    "layout_digest",
-    "names",
     "operation_of",
     "receipt_key",
-    "resolve",
 ]
 
 METADATA_KEY = "metadata.arrow"
@@ -169,7 +166,7 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
 
 def _decoded(layout_bytes: Buffer, where: str) -> Layout:
     """Decode a layout, or find it among the last ones: a checkpoint of the same layout was read before."""
-    key = layout_digest(layout_bytes)
+    key = digest(layout_bytes)
     layout = _layouts.get(key)
     if layout is None:
         layout = decode_layout(layout_bytes, where)

@@ -6,7 +6,6 @@ Together they are a chain of trust from the metadata to every stored byte. See `
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,13 +27,13 @@ from bcp.format.container import (
     unseal,
     values,
 )
+from bcp.format.metadata import OPERATION
 from bcp.plan.columns import Ints, concat
 from bcp.plan.shards import KINDS
 
 __all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
 
 MAGIC = b"BCPRCPT"
-OPERATION = re.compile(r"[0-9a-f]{16}")
 
 INT, TEXT = pa.int64(), pa.string()
 RECEIPT = schema("receipt", rank=INT, operation=TEXT)

@@ -16,6 +16,7 @@ __all__ = [
     "Bools",
     "Ints",
     "Words",
+    "begins",
     "concat",
     "distinct_rows",
     "grouped",
@@ -60,6 +61,11 @@ def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
         out[at : at + len(each), : each.shape[1]] = each
         at += len(each)
     return out
+
+
+def begins(size: Ints) -> Ints:
+    """Return the begin of each row of these sizes, one behind the other, and the end of the last one."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size)))
 
 
 def spread(count: Ints) -> tuple[Ints, Ints]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.errors import CorruptError
-from bcp.plan.columns import Ints
+from bcp.plan.columns import Ints, begins
 from bcp.plan.shards import KINDS, Segments, TensorTable
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "check_segments",
     "find",
     "find_all",
-    "names",
     "resolve",
     "resolve_all",
     "rows_of",
@@ -115,12 +114,6 @@ def resolve_all(layout: Layout, rows: Ints) -> Ints:
     return np.array(
         [resolve(layout, row) if row >= 0 and tied_to[row] else row for row in rows.tolist()], dtype=np.int64
     )
-
-
-def names(layout: Layout, kind: str) -> Sequence[str]:
-    """Return the names of all tensors of one kind, sorted; tied ones included."""
-    first, stop = rows_of(layout.tensors.kind, KINDS.index(kind))
-    return layout.tensors.fqn[first:stop]
 
 
 LARGEST = 1 << 62
@@ -276,7 +269,7 @@ def _check_pieces(layout: Layout, volume: Ints) -> Ints:
     outside = (layout.offset < 0) | (layout.length < 1) | (layout.offset > shape.take(owner, axis=0) - layout.length)
     _refuse(outside, "piece outside its tensor")
     pieces = _volumes(layout.length)
-    line = np.concatenate(([0], np.cumsum(pieces)))
+    line = begins(pieces)
     total = np.diff(line[np.searchsorted(owner, np.arange(len(volume) + 1))])
     _refuse(total != volume, "tensor whose pieces do not add up to it")
     return pieces

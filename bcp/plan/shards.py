@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints, concat, distinct_rows, matrix, mix, padded, runs
+from bcp.plan.columns import Ints, begins, concat, distinct_rows, matrix, mix, padded, runs
 
 __all__ = ["KINDS", "OPAQUE_KINDS", "TENSOR_COLUMNS", "Segments", "ShardRow", "ShardTable", "TensorMeta", "TensorTable"]
 
@@ -46,10 +46,9 @@ class Segments:
         ``number``, int64[p], is how many segments each piece consists of, at least one. The others are int64[n], of
         each segment; those of a piece tile it, in row-major order.
         """
-        begin = np.concatenate(([0], np.cumsum(number)))
+        begin = begins(number)
         first = file[begin[:-1]]
-        line = np.concatenate(([0], np.cumsum(length)))
-        return cls(first, np.arange(len(number)), begin, line, file - np.repeat(first, number), at)
+        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), at)
 
     @property
     def length(self) -> Ints:
@@ -85,14 +84,8 @@ class Segments:
             if all(np.array_equal(column[same], column[mine]) for column in columns):
                 break
         kept = runs(self.begin[of], number[of])
-        return Segments(
-            self.file,
-            code,
-            np.concatenate(([0], np.cumsum(number[of]))),
-            np.concatenate(([0], np.cumsum(length[kept]))),
-            self.step[kept],
-            self.at[kept],
-        )
+        begin, line = begins(number[of]), begins(length[kept])
+        return Segments(self.file, code, begin, line, self.step[kept], self.at[kept])
 
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")

@@ -24,20 +24,10 @@ from bcp._messages.base import refused
 from bcp._messages.planning import BlockRuns, SharedRuns
 from bcp.errors import MessageError
 from bcp.plan.box import sweep_intervals
-from bcp.plan.columns import Ints, mix, spread
+from bcp.plan.columns import Ints, begins, mix, spread
 from bcp.plan.layout import Layout
 
-__all__ = [
-    "VERSIONS",
-    "BlockIndex",
-    "Floats",
-    "RankSets",
-    "SharedReads",
-    "WantedBlocks",
-    "begins",
-    "fill",
-    "share_reads",
-]
+__all__ = ["VERSIONS", "BlockIndex", "Floats", "RankSets", "SharedReads", "WantedBlocks", "fill", "share_reads"]
 
 VERSIONS = "run the same version of bcp on every rank"
 
@@ -58,7 +48,7 @@ class BlockIndex:
     def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockIndex:
         """Put the files of a layout on a line; ``block_bytes``: bytes of a block, if not those of the layout."""
         block = block_bytes or layout.block_bytes
-        base = np.concatenate(([0], np.cumsum(-(-layout.file_nbytes // block))))
+        base = begins(-(-layout.file_nbytes // block))
         kinds = base[np.flatnonzero(np.diff(layout.file_kind)) + 1]
         return cls(block, base, layout.file_nbytes, kinds)
 
@@ -118,11 +108,6 @@ Floats = npt.NDArray[np.float64]
 SWEEPS = 3
 """A set that went early knew nothing of the later ones, so each is poured again. With 1,024 random triples of 512 ranks
 the busiest has 1.47 times the mean after one sweep, 1.13 after two, 1.05 after three, and 1.03 after ten."""
-
-
-def begins(size: Ints) -> Ints:
-    """Return the begin of each row of these sizes, one behind the other, and the end of the last one."""
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.columns import Ints, grouped, runs, within
+from bcp.plan.columns import Ints, begins, grouped, runs, within
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.plan.units import claimed_paths, divide_units
@@ -168,7 +168,7 @@ def _cut_lines(
         scale: int64[g], bytes that a rank writes in all; the limits of small shards and moves depend on it.
     """
     size = weight[members]
-    edge = np.concatenate([[0], np.cumsum((shards.stop - shards.start)[members] * size)])
+    edge = begins((shards.stop - shards.start)[members] * size)
     ends = np.cumsum(count)
     base = edge[ends - count]
     wanted = (base[:, None] + np.cumsum(quota, axis=1)[:, :-1]).ravel()
@@ -363,7 +363,7 @@ def _rows(
     rows = np.empty(len(slot), dtype=SHARE)
     for name, column in (("slot", slot), ("member", member), ("start", cuts.start), ("stop", cuts.stop)):
         rows[name] = column[files.order]
-    return rows, np.concatenate(([0], np.cumsum(np.bincount(cuts.rank, minlength=world_size))))
+    return rows, begins(np.bincount(cuts.rank, minlength=world_size))
 
 
 def _owners(world: AllTables) -> dict[tuple[str, str], int]:

@@ -19,16 +19,7 @@ from bcp.plan.columns import Ints
 from bcp.plan.shards import KINDS, ShardTable, TensorMeta
 from bcp.plan.write.divide import Writes
 
-__all__ = [
-    "DTYPE_CODES",
-    "DataFile",
-    "HeaderEntry",
-    "Part",
-    "PartInterval",
-    "data_files",
-    "entry",
-    "header",
-]
+__all__ = ["DTYPE_CODES", "DataFile", "HeaderEntry", "Part", "PartInterval", "data_files", "entry", "header"]
 
 ALIGNMENT = 4096
 """Bytes; the data section starts at a multiple of it, so that blocks of it can be written with O_DIRECT."""

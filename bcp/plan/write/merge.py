@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.errors import StateError
-from bcp.plan.columns import Ints, concat, distinct_rows, grouped, padded, runs
+from bcp.plan.columns import Ints, begins, concat, distinct_rows, grouped, padded, runs
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.plan.write.world import AllTables, Catalogue
 
@@ -82,8 +82,7 @@ def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], In
 
 def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> MergedTensors:
     """Find the families that are one in every catalogue."""
-    counts = [int(each.family.max(initial=-1)) + 1 for each in catalogues]
-    base = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    base = begins(np.array([int(each.family.max(initial=-1)) + 1 for each in catalogues], dtype=np.int64))
     family = concat([each.family + first for each, first in zip(catalogues, base, strict=False)])
     order = np.argsort(family, kind="stable")
     begin = np.searchsorted(family[order], np.arange(base[-1] + 1))
@@ -283,12 +282,10 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
     """Write all slots in terms of the merged tensors."""
     slots, width = world.template_slots, merged.tensors.shape.shape[1]
     sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
-    template = np.repeat(np.arange(len(slots)), sizes)
-    base = np.concatenate(([0], np.cumsum(sizes)))
+    template, base = np.repeat(np.arange(len(slots)), sizes), begins(sizes)
     families = [each.family + merged.family_base[of] for each, of in zip(slots, world.template_catalogue, strict=True)]
     family = concat(families)
     rows = np.where(merged.split[family], merged.family_size[family], 1)
-    begin = np.concatenate(([0], np.cumsum(rows)))
     of = np.repeat(np.arange(len(family)), rows)
     number = runs(np.zeros_like(rows), rows)
     family = family[of]
@@ -300,7 +297,7 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
         offset=padded([each.offset for each in slots], width, 0)[of],
         length=padded([each.length for each in slots], width, 1)[of],
         regular=concat([each.regular for each in slots])[of],
-        begin=begin,
+        begin=begins(rows),
         base=base,
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp._messages.planning import Claim
-from bcp.plan.columns import Ints, runs
+from bcp.plan.columns import Ints, begins, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
 
 __all__ = ["MOST_MEMBERS", "AllTables", "Catalogue", "FactoredTable", "Slots", "factor", "signature"]
@@ -132,7 +132,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
     slot_family = np.repeat(np.arange(len(leader)), count)
     which = runs(np.zeros_like(count), count)
     size = size[slot_family]
-    row_begin = np.concatenate(([0], np.cumsum(size)))
+    row_begin = begins(size)
     tensor = member[runs(member_begin[slot_family], size)]
     return slot_family, row_begin, row[begin[tensor] + np.repeat(which, size)]
 
