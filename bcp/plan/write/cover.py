@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import NoReturn
@@ -134,7 +135,7 @@ def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
 
 def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard: its box, and its flat interval unless that is the whole box."""
-    text, numel = _box(tensors, shards, shard), int(shards.length[shards.piece[shard]].prod())
+    text, numel = _box(tensors, shards, shard), math.prod(shards.length[shards.piece[shard]].tolist())
     start, stop = int(shards.start[shard]), int(shards.stop[shard])
     return text if (start, stop) == (0, numel) else f"{text}{{{start}:{stop}}}"
 
@@ -147,8 +148,8 @@ def _flat(tensors: TensorTable, shards: DistinctShards, shard: int, start: int, 
 def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard's box in its tensor's own number of dimensions."""
     piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
-    low, length = shards.offset[piece, :ndim], shards.length[piece, :ndim]
-    return _block(zip(low.tolist(), (low + length).tolist(), strict=True))
+    low, length = shards.offset[piece, :ndim].tolist(), shards.length[piece, :ndim].tolist()
+    return _block((first, first + n) for first, n in zip(low, length, strict=True))
 
 
 def _block(block: Iterable[tuple[int, int]]) -> str:

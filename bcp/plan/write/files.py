@@ -134,7 +134,7 @@ class Part:
     """A byte range of one data file: one item of the save pipeline."""
 
     kind: str  # one of :data:`~bcp.plan.shards.KINDS`
-    index: int  # 0, 1, 2 ... in file order.
+    index: int  # 0, 1, 2 ... in file order
     start: int  # first byte in the file; 0 for part 0, which begins with the file's header
     stop: int  # one past the last
     # the intervals that fill it, in order and without holes; after the header in part 0

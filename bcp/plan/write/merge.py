@@ -31,7 +31,7 @@ class MergedTensors:
 
     tensors: TensorTable  # sorted by (code of the kind, FQN)
     leader: Ints  # int64[n], the tensor whose shards this one shares; itself, if it shares none
-    number: Ints  # int64[n], which member of its leader's family it is, 0, 1, 2 ..
+    number: Ints  # int64[n], which member of its leader's family it is, 0, 1, 2 ...
     weight: Ints  # int64[n], bytes of one element of all the tensors that this one leads
     family_base: Ints  # int64[c + 1]
     family_begin: Ints  # int64[f]
