@@ -23,6 +23,7 @@ __all__ = [
     "collective_operation",
     "gather_broadcast",
     "gather_scatter",
+    "no_answer",
     "refuse_on_all_ranks",
     "unwrap_stage_errors",
 ]
@@ -67,7 +68,7 @@ async def refuse_on_all_ranks(
     """
     try:
         async with collective_operation(operation) as agreement:
-            await gather_broadcast(agreement, step, rank, error, _nothing)
+            await gather_broadcast(agreement, step, rank, error, no_answer)
     except Exception as outcome:  # noqa: BLE001 -- this rank's own error comes first
         if outcome is not error:
             error.add_note(f"meanwhile, the operation had ended: {outcome}")
@@ -77,7 +78,8 @@ async def refuse_on_all_ranks(
         del error  # its traceback leads here
 
 
-async def _nothing(_: Sequence[bytes]) -> bytes:
+async def no_answer(_: Sequence[bytes]) -> bytes:
+    """Answer nothing: all ranks have asked, and need to know no more."""
     return b""
 
 

@@ -47,44 +47,29 @@ class LoadCall(Generic[T]):
     """A load on one rank, which has its place among the operations of all ranks.
 
     A call whose arguments were refused has its place, too: it tells the other ranks, and raises the error.
-
-    Attributes:
-        what: names the call in messages.
-        run: does the work.
     """
 
-    what: str
+    what: str  # names the call in messages
     run: Callable[[], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCall(Generic[T]):
-    """A save on one rank; otherwise as :class:`LoadCall`.
+    """A save on one rank; otherwise as :class:`LoadCall`."""
 
-    Attributes:
-        what: names the call in messages.
-        run: does the work. Its argument is called once training may go on; None: the caller waits for the end.
-    """
-
-    what: str
+    what: str  # names the call in messages
+    # does the work. Its argument is called once training may go on; None: the caller waits for the end.
     run: Callable[[OnSnapshot | None], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked(Generic[J]):
-    """A call whose arguments are right.
+    """A call whose arguments are right."""
 
-    Attributes:
-        name: names the call in messages.
-        does: the words that all ranks have to agree on.
-        timeout: seconds that a rank may be silent.
-        job: makes the job, given the rank's place.
-    """
-
-    name: str
-    does: str
-    timeout: float
-    job: Callable[[Operation], J]
+    name: str  # names the call in messages
+    does: str  # the words that all ranks have to agree on
+    timeout: float  # seconds that a rank may be silent
+    job: Callable[[Operation], J]  # makes the job, given the rank's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +184,7 @@ async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:
 
 
 def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked[J]]) -> _Place[J]:
-    """Take this rank's place in the next operation, whether or not its arguments are right.
-
-    Args:
-        ranks: the ranks that take part.
-        step: name of the operation's first step, in which errors are told.
-        options: as the caller passed them.
-        check: checks the arguments.
-
-    """
+    """Take this rank's place in the next operation; its first ``step`` tells the error of a refused ``check``."""
     try:
         checked = check()
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
@@ -226,9 +203,8 @@ def _refused(ranks: Coordinator, step: str, timeout: float, error: Exception) ->
     errors = [error]
 
     async def job() -> NoReturn:
-        await refuse_on_all_ranks(
-            operation, step, ranks.rank, errors.pop()
-        )  # the caller's frame keeps the call, not the error
+        # the caller's frame keeps the call, not the error
+        await refuse_on_all_ranks(operation, step, ranks.rank, errors.pop())
 
     return _Place(REFUSED, job)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import capture_error, collective_operation, gather_broadcast, unwrap_stage_errors
+from bcp._agree import capture_error, collective_operation, gather_broadcast, no_answer, unwrap_stage_errors
 from bcp._job import LoadJob, SaveJob
 from bcp._record import recorded
 from bcp.errors import InputError
@@ -91,10 +91,8 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
             snapshot.taken,
             copies_first=job.returns_after_snapshot and budget.capacity >= nbytes,
         )
-        graph = _edited(
-            save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers),
-            options.edit,
-        )
+        graph = save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers)
+        graph = _edited(graph, options.edit)
         if not changing:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
@@ -131,9 +129,7 @@ async def aload(job: LoadJob) -> LoadReport:
                 metadata = await loading.open_checkpoint(agreement, job)
             async with loading.say_if_replaced(job.backend, metadata, job.path):
                 with job.watch.phase("plan"):
-                    asking = capture_error(
-                        loading.ask(job, metadata)
-                    )  # here, an error's traceback would lead back to it
+                    asking = capture_error(loading.ask(job, metadata))  # awaited here, an error would lead back to it
                     wanted, reading = await loading.plan_reads(
                         agreement, job.rank, await asking, metadata, job.options, world_size=job.world_size
                     )
@@ -171,7 +167,7 @@ async def _read(
         graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
         await in_thread(loading.put_shared, job, wanted.shared)
-        await gather_broadcast(agreement, "done", job.rank, b"", loading.everyone_is_done)
+        await gather_broadcast(agreement, "done", job.rank, b"", no_answer)  # paper sec. 3.3, step 6
     return context
 
 

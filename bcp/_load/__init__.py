@@ -4,7 +4,7 @@ from bcp._load.objects import ask, needed_receipts, put_values
 from bcp._load.opening import check_stored, fetch_receipts, open_checkpoint, say_if_replaced
 from bcp._load.overlaps import put_shared
 from bcp._load.reads import LoadPlan, budget_of, contents, exchange, exchange_devices, plan_reads, read_items
-from bcp._load.report import everyone_is_done, lay_out, load_context, report, say_if_half_loaded
+from bcp._load.report import lay_out, load_context, report, say_if_half_loaded
 from bcp._load.targets import LoadRequest
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "budget_of",
     "check_stored",
     "contents",
-    "everyone_is_done",
     "exchange",
     "exchange_devices",
     "fetch_receipts",

@@ -1,7 +1,4 @@
-"""The opaque objects of one rank: read, unpacked and compared with the target before any tensor is touched.
-
-Values of leaves that are no tensors, and the opaque objects of one rank.
-"""
+"""Values and opaque objects of one rank: read, unpacked and compared with the target before any tensor is touched."""
 
 from __future__ import annotations
 
@@ -41,12 +38,7 @@ def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> s
 
 
 async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
-    """Find the tensors that this rank wants, and read all values that are no tensors.
-
-    Raises:
-        BcpError: the checkpoint cannot be loaded into the target.
-
-    """
+    """Find the tensors that this rank wants, and read all values that are no tensors. Raises BcpError."""
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
     wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()
@@ -134,27 +126,19 @@ def extra_sources(layout: Layout, opaque: Iterable[str], rank: int) -> dict[str,
 async def read_extras(
     job: LoadJob, metadata: Metadata, receipts: Mapping[int, Receipt], sources: Mapping[str, int]
 ) -> tuple[dict[str, Any], int]:
-    """Read and unpack the opaque objects of this rank.
-
-    Returns:
-        The objects by kind, and the number of bytes read.
-
-    """
+    """Read and unpack the opaque objects of this rank; return them by kind, and the number of bytes read."""
     loaded: dict[str, Any] = {}
     nbytes = 0
     for kind, source in sources.items():
         key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        start, stop = _behind_units(receipts[source], kind), file.nbytes - file.data_start
+        units = unit_places(receipts[source]).values() if kind == "dataloader" else ()  # they lie in front
+        start, stop = max((stop for _, stop in units), default=0), file.nbytes - file.data_start
         item = own_item(job, f"{key} ({kind} of rank {source})", key, file, start, stop)
         await check_stored(job.backend, [item], job.options.read_bytes, 1)
         stored = await fetch(job, item)
         loaded[kind] = await in_thread(_unpacked, job, stored)
         nbytes += stored.nbytes
     return loaded, nbytes
-
-
-def _behind_units(receipt: Receipt, kind: str) -> int:
-    return max((stop for _, stop in unit_places(receipt).values()), default=0) if kind == "dataloader" else 0
 
 
 def _unpacked(job: LoadJob, stored: Stored) -> Any:
@@ -167,14 +151,8 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
 
     Keys that only the checkpoint has are loaded into the mapping: an empty one asks for all of them.
 
-    Args:
-        job: the load.
-        opaque: the target's opaque states, by kind.
-        loaded: the checkpoint's, by kind.
-
     Raises:
         FqnMismatchError: there are such keys, and the load is strict.
-
     """
     missing = tuple(
         f"{kind}: {key}"

@@ -48,7 +48,6 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileR
 
     Raises:
         CorruptError: the receipt lacks the file, or describes it in another way than the metadata.
-
     """
     commit = metadata.commit
     key = data_key(kind, receipt.rank, commit.operation, encoded=bool(commit.codecs))
@@ -146,7 +145,6 @@ async def check_stored(backend: Backend, items: Iterable[ReadItem], most: int, w
 
     Raises:
         CorruptError: the file is shorter than its receipt says; no memory was taken for it.
-
     """
 
     async def look(item: ReadItem) -> None:

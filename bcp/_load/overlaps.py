@@ -30,16 +30,9 @@ __all__ = ["OverlappingTargets", "put_shared", "relocated", "without_overlaps"]
 def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[LocalShards, Ints]:
     """Cut shards of tensors that are put together of blocks where the blocks meet.
 
-    Args:
-        shards: the targets of this rank.
-        source: int64[n], row in ``names.saved.tensors`` of each of their tensors; -1 where there is none.
-        names: the checkpoint, as the target calls it.
-
-    Returns:
-        The shards, and int64[m]: the row in the checkpoint's layout of each tensor, or -1. One tensor is appended for
-        each pair of an assembled tensor and a tensor of the checkpoint. It has the name of the first and the shape of
-        the second.
-
+    ``source``, int64[n], has each tensor's row in ``names.saved.tensors``, or -1. Returns the shards, and int64[m],
+    the row in the checkpoint's layout of each tensor, or -1. One tensor is appended for each pair of an assembled
+    tensor and a tensor of the checkpoint. It has the name of the first and the shape of the second.
     """
     table, layout = shards.table, names.layout
     made = source >= len(layout.tensors)
@@ -110,16 +103,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class OverlappingTargets:
-    """Targets that share memory, each with at least one of the others.
+    """Targets that share memory, each with at least one of the others."""
 
-    Attributes:
-        names: name of each target.
-        targets: memory of each target.
-        values: host memory of its own for each target, into which the checkpoint's value is loaded.
-    """
-
-    names: Sequence[str]
-    targets: Sequence[torch.Tensor]
+    names: Sequence[str]  # name of each target
+    targets: Sequence[torch.Tensor]  # memory of each target
+    # host memory of its own for each target, into which the checkpoint's value is loaded
     values: Sequence[torch.Tensor]
 
     def differing(self) -> list[str]:
@@ -152,13 +140,8 @@ def without_overlaps(
     """Return targets that share no memory, and the values to put into shared memory when all are loaded.
 
     Targets of one tensor may share memory: its planner has put the same value into several places. So may two that are
-    the same elements in the same order, of a tensor that is stored once.
-
-    Args:
-        shards: targets of this rank.
-        source: int64[n], row in ``names.saved.tensors`` of each of their tensors; -1 for those that are not loaded.
-        names: the checkpoint, by the target's names.
-
+    the same elements in the same order, of a tensor that is stored once. ``source`` is as in :func:`relocated`; -1 for
+    those that are not loaded.
     """
     if any(shards.table.tensors.tied_to):
         shards = _with_tied(shards, source, _stored(source, names))
@@ -182,7 +165,6 @@ def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
 
     Raises:
         MismatchError: values disagree about some of that memory, of which nothing was written to then.
-
     """
     with job.caller.streams_in_use(), torch.no_grad():
         _check_same(shared, job.rank)

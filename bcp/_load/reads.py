@@ -1,7 +1,6 @@
 """Plan the reading of a load once for all ranks, and exchange chunks (paper sec. 3.3 steps 3 and 4, 4.1).
 
 :func:`plan_reads` agrees on the plan: ranks exchange the messages between the steps of :func:`bcp.plan.read.plan_load`.
-If ranks share much, they first measure the rate at which each can send, and slow ranks read less for others.
 :func:`exchange` opens the transport on which ranks send chunks to each other, chosen by ``LoadOptions(exchange=...)``.
 """
 
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import gather_broadcast
+from bcp._agree import gather_broadcast, no_answer
 from bcp._job import LoadJob
 from bcp._load.opening import file_of
 from bcp._load.targets import LoadRequest, both_names, some
@@ -53,7 +52,6 @@ __all__ = [
     "exchange",
     "exchange_devices",
     "key_of",
-    "packed_rate",
     "plan_reads",
     "read_items",
     "speeds",
@@ -67,18 +65,8 @@ _SLOW = 0.4  # of that rate; faster ranks count as equals, since a measurement o
 _LEAST = 1e-3
 
 
-def packed_rate(rate: float) -> bytes:
-    """Return a rank's message about its bandwidth."""
-    return Rate(rate).encode()
-
-
 def speeds(told: Sequence[bytes]) -> Floats | None:
-    """Return the relative speed of each rank, 1 for most; None if no rank is slow.
-
-    Args:
-        told: :func:`packed_rate` of every rank.
-
-    """
+    """Return the relative speed of each rank, 1 for most; None if no rank is slow. Takes the :class:`Rate` of all."""
     rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host
         return None
@@ -133,15 +121,10 @@ async def _report(agreement: Agreement, rank: int, cause: str) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The reading that all ranks agreed on.
+    """The reading that all ranks agreed on."""
 
-    Attributes:
-        assignment: the chunks that this rank reads, sends and receives.
-        unexpected: names of the checkpoint that no rank wants, within the kinds that are loaded.
-    """
-
-    assignment: Assignment
-    unexpected: tuple[str, ...]
+    assignment: Assignment  # the chunks that this rank reads, sends and receives
+    unexpected: tuple[str, ...]  # names of the checkpoint that no rank wants, within the kinds that are loaded
 
 
 async def plan_reads(
@@ -153,15 +136,14 @@ async def plan_reads(
     *,
     world_size: int,
 ) -> tuple[LoadRequest, LoadPlan]:
-    """Share the reading: bytes that several ranks want are read by one of them (paper sec. 4.1).
+    """Share the reading: bytes that several ranks want are read by one of them, chosen by rank 0 (paper sec. 4.1).
 
-    Rank 0 divides the bytes that several ranks want, and tells all ranks. Each rank reads its other bytes by itself.
     If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     """
     layout = metadata.layout
     line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
     if isinstance(request, BcpError):
-        await gather_broadcast(agreement, "reads", rank, request, _nothing)
+        await gather_broadcast(agreement, "reads", rank, request, no_answer)
         raise request
 
     requests: list[LoadRequestColumns] = []  # on rank 0
@@ -184,7 +166,7 @@ async def plan_reads(
     shared = await in_thread_gc_paused(SharedReads.decode, agreed.runs, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
     if over_tcp and shared.nbytes(line) >= MEASURED_BYTES * world_size:
-        rate = packed_rate(await agreement.bandwidth())
+        rate = Rate(await agreement.bandwidth()).encode()
         if table := await gather_broadcast(agreement, "speeds", rank, rate, answer_again):
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
@@ -197,10 +179,6 @@ def _agreed(data: bytes, world_size: int) -> LoadAnswer:
     if agreed.world_size != world_size:
         raise refused("LoadAnswer", data, f"it is for {agreed.world_size} ranks, the job has {world_size}", 0)
     return agreed
-
-
-async def _nothing(_: Sequence[bytes]) -> bytes:
-    return b""
 
 
 def _rows(data: bytes, names: RenamedLayout, rank: int) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import eq
@@ -24,7 +24,7 @@ from bcp.stages.load import AllToAll, LoadContext
 from bcp.stages.memcpy import addresses, writable
 from bcp.stages.place import LoadBuffers
 
-__all__ = ["everyone_is_done", "lay_out", "load_context", "report", "say_if_half_loaded"]
+__all__ = ["lay_out", "load_context", "report", "say_if_half_loaded"]
 
 
 @contextmanager
@@ -81,11 +81,6 @@ def load_context(
         edited=job.options.edit is not unchanged,
         file_name=partial(key_of, metadata),
     )
-
-
-async def everyone_is_done(_: Sequence[bytes]) -> bytes:
-    """Answer nothing: that every rank asked is the answer (paper sec. 3.3, step 6)."""
-    return b""
 
 
 def report(

@@ -43,13 +43,7 @@ CLOSE = 0.7
 
 
 def advice(missing: Sequence[str], saved: Collection[str]) -> str:
-    """Say how names of the model that the checkpoint lacks might be meant; empty if there is no guess.
-
-    Args:
-        missing: FQNs that the target wants.
-        saved: FQNs that the checkpoint has.
-
-    """
+    """Say how names of the model that the checkpoint lacks might be meant; empty if there is no guess."""
     known = saved if isinstance(saved, (set, frozenset)) else set(saved)
     examined = missing[:EXAMINED]
     first = examined[0]
@@ -81,56 +75,34 @@ SHOWN = 10  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The tensors, values and units that this rank wants of the checkpoint.
+    """The tensors, values and units that this rank wants of the checkpoint."""
 
-    Attributes:
-        targets: live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of
-            these (see :func:`~bcp._load.overlaps.relocated`).
-        saved: int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none.
-        rows: the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind
-            these of the tensors that ``renamed`` puts together.
-        kinds: codes of the kinds that this rank loads.
-        missing: names that the checkpoint lacks.
-        wants: where the bytes are.
-        renamed: the checkpoint's names, as the target has them.
-        receipts: of the ranks that own values of these kinds.
-        objects: these values, by the target's names.
-        unmatched: kinds that this rank loads without any of their names in the checkpoint.
-        extras: the opaque objects of this rank, by kind.
-        sources: the ranks that saved them.
-        extras_nbytes: bytes that were read for them.
-        shared: targets that share memory; their values are put there when all are loaded.
-        units: the units that sharded dataloader states will take.
-        saved_units: the units of the checkpoint (see :func:`~bcp._load.units.saved_units`).
-    """
-
+    # live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of these (see
+    # :func:`~bcp._load.overlaps.relocated`).
     targets: LoadTargets
-    saved: Ints
+    saved: Ints  # int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none
+    # the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind these of
+    # the tensors that ``renamed`` puts together
     rows: Ints
-    kinds: tuple[int, ...]
-    missing: tuple[str, ...]
-    wants: ReadRequest
-    renamed: RenamedLayout
-    receipts: Mapping[int, Receipt] = field(default_factory=dict)
-    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)
-    unmatched: tuple[str, ...] = ()
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, int] = field(default_factory=dict)
-    extras_nbytes: int = 0
+    kinds: tuple[int, ...]  # codes of the kinds that this rank loads
+    missing: tuple[str, ...]  # names that the checkpoint lacks
+    wants: ReadRequest  # where the bytes are
+    renamed: RenamedLayout  # the checkpoint's names, as the target has them
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)  # of the ranks that own values of these kinds
+    objects: Mapping[ObjectKey, Any] = field(default_factory=dict)  # these values, by the target's names
+    unmatched: tuple[str, ...] = ()  # kinds that this rank loads without any of their names in the checkpoint
+    extras: Mapping[str, Any] = field(default_factory=dict)  # the opaque objects of this rank, by kind
+    sources: Mapping[str, int] = field(default_factory=dict)  # the ranks that saved them
+    extras_nbytes: int = 0  # bytes that were read for them
+    # targets that share memory; their values are put there when all are loaded
     shared: Sequence[OverlappingTargets] = ()
-    units: Sequence[ReadState] = ()
+    units: Sequence[ReadState] = ()  # the units that sharded dataloader states will take
+    # the units of the checkpoint (see :func:`~bcp._load.units.saved_units`)
     saved_units: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRequest:
-    """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet.
-
-    Args:
-        job: the load.
-        metadata: of the checkpoint.
-        opaque: the target's opaque states, by kind.
-
-    """
+    """Ask the planner for this rank's targets, and compare them with the checkpoint; no target is touched yet."""
     layout, states, options = metadata.layout, job.states, job.options
     require_codecs(metadata.commit.codecs, options.codecs)
     _check_elements(layout.tensors)
@@ -194,12 +166,7 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> I
     """Let a master that the checkpoint lacks be read from the model, and a model of a master's dtype from its master.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
-
-    Args:
-        saved: the checkpoint's names and tensors.
-        wanted: the target's tensors.
-        found: int64[n], their row in ``saved.tensors``; -1 where the name is not there.
-
+    ``found``, int64[n], has the row in ``saved.tensors`` of each wanted one, or -1.
     """
     source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
     for at in np.flatnonzero(found < 0).tolist():

@@ -33,21 +33,13 @@ _PLACE = re.compile(r"\[([0-9]{1,18}),([0-9]{1,18})\]")
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """The units that a sharded state of this rank will take.
+    """The units that a sharded state of this rank will take."""
 
-    Attributes:
-        claim: the rank's reader, and the ids of the units that it wants.
-        state: takes them.
-        shared: the saved state's shared part.
-        units: the wanted units, by id.
-        nbytes: how many bytes were read for them.
-    """
-
-    claim: Claim
-    state: ShardedState
-    shared: Any
-    units: Mapping[str, Any] = field(repr=False)
-    nbytes: int
+    claim: Claim  # the rank's reader, and the ids of the units that it wants
+    state: ShardedState  # takes them
+    shared: Any  # the saved state's shared part
+    units: Mapping[str, Any] = field(repr=False)  # the wanted units, by id
+    nbytes: int  # how many bytes were read for them
 
 
 def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
@@ -65,7 +57,6 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
 
     Raises:
         CorruptError: the receipt gives one no place, or a place that ends before it begins.
-
     """
     places = {}
     for (kind, path), text in receipt.objects.items():
@@ -82,20 +73,13 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
 async def read_units(
     job: LoadJob, metadata: Metadata, saved: Mapping[str, Mapping[str, int]]
 ) -> tuple[list[ReadState], list[str]]:
-    """Ask this rank's sharded states which units they want, and read these.
+    """Ask this rank's sharded states for the units that they want, and read these; ``saved``: :func:`saved_units`.
 
-    Args:
-        job: the load.
-        metadata: of the checkpoint.
-        saved: its units, by :func:`saved_units`.
-
-    Returns:
-        The units for each state, and the names of states that the checkpoint lacks.
+    Returns the units for each state, and the names of states that the checkpoint lacks.
 
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
         StateError: a state wants a unit that the checkpoint lacks, or one twice.
-
     """
     states = sharded_states(job.states)
     remember(states)
@@ -160,15 +144,11 @@ def _wanted(state: ShardedState, name: str, shared: Any, ids: Sequence[str]) -> 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads units for one rank.
-
-    Attributes:
-        nbytes: how many bytes were read.
-    """
+    """Reads units for one rank."""
 
     job: LoadJob
     metadata: Metadata
-    nbytes: int = 0
+    nbytes: int = 0  # how many bytes were read
     receipts: dict[int, Receipt] = field(default_factory=dict)
     places: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
@@ -211,16 +191,10 @@ class _Reader:
 def check_wanted(
     saved: Mapping[str, Mapping[str, int]], claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool
 ) -> None:
-    """Check on rank 0 that the readers of each state are complete, and that every unit is wanted by one of them.
-
-    Args:
-        saved: the checkpoint's units, by :func:`saved_units`.
-        claims: rank, and the units that it wants.
-        strict: units without a reader are an error.
+    """Check on rank 0 that the readers of each state are complete, and if strict, that each unit is wanted by one.
 
     Raises:
         StateError: they are not; the message names the state, and ranks or units.
-
     """
     held: dict[str, dict[int, Claim]] = {}
     for rank, wanted in claims:

@@ -1,8 +1,4 @@
-"""Failures of a save: the true reason, and the removal of its files.
-
-:func:`not_replaced` raises the true reason of a failure if another job has committed to the same path. A failed save
-removes its own files, unless they may belong to a checkpoint (:func:`undone_on_error`).
-"""
+"""Failures of a save: the true reason, and the removal of its files."""
 
 from __future__ import annotations
 
@@ -77,13 +73,10 @@ class CleanUp:
 
     So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
     up for all until it writes the metadata. The next save to the path sweeps the files that are left then.
-
-    Attributes:
-        committing: the metadata has been written, or may have been; false again if another job's was there first.
     """
 
     def __init__(self, rank: int) -> None:
-        self.committing = False
+        self.committing = False  # the metadata may have been written; false again if another job's was there first
         self._rank = rank
         self._keys: list[str] = []
         self._operation = ""

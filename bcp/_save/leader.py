@@ -1,9 +1,7 @@
 """Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
 
 Each step is made from the one before: :class:`Opened`, :class:`Surveyed`, :class:`Planned`, :class:`Committing`,
-:class:`Committed`. :func:`open_save` takes the first one. If every rank has the plan already, :class:`Planned` follows
-:class:`Opened`. Before the commit, :func:`check_written` compares the files that each rank says it has written with
-storage.
+:class:`Committed`. If every rank has the plan already, :class:`Planned` follows :class:`Opened`.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ __all__ = [
     "scatter_step",
 ]
 
-
 _FILE = struct.Struct("<BQ")  # code of the kind, bytes as stored
 _SHOWN = 3
 
@@ -80,7 +77,6 @@ def decode_written(messages: Sequence[bytes]) -> list[Written]:
 
     Raises:
         MessageError: one cannot be decoded, or has a file of no known kind.
-
     """
     all_written = Written.decode_all(messages)
     for rank, written in enumerate(all_written):
@@ -110,7 +106,6 @@ async def check_written(
 
     Raises:
         StorageError: a file is missing or has another size; names the first ones.
-
     """
     wrong = await in_thread_gc_paused(_differences, all_written, listed, operation, encoded)
     lost = [info async for info in _lost(backend, wrong)]
@@ -170,7 +165,6 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 
 BLOCK_BYTES = 1 << 20
 
-
 _layouts: LruCache[bytes, bytes] = LruCache(16)
 Step = TypeVar("Step")
 
@@ -184,16 +178,8 @@ async def broadcast_step(
 ) -> tuple[bytes, Step | None]:
     """Gather the messages of all ranks, let rank 0 take its next step, and send its answer to all ranks.
 
-    Args:
-        agreement: of all ranks.
-        name: of the step, for messages.
-        rank: this rank.
-        mine: its message, or its error.
-        take: called on rank 0 only; returns the step and the answer. None if this rank cannot take it.
-
-    Returns:
-        The answer; and on rank 0 the step, elsewhere None.
-
+    ``take`` is called on rank 0 only, for the step and the answer; it is None if this rank cannot take it. Returns the
+    answer; and on rank 0 the step, elsewhere None.
     """
     step: Step | None = None
 
@@ -236,18 +222,12 @@ class Target:
     """The destination of a save.
 
     It leads to no tensor, because the frames of an error's traceback keep it until the next garbage collection.
-
-    Attributes:
-        path: where the checkpoint goes, for messages.
-        backend: the same, for bytes.
-        options: how to save.
-        trace: trace context of rank 0; empty for none.
     """
 
-    path: str
-    backend: Backend
-    options: SaveOptions
-    trace: str
+    path: str  # where the checkpoint goes, for messages
+    backend: Backend  # the same, for bytes
+    options: SaveOptions  # how to save
+    trace: str  # trace context of rank 0; empty for none
 
     @classmethod
     def of(cls, job: SaveJob) -> Target:
@@ -258,14 +238,10 @@ class Target:
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
     """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds.
 
-    Args:
-        target: the destination.
-        framework: name of the planner on rank 0.
-        hellos: of every rank, its plan's key and its claims of shared parts.
+    A hello has the key of a rank's plan, and its claims of shared parts.
 
     Raises:
         ExistsError: a checkpoint is there, and may not be overwritten.
-
     """
     found = await target.backend.version(METADATA_KEY)
     if found is not None and not target.options.overwrite:
@@ -282,23 +258,12 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The save has an id, and harms no checkpoint.
+    """The save has an id, and harms no checkpoint."""
 
-    Attributes:
-        target: the destination.
-        framework: name of the planner on rank 0.
-        opening: the answer to all ranks.
-        layout: encoded; of the plan that rank 0 has already, empty for none.
-    """
-
-    target: Target
-    framework: str
-    opening: Opening
-    layout: bytes
-
-    def reuse(self) -> Planned:
-        """Take the plan that every rank has already."""
-        return Planned(self, self.layout)
+    target: Target  # the destination
+    framework: str  # name of the planner on rank 0
+    opening: Opening  # the answer to all ranks
+    layout: bytes  # encoded; of the plan that rank 0 has already, empty for none
 
     async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
@@ -309,15 +274,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """Rank 0 knows which ranks hold equal tables.
+    """Rank 0 knows which ranks hold equal tables."""
 
-    Attributes:
-        opened: the step before.
-        survey: who holds the same as whom.
-    """
-
-    opened: Opened
-    survey: Survey
+    opened: Opened  # the step before
+    survey: Survey  # who holds the same as whom
 
     def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
@@ -330,28 +290,21 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Every rank knows its writes.
+    """Every rank knows its writes."""
 
-    Attributes:
-        opened: the first step.
-        layout: encoded; the unchanging part of the metadata.
-    """
-
-    opened: Opened
-    layout: bytes
+    opened: Opened  # the first step
+    layout: bytes  # encoded; the unchanging part of the metadata
 
     async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Committed, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
-        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. All ranks
-        have written their files by then. So an upload of this save that is still open is one that nobody knows of: the
-        answer to its beginning was lost.
+        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. An upload of
+        this save that is still open is one that nobody knows of: the answer to its beginning was lost.
 
         Raises:
             ExistsError: another job has committed here since the save began.
             StorageError: files of this save are missing, or storage failed.
-
         """
         committing = await self.check(messages)
         committed = await committing.put(undo)
@@ -382,19 +335,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """All files of the save are in storage.
+    """All files of the save are in storage."""
 
-    Attributes:
-        planned: the step before.
-        written: the receipt and the files of every rank.
-        listed: all objects under the path, those of other saves included.
-        unfinished: uploads under the path that nobody has finished.
-    """
-
-    planned: Planned
-    written: Sequence[Written]
-    listed: Sequence[ObjectInfo]
-    unfinished: Sequence[Unfinished]
+    planned: Planned  # the step before
+    written: Sequence[Written]  # the receipt and the files of every rank
+    listed: Sequence[ObjectInfo]  # all objects under the path, those of other saves included
+    unfinished: Sequence[Unfinished]  # uploads under the path that nobody has finished
 
     async def put(self, undo: CleanUp) -> Committed:
         """Put the metadata, if they are still the ones that this save found."""
@@ -442,32 +388,23 @@ class Committing:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The checkpoint exists.
+    """The checkpoint exists."""
 
-    Attributes:
-        committing: the step before.
-        all_nbytes: bytes that all ranks wrote into data files.
-    """
-
-    committing: Committing
-    all_nbytes: int
+    committing: Committing  # the step before
+    all_nbytes: int  # bytes that all ranks wrote into data files
 
     async def sweep(self) -> None:
         """Delete the files of the replaced checkpoint and of saves that cannot commit any more."""
         opened = self.committing.planned.opened
         target, operation = opened.target, opened.opening.operation
         listed, unfinished = self.committing.listed, self.committing.unfinished
-
-        def stale(key: str) -> bool:
-            return _is_of_a_save(key) and operation_of(key) != operation
-
         try:
             left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
             left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
             if left and isinstance(target.backend, Sweeper):
                 await target.backend.discard(left)
-            keys = [info.key for info in listed if stale(info.key)] + outdated(listed)
-            if keys:
+            stale = [info.key for info in listed if _is_of_a_save(info.key) and operation_of(info.key) != operation]
+            if keys := stale + outdated(listed):
                 await target.backend.delete(keys)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=target.path, operation=operation, error=repr(error))
@@ -480,18 +417,9 @@ def _is_of_a_save(key: str) -> bool:
 async def commit_save(
     agreement: Agreement, planned: Planned | None, rank: int, written: bytes, undo: CleanUp
 ) -> int | None:
-    """Commit once every rank has said that its files are durable.
+    """Commit once every rank has said by :func:`encode_written` that its files are durable.
 
-    Args:
-        agreement: of all ranks.
-        planned: rank 0's step; None on other ranks.
-        rank: this rank.
-        written: its :func:`encode_written`.
-        undo: told that the files may belong to a checkpoint.
-
-    Returns:
-        On rank 0, the bytes that all ranks wrote into data files; None on other ranks.
-
+    Returns the bytes that all ranks wrote into data files on rank 0, which has ``planned``; None on other ranks.
     """
     commit = None if planned is None else partial(planned.commit, undo)
     _, committed = await broadcast_step(agreement, "commit", rank, written, commit)

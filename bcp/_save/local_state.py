@@ -24,23 +24,14 @@ __all__ = ["LocalState", "collect_local_state"]
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """The local state of this rank: shards of tensors, values, and opaque objects as bytes.
+    """The local state of this rank: shards of tensors, values, and opaque objects as bytes."""
 
-    Attributes:
-        framework: name of the planner.
-        shards: the planner's shards; the table names the extras too.
-        address: int64[n], where each row's first byte is, or 0 where only torch can copy it.
-        extras: kind -> packed object.
-        units: images of the shared parts and units of the rank's sharded states, by path.
-        shared: digests of the parts of these states that are equal on all ranks, by the states' names.
-    """
-
-    framework: str
-    shards: LocalShards
-    address: Ints
-    extras: Mapping[str, bytes]
-    units: Mapping[str, UnitImage]
-    shared: Mapping[str, str]
+    framework: str  # name of the planner
+    shards: LocalShards  # the planner's shards; the table names the extras too
+    address: Ints  # int64[n], where each row's first byte is, or 0 where only torch can copy it
+    extras: Mapping[str, bytes]  # kind -> packed object
+    units: Mapping[str, UnitImage]  # images of the shared parts and units of the rank's sharded states, by path
+    shared: Mapping[str, str]  # digests of the parts of these states that are equal on all ranks, by the states' names
 
     @property
     def nbytes(self) -> int:

@@ -29,19 +29,12 @@ _in_flight_lock = process_lock()
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The writes of this rank, the same for every save of one layout.
+    """The writes of this rank, the same for every save of one layout."""
 
-    Attributes:
-        key: digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
-        files: its data files of model and optimizer.
-        objects: the leaves that are not tensors and whose values go into its receipt.
-        units: paths of the units that it writes, and of shared parts of sharded states.
-    """
-
-    key: bytes
-    files: Sequence[DataFile]
-    objects: Sequence[tuple[str, str]]
-    units: Sequence[str]
+    key: bytes  # digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
+    files: Sequence[DataFile]  # its data files of model and optimizer
+    objects: Sequence[tuple[str, str]]  # the leaves that are not tensors and whose values go into its receipt
+    units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
 
 
 async def plan_writes(
@@ -66,7 +59,7 @@ async def plan_writes(
     begun, opened = await broadcast_step(agreement, "begin", rank, hello, begin)
     opening = Opening.decode(begun, sender=0)
     if opening.cached and known is not None:
-        return held, opening, known, opened.reuse() if opened else None
+        return held, opening, known, Planned(opened, opened.layout) if opened else None
     prepared = await in_thread_gc_paused(RankTable.of, table)
     found, surveyed = await broadcast_step(
         agreement, "survey", rank, prepared.encoded.hello, opened.survey if opened else None

@@ -1,11 +1,4 @@
-"""The snapshot of a save: from taking stock of the state until it may change again.
-
-How much staging memory the parts of a save may have at once, and how much of it may be page-locked.
-
-A sample of the memory of a snapshot: sees writes that autograd does not count.
-
-Memory that does not change before the next step of the optimizers that are held back.
-"""
+"""The snapshot of a save: from taking stock of the state until it may change again; and its staging memory."""
 
 from __future__ import annotations
 
@@ -62,11 +55,8 @@ PARTS_IN_FLIGHT = 8
 def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_after_snapshot: bool) -> int:
     """Return the bytes of parts that may be in staging memory at once.
 
-    Args:
-        items: all parts.
-        options: a budget with room for all the data has room for the files' headers too.
-        returns_after_snapshot: whether training goes on once all is copied; then nothing may wait for memory.
-
+    A budget with room for all the data has room for the files' headers too. If training goes on once all is copied,
+    nothing may wait for memory.
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
@@ -136,13 +126,7 @@ class MemorySample:
     """
 
     def __init__(self, shards: LocalShards, address: Ints) -> None:
-        """Read the sample.
-
-        Args:
-            shards: the tensors of the snapshot.
-            address: int64[n], address of each tensor's first byte, or 0 for those that are not contiguous host memory.
-
-        """
+        """Read the sample; ``address``: int64[n], of each first byte, or 0 for what is not contiguous host memory."""
         self._shards = shards
         few = min(max(MOST_BLOCKS // max(len(address), 1), FEWEST), MOST)
         pieces = [_blocks(address, shards.table.nbytes, few), _elements(shards.tensors, address, few * ELEMENTS)]
@@ -161,9 +145,8 @@ class MemorySample:
 
         Raises:
             StateChangedError: a tensor has other bytes now, or other memory; names the first few.
-
         """
-        now = self._pointers_now()
+        now = list(map(torch.Tensor.data_ptr, map(self._shards.tensors.__getitem__, self._rows)))
         if now != self._pointers:
             moved = [row for row, differs in zip(self._rows, map(ne, now, self._pointers), strict=True) if differs]
             raise StateChangedError(
@@ -185,9 +168,6 @@ class MemorySample:
         data = np.empty(int(self._nbytes.sum()), np.uint8)
         move(data.ctypes.data + self._begin, self._at, self._nbytes)
         return data
-
-    def _pointers_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, map(self._shards.tensors.__getitem__, self._rows)))
 
     def _names(self, rows: Sequence[int]) -> str:
         metas = list(map(self._shards.table.meta, rows[:SHOWN]))
@@ -298,24 +278,17 @@ class Snapshot:
     stock is taken: parameters and optimizer states change in the optimizer's step only, so the next step is held back
     until they are copied. All else is copied before: buffers, which a forward pass may write to, parameters that none
     of the optimizers steps (frozen ones too: a codebook may learn in the forward pass), learning rates, and values.
-
-    Attributes:
-        seconds: from the call until the caller could go on.
-        budget: the staging memory.
-        devices: those that hold any of the tensors.
-        fence: the work that copies from them wait for: the caller's queued work, and that of the collection itself.
-        pinned_nbytes: the most bytes of pinned memory that this process had meanwhile.
     """
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
         self._hold: StepHold | None = None
         self._check: Callable[[], None] = _nothing
-        self.seconds = 0.0
-        self.budget = Budget(1)
-        self.devices: Sequence[int] = ()
-        self.fence: Fence = {}
-        self.pinned_nbytes = 0
+        self.seconds = 0.0  # from the call until the caller could go on
+        self.budget = Budget(1)  # the staging memory
+        self.devices: Sequence[int] = ()  # those that hold any of the tensors
+        self.fence: Fence = {}  # what copies wait for: the caller's queued work, and that of the collection itself
+        self.pinned_nbytes = 0  # the most bytes of pinned memory that this process had meanwhile
 
     def __enter__(self) -> Self:
         return self
@@ -343,7 +316,6 @@ class Snapshot:
 
         Raises:
             StateError: a device has no memory for copies that have to be made there first.
-
         """
         try:
             held = self._taken_stock()
@@ -381,7 +353,6 @@ class Snapshot:
 
         Raises:
             StateChangedError: something was written to meanwhile.
-
         """
         await in_thread(self._check)
         emit(PhaseEvent("snapshot", self._lent, time.monotonic()))

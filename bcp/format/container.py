@@ -7,11 +7,9 @@
 Encoding is deterministic. Decoding trusts nothing: wrong types, missing values, and lengths that do not add up
 are :class:`~bcp.errors.CorruptError`. ``docs/format.md`` specifies it.
 
-The memory that Arrow IPC streams take once they are decoded, read from their headers before anything is decoded.
-
 A few kilobytes of zstd expand to gigabytes, and a column without buffers may claim any number of rows. So a file is
-measured first, and one that would take more than :func:`most_decoded` allows is refused. Headers are flatbuffers; Arrow
-has verified their offsets by the time that they are read here.
+measured first, by its headers, and one that would take more than :func:`most_decoded` allows is refused. Headers are
+flatbuffers; Arrow has verified their offsets by the time that they are read here.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import xxhash
 
 from bcp.errors import CorruptError, FormatVersionError, NotACheckpointError
 from bcp.plan.arrow import arrow_array, numbers_of
-from bcp.plan.columns import Ints, Whole
+from bcp.plan.columns import Ints
 
 __all__ = [
     "DIGEST_BYTES",
@@ -77,15 +75,10 @@ def most_decoded(nbytes: int) -> int:
 
 
 def check_decoded_size(payload: memoryview, nbytes: int) -> None:
-    """Check that the tables in a file are not larger than :func:`most_decoded` allows. Decodes nothing.
-
-    Args:
-        payload: Arrow IPC streams, one behind the other.
-        nbytes: size of the whole file.
+    """Check that the tables in a file of ``nbytes`` are not larger than :func:`most_decoded` allows. Decodes nothing.
 
     Raises:
         ValueError, OSError, pa.ArrowException: they are larger, or no such streams.
-
     """
     found, most = decoded_nbytes(payload), most_decoded(nbytes)
     if found > most:
@@ -244,18 +237,12 @@ def seal(payload: bytes, magic: bytes) -> bytes:
 
 
 def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
-    """Return the payload of a sealed file.
-
-    Args:
-        data: the whole file.
-        magic: the seven bytes that must be there.
-        where: the file's name in messages.
+    """Return the payload of a sealed file; ``where`` names it in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated, its checksum does not match, or its tables would take too much memory.
-
     """
     view = memoryview(data)
     if bytes(view[-8:-1]) != magic:
@@ -305,14 +292,9 @@ def schema(name: str, **columns: pa.DataType) -> pa.Schema:
 
 
 def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int = 0) -> bytes:
-    """Encode tables one behind the other.
+    """Encode tables one behind the other; the file will have ``beside`` bytes besides.
 
     Buffers are compressed, unless that makes the file smaller than :func:`~bcp.format.container.most_decoded` allows.
-
-    Args:
-        tables: schema and columns of each.
-        beside: bytes that the file will have besides.
-
     """
     data = b"".join(encode_table(of, columns) for of, columns in tables)
     if decoded_nbytes(memoryview(data)) <= most_decoded(len(data) + beside):
@@ -321,15 +303,7 @@ def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int
 
 
 def encode_table(of: pa.Schema, columns: Sequence[Any], compression: str | None = "zstd", **metadata: str) -> bytes:
-    """Encode one table as an Arrow IPC stream of one record batch.
-
-    Args:
-        of: the schema.
-        columns: one array for each of its fields.
-        compression: of the buffers.
-        metadata: more schema metadata; key ``x`` is stored as ``bcp.x``.
-
-    """
+    """Encode one table as an Arrow IPC stream of one record batch. Metadata ``x`` is stored as ``bcp.x``."""
     arrays = [_encoded(column, field.type) for column, field in zip(columns, of, strict=True)]
     fields = [pa.field(name, array.type, nullable=False) for name, array in zip(of.names, arrays, strict=True)]
     about = dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
@@ -345,7 +319,6 @@ def read_tables(payload: Buffer, schemas: Sequence[pa.Schema]) -> list[pa.Record
 
     Raises:
         ValueError, OSError, pa.ArrowException: the bytes are something else.
-
     """
     tables, left = [], payload
     for wanted in schemas:
@@ -383,12 +356,7 @@ def read_table(payload: Buffer, wanted: pa.Schema) -> tuple[pa.RecordBatch, memo
 
 def integers(table: pa.RecordBatch, column: str) -> Ints:
     """Return an :data:`INT` column as a numpy array."""
-    return np.asarray(narrow(table, column), dtype=np.int64)
-
-
-def narrow(table: pa.RecordBatch, column: str) -> Whole:
-    """Return an :data:`INT` column as the read-only numpy array that is stored: int8, int16, int32 or int64."""
-    return numbers_of(table.column(column))
+    return np.asarray(numbers_of(table.column(column)), dtype=np.int64)
 
 
 def steps(numbers: Ints) -> Ints:
@@ -401,7 +369,7 @@ def steps(numbers: Ints) -> Ints:
 
 def summed(table: pa.RecordBatch, column: str) -> Ints:
     """Return the array of which :func:`steps` made an :data:`INT` column."""
-    numbers = narrow(table, column).astype(np.int64)
+    numbers = numbers_of(table.column(column)).astype(np.int64)
     return np.cumsum(numbers, out=numbers)
 
 
@@ -430,12 +398,7 @@ def grid(table: pa.RecordBatch, column: str) -> Ints:
 
 
 def counted(counts: Ints, rows: int, what: str) -> Ints:
-    """Return, for each of ``rows`` rows, which owner it belongs to; owner ``i`` has the next ``counts[i]`` rows.
-
-    Raises:
-        ValueError: the counts do not add up to ``rows``.
-
-    """
+    """Return the owner of each of ``rows`` rows; owner ``i`` has the next ``counts[i]`` rows. Raises ValueError."""
     check_counts(counts, rows, what)
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 

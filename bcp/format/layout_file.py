@@ -1,7 +1,6 @@
 """The layout as bytes: the part of ``metadata.arrow`` that stays the same between saves.
 
-Columns that follow from others are not stored: which tensor a piece belongs to follows from the counts, where a segment
-begins on the line of all pieces from the lengths before it. Others are stored as differences, because these compress.
+Columns that follow from others are not stored. Some are stored as differences, because these compress.
 ``docs/format.md`` specifies every column.
 """
 
@@ -23,7 +22,6 @@ from bcp.format.container import (
     Buffer,
     check_counts,
     counted,
-    digest,
     encode_tables,
     grid,
     integers,
@@ -34,10 +32,11 @@ from bcp.format.container import (
     translated,
     values,
 )
+from bcp.plan.columns import begins
 from bcp.plan.layout import LARGEST, Layout, check_layout, check_segments
 from bcp.plan.shards import TENSOR_COLUMNS, Segments, TensorTable
 
-__all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout", "layout_digest"]
+__all__ = ["LAYOUT_TABLES", "decode_layout", "encode_layout"]
 
 TEXT = pa.string()
 WORLD = schema("layout", world_size=INT, block_bytes=INT)
@@ -71,7 +70,6 @@ def encode_layout(layout: Layout) -> bytes:
 
     Raises:
         InputError: no reader would accept this layout, or it would read another one.
-
     """
     try:
         _check_derived(layout)
@@ -89,7 +87,6 @@ def decode_layout(data: Buffer, where: str = "layout") -> Layout:
 
     Raises:
         CorruptError: these bytes are not a sound layout; ``where`` names them.
-
     """
     with translated(where):
         layout = _layout(read_tables(data, LAYOUT_TABLES))
@@ -100,11 +97,6 @@ def decode_layout(data: Buffer, where: str = "layout") -> Layout:
             if isinstance(found, np.ndarray):
                 found.flags.writeable = False
     return layout
-
-
-def layout_digest(data: Buffer) -> bytes:
-    """Return the xxh3-128 of an encoded layout: two saves with equal digests have the same layout."""
-    return digest(data)
 
 
 def _columns(layout: Layout) -> tuple[tuple[Any, ...], ...]:
@@ -149,7 +141,7 @@ def _layout(tables: Sequence[pa.RecordBatch]) -> Layout:
     return Layout(
         world_size=int(integers(world, "world_size")[0]),
         block_bytes=int(integers(world, "block_bytes")[0]),
-        tensors=_tensors(tensors),
+        tensors=TensorTable(**{name: _column(tensors, name) for name in TENSOR_COLUMNS}),
         leader=summed(tensors, "leader"),
         plane=integers(tensors, "plane"),
         piece_tensor=counted(integers(tensors, "pieces"), len(pieces), "pieces"),
@@ -176,14 +168,8 @@ def _segments(pieces: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.Rec
     file, step = summed(pieces, "file"), integers(segments, "file")
     if max(int(np.abs(file).max(initial=0)), int(np.abs(step).max(initial=0))) >= LARGEST:
         raise ValueError("segments in impossible files")
-    begin = np.concatenate(([0], np.cumsum(number)))
-    line = np.concatenate(([0], np.cumsum(length)))
-    return Segments(file, integers(pieces, "pattern"), begin, line, step, integers(segments, "at"))
-
-
-def _tensors(table: pa.RecordBatch) -> TensorTable:
-    """Decode the table of tensors."""
-    return TensorTable(**{name: _column(table, name) for name in TENSOR_COLUMNS})
+    pattern, at = integers(pieces, "pattern"), integers(segments, "at")
+    return Segments(file, pattern, begins(number), begins(length), step, at)
 
 
 def _column(table: pa.RecordBatch, name: str) -> Any:

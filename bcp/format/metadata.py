@@ -1,4 +1,4 @@
-"""The checkpoint's table of contents: encode, decode, look up; and the names of its files.
+"""The checkpoint's table of contents: encode and decode; and the names of its files.
 
 ``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
 (where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
@@ -18,6 +18,7 @@ from bcp.errors import CorruptError, InputError
 from bcp.format.container import (
     DIGEST_BYTES,
     Buffer,
+    digest,
     encode_table,
     fixed_bytes,
     read_table,
@@ -26,8 +27,8 @@ from bcp.format.container import (
     translated,
     unseal,
 )
-from bcp.format.layout_file import decode_layout, encode_layout, layout_digest
-from bcp.plan.layout import Layout, check_block_bytes, find, names, resolve
+from bcp.format.layout_file import decode_layout, encode_layout
+from bcp.plan.layout import Layout, check_block_bytes
 from bcp.plan.shards import KINDS
 from bcp.runtime.cache import LruCache
 
@@ -41,12 +42,8 @@ __all__ = [
     "decode_metadata",
     "encode_layout",
     "encode_metadata",
-    "find",
-    "layout_digest",
-    "names",
     "operation_of",
     "receipt_key",
-    "resolve",
 ]
 
 METADATA_KEY = "metadata.arrow"
@@ -71,25 +68,15 @@ _layouts: LruCache[bytes, Layout] = LruCache(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Which save this is; written anew by every save.
+    """Which save this is; written anew by every save."""
 
-    Attributes:
-        operation: id of the save, 16 lower-case hex digits; part of the name of every other file.
-        created: when it was committed, UTC, ISO 8601.
-        framework: name of the planner that read the state.
-        codecs: names of the codecs that the data files went through, in this order.
-        part_bytes: data files were staged and encoded in parts of this size.
-        version: of the bcp that wrote it.
-        receipts: xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks.
-    """
-
-    operation: str
-    created: str
-    framework: str
-    codecs: tuple[str, ...]
-    part_bytes: int
-    version: str
-    receipts: bytes
+    operation: str  # id of the save, 16 lower-case hex digits; part of the name of every other file
+    created: str  # when it was committed, UTC, ISO 8601
+    framework: str  # name of the planner that read the state
+    codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order
+    part_bytes: int  # data files were staged and encoded in parts of this size
+    version: str  # of the bcp that wrote it
+    receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
 
     def receipt(self, rank: int) -> bytes:
         """Return the xxh3-128 of the receipt file of one rank."""
@@ -108,17 +95,12 @@ class Metadata:
 
 
 def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
-    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``.
+    """Return the key of a data file, as in ``model/00003-0123456789abcdef.safetensors``; encoded ones end in ``.bcp``.
 
-    Args:
-        kind: code in ``KINDS``; a name from a checkpoint never becomes part of a path.
-        rank: the rank that writes it.
-        operation: id of the save.
-        encoded: whether it went through codecs; then it ends in ``.bcp``.
+    ``kind`` is a code in ``KINDS``: a name from a checkpoint never becomes part of a path.
 
     Raises:
         InputError: an argument is out of range, or of another form.
-
     """
     if not 0 <= kind < len(KINDS):
         raise InputError(f"kind {kind!r} is not one of the codes 0 to {len(KINDS) - 1}")
@@ -148,13 +130,7 @@ def _stem(rank: int, operation: str) -> str:
 
 
 def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
-    """Make the contents of ``metadata.arrow``.
-
-    Args:
-        layout_bytes: from :func:`encode_layout`.
-        commit: which save this is.
-
-    """
+    """Make the contents of ``metadata.arrow``; ``layout_bytes``: from :func:`encode_layout`."""
     about = {
         "operation": commit.operation,
         "created": commit.created,
@@ -168,17 +144,12 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
 
 
 def decode_metadata(data: Buffer, where: str) -> Metadata:
-    """Decode and check ``metadata.arrow``.
-
-    Args:
-        data: the whole file.
-        where: its name, for messages.
+    """Decode and check ``metadata.arrow``; ``where`` names it in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or points to something that does not exist.
-
     """
     payload = unseal(data, MAGIC, where)
     with translated(where):
@@ -195,7 +166,7 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
 
 def _decoded(layout_bytes: Buffer, where: str) -> Layout:
     """Decode a layout, or find it among the last ones: a checkpoint of the same layout was read before."""
-    key = layout_digest(layout_bytes)
+    key = digest(layout_bytes)
     layout = _layouts.get(key)
     if layout is None:
         layout = decode_layout(layout_bytes, where)

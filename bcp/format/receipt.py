@@ -1,13 +1,11 @@
 """The receipt of one rank in one save: its data files, the checksum of every block, and its objects.
 
-Checksums change with every save and do not compress, so they are kept out of ``metadata.arrow``, which holds one
-checksum per receipt instead. Together they are a chain of trust from the metadata to every stored byte.
-``docs/format.md`` specifies every column.
+Checksums change with every save and do not compress, so ``metadata.arrow`` holds one checksum per receipt instead.
+Together they are a chain of trust from the metadata to every stored byte. See ``docs/format.md``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +27,13 @@ from bcp.format.container import (
     unseal,
     values,
 )
-from bcp.plan.columns import Ints
+from bcp.format.metadata import OPERATION
+from bcp.plan.columns import Ints, concat
 from bcp.plan.shards import KINDS
 
 __all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
 
 MAGIC = b"BCPRCPT"
-OPERATION = re.compile(r"[0-9a-f]{16}")
 
 INT, TEXT = pa.int64(), pa.string()
 RECEIPT = schema("receipt", rank=INT, operation=TEXT)
@@ -46,21 +44,13 @@ OBJECTS = schema("objects", kind=TEXT, path=TEXT, value=TEXT)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The checksummed units of one file, in file order; together they tile it.
+    """The checksummed units of one file, in file order; together they tile it."""
 
-    Attributes:
-        stored_start: int64[b], first byte in the stored file.
-        stored_length: int64[b], bytes.
-        raw_start: int64[b], first byte in the raw image: the safetensors file, header included.
-        raw_length: int64[b], bytes.
-        checksum: b digests, xxh3-128 of the stored bytes.
-    """
-
-    stored_start: Ints
-    stored_length: Ints
-    raw_start: Ints
-    raw_length: Ints
-    checksum: Sequence[bytes]
+    stored_start: Ints  # int64[b], first byte in the stored file
+    stored_length: Ints  # int64[b], bytes
+    raw_start: Ints  # int64[b], first byte in the raw image: the safetensors file, header included
+    raw_length: Ints  # int64[b], bytes
+    checksum: Sequence[bytes]  # b digests, xxh3-128 of the stored bytes
 
     def __len__(self) -> int:
         return len(self.checksum)
@@ -74,23 +64,14 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileReceipt:
-    """One data file as it was written.
+    """One data file as it was written."""
 
-    Attributes:
-        kind: code in ``KINDS``.
-        data_start: bytes of the safetensors header, padding included: where the data section starts in the raw image.
-        nbytes: bytes of the raw image, header included.
-        stored_nbytes: bytes of the stored file; other than ``nbytes`` only with codecs.
-        codecs: names of the codecs its parts went through, in this order.
-        blocks: the byte ranges that can be verified and decoded by themselves.
-    """
-
-    kind: int
-    data_start: int
-    nbytes: int
-    stored_nbytes: int
-    codecs: tuple[str, ...]
-    blocks: Blocks
+    kind: int  # code in ``KINDS``
+    data_start: int  # bytes of the safetensors header, padding included: where the data section starts in the raw image
+    nbytes: int  # bytes of the raw image, header included
+    stored_nbytes: int  # bytes of the stored file; other than ``nbytes`` only with codecs
+    codecs: tuple[str, ...]  # names of the codecs its parts went through, in this order
+    blocks: Blocks  # the byte ranges that can be verified and decoded by themselves
 
     def covering(self, start: int, stop: int) -> slice:
         """Return the rows of the blocks that hold bytes [start, stop) of the raw image; an empty range has none."""
@@ -102,18 +83,12 @@ class FileReceipt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
-    """The data files and objects that one rank wrote.
-
-    Attributes:
-        rank: the rank.
-        operation: id of the save.
-        files: its data files, at most one of a kind.
-        objects: (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns.
-    """
+    """The data files and objects that one rank wrote."""
 
     rank: int
-    operation: str
-    files: Sequence[FileReceipt]
+    operation: str  # id of the save
+    files: Sequence[FileReceipt]  # its data files, at most one of a kind
+    # (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns
     objects: Mapping[tuple[str, str], str]
 
     def file(self, kind: int) -> FileReceipt | None:
@@ -142,8 +117,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
         (
             BLOCKS,
             (
-                np.concatenate([np.empty(0, dtype=np.int64), *(table.stored_length for table in blocks)]),
-                np.concatenate([np.empty(0, dtype=np.int64), *(table.raw_length for table in blocks)]),
+                concat([table.stored_length for table in blocks]),
+                concat([table.raw_length for table in blocks]),
                 [checksum for table in blocks for checksum in table.checksum],
             ),
         ),
@@ -161,17 +136,12 @@ def receipt_digest(data: Buffer) -> bytes:
 
 
 def decode_receipt(data: Buffer, where: str) -> Receipt:
-    """Decode and check a receipt file.
-
-    Args:
-        data: the whole file.
-        where: its name in messages.
+    """Decode and check a receipt file; ``where`` names it in messages.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or its numbers do not add up.
-
     """
     payload = unseal(data, MAGIC, where)
     with translated(where):
@@ -192,11 +162,8 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
 def _files(files: pa.Table, blocks: pa.Table) -> list[FileReceipt]:
     """Put the files and their blocks together; ValueError where they do not fit."""
     owner = counted(integers(files, "blocks"), len(blocks), "blocks")
-    stored, raw, checksum = (
-        integers(blocks, "stored_length"),
-        integers(blocks, "raw_length"),
-        values(blocks, "checksum"),
-    )
+    stored, raw = integers(blocks, "stored_length"), integers(blocks, "raw_length")
+    checksum = values(blocks, "checksum")
     rows = files.to_pylist()
     if len({row["kind"] for row in rows}) != len(rows):
         raise ValueError("two files of one kind")

@@ -20,16 +20,13 @@ __all__ = ["arrow_array", "numbers_of"]
 def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
     """Return an array without missing values, the same as ``pyarrow.array(values, kind)``.
 
-    Args:
-        values: n elements in one dimension. Numbers are a numpy array, which is cast unchecked, or Python numbers. The
-            others are strings, lists of strings, bytes, or a numpy array of dtype ``V``.
-        kind: accordingly an integer or float type, ``string()``, ``list_(string())`` or ``binary(length)``.
+    ``kind`` is an integer or float type, ``string()``, ``list_(string())`` or ``binary(length)``, and ``values`` are
+    numbers, strings, lists of strings or bytes. Numpy arrays are cast unchecked; bytes may be one of dtype ``V``.
 
     Raises:
         OverflowError: a Python number does not fit into ``kind``.
         TypeError: an element is no string or no number.
         ValueError: an element is not as long as ``kind`` says, or all together take more than one array holds: 2 GiB.
-
     """
     if pa.types.is_string(kind):
         return _texts(values)

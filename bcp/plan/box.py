@@ -62,15 +62,9 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
     A ragged head, full rows and a ragged tail: at most ``2 * ndim - 1`` boxes (paper sec. 4.4, Fig. 11).
 
-    Args:
-        lengths: shape of the array.
-        start: first flat position.
-        stop: one past the last; ``start == stop`` gives nothing.
-
     Yields:
         The flat position of the box's first element, and the box in the array's own coordinates. Each box is
         contiguous in flat order.
-
     """
     if start >= stop:
         return
@@ -97,14 +91,8 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
     """Sweep overlapping intervals: split them at every boundary, and sum the weights that cover each interval.
 
-    Args:
-        runs: int64[n, 2], rows (first, stop), in any order.
-        weights: int64[n] each; sums wrap around.
-
-    Returns:
-        int64[k, 2], all intervals between the first and the last boundary, in order, gaps included. Then, for each
-        column of weights, int64[k]: the sum over the runs that hold the interval.
-
+    ``runs`` are int64[n, 2] in any order, ``weights`` int64[n] each. Returns int64[k, 2], all intervals between the
+    first and the last boundary, gaps included; then int64[k] for each column of weights. Sums wrap around.
     """
     at = runs.T.ravel()
     order = np.argsort(at, kind="stable")
@@ -124,31 +112,18 @@ def indices(flat: Ints, length: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBoxes:
-    """The boxes that flat intervals consist of, m rows in the order (interval, flat).
+    """The boxes that flat intervals consist of, m rows in the order (interval, flat)."""
 
-    Attributes:
-        interval: int64[m], row of the interval.
-        flat: int64[m], flat position of the box's first element.
-        offset: int64[m, D], first corner in the array's own coordinates.
-        length: int64[m, D], extent.
-    """
-
-    interval: Ints
-    flat: Ints
-    offset: Ints
-    length: Ints
+    interval: Ints  # int64[m], row of the interval
+    flat: Ints  # int64[m], flat position of the box's first element
+    offset: Ints  # int64[m, D], first corner in the array's own coordinates
+    length: Ints  # int64[m, D], extent
 
 
 def decompose(length: Ints, start: Ints, stop: Ints) -> FlatBoxes:
     """Decompose the flat interval [start, stop) of each array, as :func:`flat_boxes` does, all at once.
 
-    Each interval gives at most ``2 * D - 1`` boxes, an empty one none. Nothing is decomposed into elements.
-
-    Args:
-        length: int64[n, D], shapes; 0 only if the interval is empty.
-        start: int64[n], first flat position.
-        stop: int64[n], one past the last.
-
+    Shapes are int64[n, D], with 0 only if the interval is empty. Each interval gives at most ``2 * D - 1`` boxes.
     """
     # Where to cut, from the outside in: at every level the interval is rounded inwards to whole rows, until it lies
     # in a single row. What the rounding takes off at a level is a box: one of the head, or one of the tail.

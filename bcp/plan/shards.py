@@ -1,9 +1,7 @@
 """Columnar tables: the tensors and shards of one rank, and the segments of a layout.
 
-:class:`TensorTable` has one row a tensor, :class:`ShardTable` one row a shard. Shapes are int64 matrices of a common
-width. A tensor of fewer dimensions is padded on the *right* with length 1 (offset 0, stride 0), which changes neither
-its volume nor its row-major order. :class:`Segments` cuts pieces of tensors into segments, and holds each way to cut
-them once.
+Shapes are int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with length 1
+(offset 0, stride 0), which changes neither its volume nor its row-major order.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints, concat, distinct_rows, matrix, mix, padded, runs
+from bcp.plan.columns import Ints, begins, concat, distinct_rows, matrix, mix, padded, runs
 
 __all__ = ["KINDS", "OPAQUE_KINDS", "TENSOR_COLUMNS", "Segments", "ShardRow", "ShardTable", "TensorMeta", "TensorTable"]
 
@@ -29,22 +27,14 @@ class Segments:
     Tensor-parallel ranks cut their pieces alike, and so do pipeline stages of as many layers: a piece is cut as its
     *pattern* says, in files counted from a first one of its own. 405B parameters on 8,960 ranks, in Megatron's buckets,
     are 10,618 pieces and 298,762 segments, but 296 patterns of 6,412.
-
-    Attributes:
-        file: int64[p], row in the layout's file columns, from which the piece's segments count.
-        pattern: int64[p], how the piece is cut.
-        begin: int64[k + 1]; pattern i consists of the segments ``begin[i]`` to ``begin[i + 1]``.
-        line: int64[s + 1], where each segment begins, in elements, with all patterns end to end; then their end.
-        step: int64[s], its file, counted from the piece's.
-        at: int64[s], its first element, counted from the start of a plane of that file.
     """
 
-    file: Ints
-    pattern: Ints
-    begin: Ints
-    line: Ints
-    step: Ints
-    at: Ints
+    file: Ints  # int64[p], row in the layout's file columns, from which the piece's segments count
+    pattern: Ints  # int64[p], how the piece is cut
+    begin: Ints  # int64[k + 1]; pattern i consists of the segments ``begin[i]`` to ``begin[i + 1]``
+    line: Ints  # int64[s + 1], where each segment begins, in elements, with all patterns end to end; then their end
+    step: Ints  # int64[s], its file, counted from the piece's
+    at: Ints  # int64[s], its first element, counted from the start of a plane of that file
 
     def __len__(self) -> int:
         return len(self.at)
@@ -53,17 +43,12 @@ class Segments:
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
         """Build segments with one pattern for each piece.
 
-        Args:
-            number: int64[p], of how many segments each piece consists; at least one.
-            length: int64[n], elements of each segment; those of a piece tile it, in row-major order.
-            file: int64[n], its file.
-            at: int64[n], its first element, counted from the start of a plane.
-
+        ``number``, int64[p], is how many segments each piece consists of, at least one. The others are int64[n], of
+        each segment; those of a piece tile it, in row-major order.
         """
-        begin = np.concatenate(([0], np.cumsum(number)))
+        begin = begins(number)
         first = file[begin[:-1]]
-        line = np.concatenate(([0], np.cumsum(length)))
-        return cls(first, np.arange(len(number)), begin, line, file - np.repeat(first, number), at)
+        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), at)
 
     @property
     def length(self) -> Ints:
@@ -82,10 +67,7 @@ class Segments:
         return np.repeat(pieces, number), runs(self.begin[pattern], number)
 
     def folded(self) -> Segments:
-        """Return the same with equal patterns once, in the order of the pieces.
-
-        Patterns are hashed, and each is compared with the first one of its hash.
-        """
+        """Return the same with equal patterns once, in the order of the pieces."""
         number, length = np.diff(self.begin), self.length
         inside = np.arange(len(self)) - np.repeat(self.begin[:-1], number)
         columns = [length, self.step, self.at, inside]
@@ -102,14 +84,8 @@ class Segments:
             if all(np.array_equal(column[same], column[mine]) for column in columns):
                 break
         kept = runs(self.begin[of], number[of])
-        return Segments(
-            self.file,
-            code,
-            np.concatenate(([0], np.cumsum(number[of]))),
-            np.concatenate(([0], np.cumsum(length[kept]))),
-            self.step[kept],
-            self.at[kept],
-        )
+        begin, line = begins(number[of]), begins(length[kept])
+        return Segments(self.file, code, begin, line, self.step[kept], self.at[kept])
 
 
 KINDS = ("model", "optimizer", "dataloader", "extra_states")
@@ -165,31 +141,18 @@ class ShardRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """Logical tensors, one row each; n rows, common width D.
+    """Logical tensors, one row each; n rows, common width D."""
 
-    Attributes:
-        kind: int64[n], code in :data:`KINDS`.
-        fqn: n names.
-        dtype: n dtype names.
-        itemsize: int64[n], bytes.
-        ndim: int64[n].
-        shape: int64[n, D], padded with 1.
-        stride: int64[n, D], padded with 0.
-        device: n device types.
-        requires_grad: int64[n], 0 or 1.
-        tied_to: n names, "" if the tensor stands for itself.
-    """
-
-    kind: Ints
-    fqn: Sequence[str]
-    dtype: Sequence[str]
-    itemsize: Ints
-    ndim: Ints
-    shape: Ints
-    stride: Ints
-    device: Sequence[str]
-    requires_grad: Ints
-    tied_to: Sequence[str]
+    kind: Ints  # int64[n], code in :data:`KINDS`
+    fqn: Sequence[str]  # n names
+    dtype: Sequence[str]  # n dtype names
+    itemsize: Ints  # int64[n], bytes
+    ndim: Ints  # int64[n]
+    shape: Ints  # int64[n, D], padded with 1
+    stride: Ints  # int64[n, D], padded with 0
+    device: Sequence[str]  # n device types
+    requires_grad: Ints  # int64[n], 0 or 1
+    tied_to: Sequence[str]  # n names, "" if the tensor stands for itself
 
     def __len__(self) -> int:
         return len(self.fqn)
@@ -315,10 +278,7 @@ class ShardTable:
         extras: Sequence[str] = (),
         more: Sequence[TensorMeta] = (),
     ) -> ShardTable:
-        """Make columns of records.
-
-        ``more`` are tensors without an element on this rank (tied ones, or an empty shard).
-        """
+        """Make columns of records; ``more``: tensors without an element on this rank (tied, or an empty shard)."""
         index: dict[TensorMeta, int] = {}
         for meta in [*(row.tensor for row in rows), *more]:
             index.setdefault(meta, len(index))

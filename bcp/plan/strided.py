@@ -15,22 +15,16 @@ __all__ = ["Strided", "overlaps_itself"]
 class Strided:
     """A view with at least one element; strides are not negative, as in torch.
 
-    Attributes:
-        start: address of the first byte.
-        itemsize: bytes of an element.
-        lengths: elements of each dimension.
-        strides: bytes from one element of a dimension to the next.
-
     Example:
         >>> left, right = (Strided(at, 4, (3, 2), (16, 4)) for at in (0, 8))  # columns of a 3 x 4 matrix
         >>> left.meets(right)
         False
     """
 
-    start: int
-    itemsize: int
-    lengths: Sequence[int]
-    strides: Sequence[int]
+    start: int  # address of the first byte
+    itemsize: int  # bytes of an element
+    lengths: Sequence[int]  # elements of each dimension
+    strides: Sequence[int]  # bytes from one element of a dimension to the next
 
     @property
     def stop(self) -> int:
@@ -69,16 +63,11 @@ class Strided:
 
 
 def overlaps_itself(lengths: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a view are the same memory; exact.
-
-    Args:
-        lengths: elements of each dimension.
-        strides: elements in memory from one element of a dimension to the next; not negative.
+    """Whether two elements of a view are the same memory; exact. Strides are in elements, and not negative.
 
     Example:
         >>> overlaps_itself((4, 3), (1, 1))  # a sliding window
         True
-
     """
     if 0 in lengths:
         return False

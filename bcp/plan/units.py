@@ -36,12 +36,7 @@ def unit_path(name: str, unit: str = "") -> str:
 
 
 def encode_claims(claims: Sequence[Claim]) -> str:
-    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts.
-
-    Raises:
-        StateError: a name is no Unicode.
-
-    """
+    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts. Raises StateError."""
     try:
         return msgspec.json.encode(claims, enc_hook=plain).decode() if claims else ""
     except UnicodeEncodeError as error:
@@ -49,12 +44,7 @@ def encode_claims(claims: Sequence[Claim]) -> str:
 
 
 def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
-    """Undo :func:`encode_claims`.
-
-    Raises:
-        MessageError: these are no claims.
-
-    """
+    """Undo :func:`encode_claims`. Raises MessageError."""
     try:
         return msgspec.json.decode(text, type=list[Claim]) if text else []
     except (*DECODE_ERRORS, UnicodeEncodeError) as error:
@@ -67,15 +57,9 @@ def encode_shared(digests: Mapping[str, str]) -> bytes:
 
 
 def check_shared(messages: Sequence[bytes]) -> None:
-    """Check that the ranks' shared parts are equal.
+    """Check that the ranks' shared parts are equal; ``messages``: :func:`encode_shared` of every rank.
 
-    Args:
-        messages: :func:`encode_shared` of every rank, by rank.
-
-    Raises:
-        StateError: two ranks have different ones; the message names them.
-        MessageError: one of them cannot be decoded.
-
+    Raises StateError, which names two ranks that differ, or MessageError.
     """
     if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
         return
@@ -92,19 +76,12 @@ def check_shared(messages: Sequence[bytes]) -> None:
 
 
 def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
-    """Choose the rank that writes each unit, and each state's shared part.
+    """Choose the rank that writes each unit, and each state's shared part: path (:func:`unit_path`) to rank.
 
     Ranks of one reader, which differ in other coordinates of the mesh, hold the same units: they write one in turn.
 
-    Args:
-        claims: of every rank that has any.
-
-    Returns:
-        Path (:func:`unit_path`) to rank.
-
     Raises:
         StateError: a reader is missing, readers disagree about their number, or two of them have one unit.
-
     """
     by_name: dict[str, dict[int, Claim]] = {}
     for rank in sorted(claims):
@@ -124,7 +101,6 @@ def check_readers(held: Mapping[int, Claim]) -> None:
 
     Raises:
         StateError: they are not; the message names ranks and numbers.
-
     """
     first_rank, first = next(iter(held.items()))
     for rank, claim in held.items():

@@ -59,10 +59,6 @@ class Background(Generic[T]):
 
     A failure without a waiter is logged as an error when the object is forgotten or the process ends. In a forked child
     it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
-
-    Attributes:
-        what: names the operation in messages.
-        daemon: the end of the process cancels it.
     """
 
     _pid = 0  # until the object is whole: one whose making was interrupted is nobody's

@@ -13,21 +13,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """The last few values by key; the one that was used longest ago makes room. Safe to share between threads.
-
-    Attributes:
-        capacity: how many values it holds at most.
-        hits: how often a value was found.
-        misses: how often not.
-
-    Example:
-        >>> cache = LruCache[str, int](capacity=2)
-        >>> for key, value in (("a", 1), ("b", 2), ("c", 3)):
-        ...     cache.put(key, value)
-        >>> cache.get("a"), cache.get("c")
-        (None, 3)
-
-    """
+    """The last few values by key; the one that was used longest ago makes room. Safe to share between threads."""
 
     def __init__(self, capacity: int = 8) -> None:
         if capacity < 1:

@@ -55,17 +55,12 @@ def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
 
 
 class Loop:
-    """An event loop on a daemon thread, which does not keep the process alive while it is idle.
-
-    Attributes:
-        running: operations that have not ended. Sets change atomically under the interpreter, so any thread may.
-        failed: those that have failed and still have somebody who may ask for the error.
-    """
+    """An event loop on a daemon thread, which does not keep the process alive while it is idle."""
 
     def __init__(self, name: str = "bcp-loop") -> None:
         self.asyncio_loop = asyncio.new_event_loop()
-        self.running: set[Running] = set()
-        self.failed: WeakSet[Running] = WeakSet()
+        self.running: set[Running] = set()  # sets change atomically under the interpreter, so any thread may
+        self.failed: WeakSet[Running] = WeakSet()  # those that still have somebody who may ask for the error
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 

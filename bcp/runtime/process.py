@@ -22,14 +22,7 @@ _hooks: list[Callable[[], object]] = []
 
 
 def process_lock() -> threading.Lock:
-    """Return a lock that is open in a forked child, even if a thread of the parent holds it.
-
-    Example:
-        >>> with process_lock() as held:
-        ...     held
-        True
-
-    """
+    """Return a lock that is open in a forked child, even if a thread of the parent holds it."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock

@@ -1,7 +1,4 @@
-"""Spares calls that make many objects, and soon let go of them, Python's garbage collection.
-
-Calls in other threads, which are never left alone, and may give way to other work.
-"""
+"""Calls in other threads, which are never left alone and may give way to others; and pauses of garbage collection."""
 
 from __future__ import annotations
 
@@ -66,11 +63,8 @@ _first: ContextVar[Callable[[], None]] = ContextVar("bcp thread beginning", defa
 def low_priority_threads(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
     """Let calls of :func:`in_thread` inside of the block run in threads that let other work go first.
 
-    Args:
-        nice: added to the process's niceness, 0 to 19; a thread with 19 runs where nobody else wants the core.
-        io: ``"best-effort"`` with the least of its levels, ``"idle"``, or None for that of the process. Works on local
-            disks whose scheduler knows priorities (bfq, mq-deadline); elsewhere it does nothing.
-
+    ``nice``, 0 to 19, is added to the process's niceness. ``io`` is ``"best-effort"`` with the least of its levels,
+    ``"idle"``, or None for that of the process. It does nothing but on local disks with bfq or mq-deadline.
     """
     token = _priority.set((nice, 0 if io is None else _CLASSES[io] | (7 if io == "best-effort" else 0)))
     try:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bcp._load.reads import packed_rate, speeds
+from bcp._load.reads import speeds
 from bcp._messages.coordination import Card
+from bcp._messages.planning import Rate
 from bcp.coordinators.exchange import Exchange, _flows
 from bcp.coordinators.mesh import _listen
 
@@ -73,7 +74,7 @@ async def test_a_transfer_is_cut_into_equal_parts(size: int, nbytes: int) -> Non
     ],
 )
 async def test_only_much_slower_ranks_count_as_slow(rates: list[float], expected: list[float] | None) -> None:
-    found = speeds([packed_rate(rate) for rate in rates])
+    found = speeds([Rate(rate).encode() for rate in rates])
     assert (found if found is None else found.tolist()) == expected
 
 

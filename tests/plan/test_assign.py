@@ -17,11 +17,11 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 from bcp._messages.planning import BlockRuns, SharedRuns
 from bcp.errors import MessageError
 from bcp.plan.box import Box
-from bcp.plan.columns import Ints
+from bcp.plan.columns import Ints, begins
 from bcp.plan.read import plan_load
 from bcp.plan.read import share as sharing
 from bcp.plan.read.copies import Assignment
-from bcp.plan.read.share import BlockIndex, RankSets, SharedReads, WantedBlocks, begins, fill, share_reads
+from bcp.plan.read.share import BlockIndex, RankSets, SharedReads, WantedBlocks, fill, share_reads
 
 MIB = 1 << 20
 

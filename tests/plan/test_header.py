@@ -10,7 +10,7 @@ from safetensors.torch import load
 
 from bcp.plan.box import Box
 from bcp.plan.shards import TensorMeta
-from bcp.plan.write.files import DTYPE_CODES, HeaderEntry, entry, entry_name, header
+from bcp.plan.write.files import DTYPE_CODES, HeaderEntry, entry, header
 
 
 def parse(head: bytes) -> dict[str, dict[str, object]]:
@@ -80,7 +80,6 @@ def test_a_header_longer_than_a_page():
     ],
 )
 def test_names(shape, box, flat, name):
-    assert entry_name("w", shape, box, *flat) == name
     made = entry(TensorMeta("model", "w", "float32", 4, shape), box, *flat)
     assert made.name == name
     assert made.nbytes == 4 * (flat[1] - flat[0])

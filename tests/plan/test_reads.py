@@ -13,7 +13,7 @@ from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
-from bcp.plan.layout import Layout, check_layout, find, find_all, names, resolve, resolve_all
+from bcp.plan.layout import Layout, check_layout, find, find_all, resolve, resolve_all
 from bcp.plan.read.reads import Pieces, ReadRequest, _indices, pieces_of, wants
 from bcp.plan.shards import Segments, ShardRow, ShardTable, TensorTable
 
@@ -199,8 +199,6 @@ def test_lookups() -> None:
     assert [find(saved.layout, "model", name) for name in ("", "a", "aa", "b", "c")] == [None, 0, None, 1, None]
     assert find(saved.layout, "optimizer", "a") == 2
     assert find(saved.layout, "optimizer", "b") is None
-    assert list(names(saved.layout, "model")) == ["a", "b"]
-    assert list(names(saved.layout, "dataloader")) == []
     dangling = replace(saved.layout, tensors=TensorTable.build([meta("a", (1,), tied_to="zz")]))
     with pytest.raises(CorruptError, match="zz"):
         resolve(dangling, 0)

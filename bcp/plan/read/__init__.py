@@ -25,25 +25,15 @@ __all__ = ["divide_load", "plan_load"]
 
 
 def divide_load(
-    blocks: BlockIndex,
-    messages: Sequence[bytes],
-    *,
-    read_bytes: int,
-    exchange_bytes: int,
-    speed: Floats | None = None,
+    blocks: BlockIndex, messages: Sequence[bytes], *, read_bytes: int, exchange_bytes: int, speed: Floats | None = None
 ) -> SharedReads:
     """Divide the blocks that several ranks need among these ranks; runs on rank 0.
 
-    Args:
-        blocks: the blocks of all data files.
-        messages: :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks, by rank.
-        read_bytes: as in :func:`plan_load`.
-        exchange_bytes: the same.
-        speed: the same.
+    ``messages`` are :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks; the others are as in
+    :func:`plan_load`.
 
     Raises:
         MessageError: a message names blocks that do not exist.
-
     """
     runs = [blocks.decode(message, rank) for rank, message in enumerate(messages)]
     blocks.check(np.concatenate(runs))
@@ -73,9 +63,6 @@ def plan_load(
         shared: False: every rank reads all that it needs by itself.
         speed: float64[world size], relative speed of each rank in (0, 1]; None: all are equally fast.
 
-    Returns:
-        The reads and exchanges of every rank, by rank.
-
     Example:
         Two ranks load the same 1,024 x 1,024 matrix: each reads half of it, and receives the other half.
 
@@ -90,7 +77,6 @@ def plan_load(
         >>> plans = plan_load(BlockIndex.of(layout), ranges, read_bytes=1 << 24, exchange_bytes=1 << 24)
         >>> [sum(chunk.nbytes for chunk in plan.items()) for plan in plans]
         [2097152, 2097152]
-
     """
     runs = [blocks.runs(rows) for rows in ranges]
     division = SharedReads.nothing()

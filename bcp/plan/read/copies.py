@@ -1,9 +1,8 @@
 """The chunks that one rank reads, sends and receives, and the copies from them into its shards (paper sec. 3.3, 4.4).
 
 :func:`assign` lists the chunks. Shared chunks travel in rounds of an all-to-all while reading goes on; every rank takes
-part in every round. :func:`copies` finds the destination of each byte of each chunk, for all chunks at once. A copy
-goes from a block of an array in the file to an equally large block of an array in a shard. Most copies are *runs*:
-contiguous in both. :func:`zero_copy_reads` chooses the chunks that are read straight into the shards.
+part in every round. :func:`copies` finds the destination of each byte, for all chunks at once. Most copies are *runs*:
+contiguous in the file and in the shard. :func:`zero_copy_reads` chooses the chunks that are read straight there.
 """
 
 from __future__ import annotations
@@ -44,15 +43,10 @@ Runs of 8 KiB: 9.0 against 14.3, but Python takes most of the time, in one threa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroCopyReads:
-    """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards.
+    """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards."""
 
-    Attributes:
-        begin: int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
-        runs: in file order within each chunk; they do not overlap, and no rank needs the bytes between them.
-    """
-
-    begin: Ints
-    runs: ByteRuns
+    begin: Ints  # int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
+    runs: ByteRuns  # in file order within each chunk; they do not overlap, and no rank needs the bytes between them
 
     @property
     def chunks(self) -> Bools:
@@ -68,11 +62,8 @@ class ZeroCopyReads:
 def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
     """Choose the zero-copy chunks: those of few runs, without a byte that goes to two places, into plain memory.
 
-    Args:
-        found: the copies of c chunks.
-        private: bool[c], whether no other rank needs the chunk, and nothing has to be done to its bytes.
-        plain: bool[n], of each shard, whether its elements can be written as bytes, as they lie in the file.
-
+    ``private``, bool[c]: no other rank needs the chunk, and nothing has to be done to its bytes. ``plain``, bool[n]:
+    the elements of the shard can be written as bytes, as they lie in the file.
     """
     chunk, counts = found.chunk, found.numel // found.run
     number = np.bincount(chunk, weights=counts, minlength=len(private))
@@ -103,19 +94,12 @@ def apart(address: Ints, nbytes: Ints) -> Bools:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteRuns:
-    """Contiguous bytes, one row each.
+    """Contiguous bytes, one row each."""
 
-    Attributes:
-        row: int64[r], row of the target shard in this rank's table.
-        start: int64[r], first byte in the file's data section.
-        nbytes: int64[r], how many.
-        to: int64[r], their destination: first byte in the shard, counted as if it lay in memory row by row.
-    """
-
-    row: Ints
-    start: Ints
-    nbytes: Ints
-    to: Ints
+    row: Ints  # int64[r], row of the target shard in this rank's table
+    start: Ints  # int64[r], first byte in the file's data section
+    nbytes: Ints  # int64[r], how many
+    to: Ints  # int64[r], their destination: first byte in the shard, counted as if it lay in memory row by row
 
     def __len__(self) -> int:
         return len(self.row)
@@ -138,30 +122,18 @@ class Copies:
     The source is a block of an array in the file: the bytes of the data section from ``start`` on, viewed with the
     *saved* dtype in the shape ``source.length``. The target is a block of an array in the shard: its elements from
     ``first`` on, counted row by row, viewed in the shape ``target.length``. Both blocks have the same extent.
-
-    Attributes:
-        begin: int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``.
-        row: int64[n], row of the target shard in this rank's table.
-        ndim: int64[n], dimensions of its tensor.
-        itemsize: int64[n], bytes of a saved element.
-        start: int64[n], first byte of the source.
-        source: block of the source.
-        first: int64[n], first element of the target. A shard that is a whole box is one target, and 0 is its first.
-        target: block of the target.
-        numel: int64[n], elements of the block.
-        run: int64[n], how many of them lie side by side in both.
     """
 
-    begin: Ints
-    row: Ints
-    ndim: Ints
-    itemsize: Ints
-    start: Ints
-    source: Boxes
-    first: Ints
-    target: Boxes
-    numel: Ints
-    run: Ints
+    begin: Ints  # int64[c + 1]; chunk i has the copies ``begin[i]`` to ``begin[i + 1]``
+    row: Ints  # int64[n], row of the target shard in this rank's table
+    ndim: Ints  # int64[n], dimensions of its tensor
+    itemsize: Ints  # int64[n], bytes of a saved element
+    start: Ints  # int64[n], first byte of the source
+    source: Boxes  # block of the source
+    first: Ints  # int64[n], first element of the target. A shard that is a whole box is one target, and 0 is its first.
+    target: Boxes  # block of the target
+    numel: Ints  # int64[n], elements of the block
+    run: Ints  # int64[n], how many of them lie side by side in both
 
     def __len__(self) -> int:
         return len(self.row)
@@ -203,14 +175,8 @@ class Copies:
 def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints) -> Copies:
     """Return the copies from these chunks into this rank's shards.
 
-    Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once.
-
-    Args:
-        layout: the checkpoint's layout.
-        table: the target shards.
-        wanted: :func:`~bcp.plan.read.reads.wants` of these two.
-        chunks: int64[c, 3], rows (file, first byte in its data section, last byte + 1), at element boundaries.
-
+    Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once. Rows of ``chunks`` are
+    (file, first byte in its data section, last byte + 1), at element boundaries: int64[c, 3].
     """
     chunk, want, lo, hi = _cut(layout, wanted, chunks)
     itemsize = layout.tensors.itemsize[wanted.tensor[want]]
@@ -290,22 +256,14 @@ def _run(source: Boxes, target: Boxes) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of whole blocks of one file, read by one rank.
+    """A run of whole blocks of one file, read by one rank."""
 
-    Attributes:
-        file: row of the file in the layout; -1 for an empty chunk, which only takes part in its round.
-        start: first byte in the file's data section.
-        stop: one past the last.
-        reader: the rank that reads it.
-        round: the round in which it travels to the other ranks that need it; -1 if there are none.
-        number: row in :attr:`Assignment.chunks` of the rank that was given this record; -1 if it is not in there.
-    """
-
-    file: int
-    start: int
-    stop: int
-    reader: int
-    round: int
+    file: int  # row of the file in the layout; -1 for an empty chunk, which only takes part in its round
+    start: int  # first byte in the file's data section
+    stop: int  # one past the last
+    reader: int  # the rank that reads it
+    round: int  # the round in which it travels to the other ranks that need it; -1 if there are none
+    # row in :attr:`Assignment.chunks` of the rank that was given this record; -1 if it is not in there
     number: int = field(default=-1, compare=False)
 
     @property
@@ -316,26 +274,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """The reads, sends and receives of one rank.
-
-    Attributes:
-        rank: the rank.
-        rounds: how many rounds every rank takes part in.
-        private: chunks that only this rank reads, in file order.
-        file, start, stop, reader, round: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round.
-        group: int64[c], row in ``groups``: the ranks that need the chunk.
-        groups: sets of ranks.
-    """
+    """The reads, sends and receives of one rank."""
 
     rank: int
-    rounds: int
-    private: tuple[Chunk, ...]
+    rounds: int  # every rank takes part in so many
+    private: tuple[Chunk, ...]  # chunks that only this rank reads, in file order
+    # these five: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round
     file: Ints
     start: Ints
     stop: Ints
     reader: Ints
     round: Ints
-    group: Ints
+    group: Ints  # int64[c], row in ``groups``: the ranks that need the chunk
     groups: RankSets
 
     def __repr__(self) -> str:
@@ -360,10 +310,7 @@ class Assignment:
         return int(nbytes.max(initial=0))
 
     def items(self) -> list[Chunk]:
-        """Return the chunks that the rank reads, in order: one for each round, private ones spread evenly between.
-
-        A rank that has no chunk left for a round takes part in it with an empty one.
-        """
+        """Return the chunks that the rank reads: one a round, maybe empty, and private ones spread evenly between."""
         shared = [self._chunk(row) for row in np.flatnonzero(self.reader == self.rank).tolist()]
         shared += [Chunk(-1, 0, 0, self.rank, number) for number in range(len(shared), self.rounds)]
         total, done, taken = sum(chunk.nbytes for chunk in (*shared, *self.private)), 0, 0
@@ -403,13 +350,8 @@ class Assignment:
 def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read_bytes: int) -> Assignment:
     """List the chunks that a rank reads, sends and receives. It reads by itself all blocks that it does not receive.
 
-    Args:
-        line: the files.
-        rank: this rank.
-        runs: the blocks that it needs, :meth:`BlockIndex.runs`.
-        shared: the blocks that ranks read for each other; the same on all ranks.
-        read_bytes: the largest read; but never less than one block.
-
+    ``runs`` are the blocks that it needs, ``shared`` those that ranks read for each other, the same on all ranks.
+    ``read_bytes`` is the largest read, but never less than one block.
     """
     rows = shared.of_rank(rank)
     source, number = spread(shared.parts[rows])

@@ -27,20 +27,13 @@ class Pieces:
     """An index of the pieces of a layout.
 
     All tensors are put behind each other along their first dimension: index i of it, in tensor t, is ``base[t] + i``.
-
-    Attributes:
-        offset: int64[p, D], as in the layout, but with at least one column.
-        length: int64[p, D], the same.
-        base: int64[n], first index of each tensor.
-        begin: int64[p], first index of each piece; not decreasing.
-        reach: int64[p], the largest end of this piece and all before it; not decreasing.
     """
 
-    offset: Ints
-    length: Ints
-    base: Ints
-    begin: Ints
-    reach: Ints
+    offset: Ints  # int64[p, D], as in the layout, but with at least one column
+    length: Ints  # int64[p, D], the same
+    base: Ints  # int64[n], first index of each tensor
+    begin: Ints  # int64[p], first index of each piece; not decreasing
+    reach: Ints  # int64[p], the largest end of this piece and all before it; not decreasing
 
     @classmethod
     def of(cls, layout: Layout) -> Pieces:
@@ -55,13 +48,8 @@ class Pieces:
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.
 
-        All pieces that do are among them, and few others if pieces are cut along the first dimension.
-
-        Args:
-            tensor: int64[m], row of the leader whose pieces they are.
-            low: int64[m], first index in the first dimension.
-            high: int64[m], one past the last; above ``low``.
-
+        ``tensor`` is the row of the leader, ``low`` and ``high`` bound the first dimension: int64[m] each. All pieces
+        that share elements are among them, and few others if pieces are cut along the first dimension.
         """
         base = self.base[tensor]
         return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
@@ -89,27 +77,16 @@ def pieces_of(layout: Layout) -> Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
-    """The bytes that one rank needs: n byte ranges of segments, sorted by (file, start).
+    """The bytes that one rank needs: n byte ranges of segments, sorted by (file, start)."""
 
-    Attributes:
-        row: int64[n], row of the target shard in this rank's table.
-        tensor: int64[n], row in the layout of the tensor that is stored for it.
-        piece: int64[n], row of the piece in the layout.
-        segment: int64[n], row of the segment in its patterns; no (row, piece, segment) comes twice.
-        first: int64[n], first needed element, as a flat position in the segment's piece.
-        file: int64[n], row of the file in the layout.
-        start: int64[n], first needed byte in the file's data section.
-        stop: int64[n], one past the last. Bytes between may not be needed: it is a hull.
-    """
-
-    row: Ints
-    tensor: Ints
-    piece: Ints
-    segment: Ints
-    first: Ints
-    file: Ints
-    start: Ints
-    stop: Ints
+    row: Ints  # int64[n], row of the target shard in this rank's table
+    tensor: Ints  # int64[n], row in the layout of the tensor that is stored for it
+    piece: Ints  # int64[n], row of the piece in the layout
+    segment: Ints  # int64[n], row of the segment in its patterns; no (row, piece, segment) comes twice
+    first: Ints  # int64[n], first needed element, as a flat position in the segment's piece
+    file: Ints  # int64[n], row of the file in the layout
+    start: Ints  # int64[n], first needed byte in the file's data section
+    stop: Ints  # int64[n], one past the last. Bytes between may not be needed: it is a hull.
 
     def __len__(self) -> int:
         return len(self.row)
@@ -133,16 +110,11 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
     """Return the bytes of the checkpoint that each local shard needs.
 
     Tensors that the layout does not have are skipped. A tied tensor is read from the tensor that stores its data.
-    Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one.
-
-    Args:
-        layout: the checkpoint's layout.
-        table: the target shards.
-        saved: ``find_all(layout, table.tensors)``, if it is known already.
+    Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one. ``saved`` is
+    ``find_all(layout, table.tensors)``, if it is known already.
 
     Raises:
         CorruptError: a needed element lies outside its file, or in a file of another kind.
-
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments
@@ -165,10 +137,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
-    """Raise CorruptError if needed elements lie outside their file.
-
-    ``stop`` is one past the last needed element of a plane, which begins at byte ``base``.
-    """
+    """Raise CorruptError if elements up to ``stop`` of a plane, which begins at byte ``base``, lie outside the file."""
     itemsize = layout.tensors.itemsize[tensor]
     wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
     wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
@@ -184,27 +153,17 @@ def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: In
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Regions:
-    """The m distinct regions that a rank asks for: flat intervals of boxes of leaders.
+    """The m distinct regions that a rank asks for: flat intervals of boxes of leaders."""
 
-    Attributes:
-        leader: int64[m], row in the layout.
-        offset, length: int64[m, D], the box.
-        start, stop: int64[m], the flat interval of it; not empty.
-        begin: int64[m], first of the rows below that ask for it.
-        count: int64[m], how many do: one for each state.
-        row: int64[n], row of the target shard.
-        tensor: int64[n], row of its tensor in the layout.
-    """
-
-    leader: Ints
-    offset: Ints
+    leader: Ints  # int64[m], row in the layout
+    offset: Ints  # int64[m, D], the box
     length: Ints
-    start: Ints
+    start: Ints  # int64[m], the flat interval of it; not empty
     stop: Ints
-    begin: Ints
-    count: Ints
-    row: Ints
-    tensor: Ints
+    begin: Ints  # int64[m], first of the rows below that ask for it
+    count: Ints  # int64[m], how many do: one for each state
+    row: Ints  # int64[n], row of the target shard
+    tensor: Ints  # int64[n], row of its tensor in the layout
 
     @classmethod
     def of(cls, layout: Layout, table: ShardTable, saved: Ints) -> _Regions:
@@ -226,14 +185,11 @@ class _Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """The intersections of requested boxes and pieces, one row each.
+    """The intersections of requested boxes and pieces, one row each."""
 
-    ``ask`` is the row in :class:`_Regions`, ``piece`` the row in the layout, ``blocks`` the intersection in the piece.
-    """
-
-    ask: Ints
-    piece: Ints
-    blocks: Boxes
+    ask: Ints  # row in :class:`_Regions`
+    piece: Ints  # row in the layout
+    blocks: Boxes  # the intersection in the piece
 
 
 def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:

@@ -80,21 +80,16 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenamedLayout:
-    """The leaves of a checkpoint, by the names of the target.
+    """The leaves of a checkpoint, by the names of the target."""
 
-    Attributes:
-        layout: the checkpoint, by its own names.
-        saved: the same for planners. Rows of ``saved.tensors`` below ``len(layout.tensors)`` are those of the layout;
-            behind them are the tensors that are made of blocks.
-        joined: for each of those behind: its blocks, and the row in the layout of each of its sources.
-        objects: (kind, path) in the target, to the row in ``layout.objects``.
-        left_out: rows of the layout's tensors, and behind these of its objects, that no target is expected to want.
-    """
-
-    layout: Layout
+    layout: Layout  # the checkpoint, by its own names
+    # the same for planners. Rows of ``saved.tensors`` below ``len(layout.tensors)`` are those of the layout; behind
+    # them are the tensors that are made of blocks.
     saved: CheckpointNames
+    # for each of those behind: its blocks, and the row in the layout of each of its sources
     joined: Sequence[tuple[AssembledTensor, Sequence[int]]]
-    objects: Mapping[tuple[str, str], int]
+    objects: Mapping[tuple[str, str], int]  # (kind, path) in the target, to the row in ``layout.objects``
+    # rows of the layout's tensors, and behind these of its objects, that no target is expected to want
     left_out: Sequence[int] = ()
 
     def sources(self, row: int) -> Sequence[int]:
@@ -115,7 +110,6 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
     Raises:
         InputError: two names become one, the checkpoint lacks a name of the rename, or the rename is no rename.
         CoverageError: blocks do not tile the tensor that they make.
-
     """
     if rename is None:
         objects = {(kind, path): row for row, (kind, path) in enumerate(layout.objects)}
@@ -132,28 +126,19 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
 
 @dataclass(slots=True)
 class _Work:
-    """A rename that is being applied.
-
-    Attributes:
-        layout: the checkpoint.
-        blocks: the rename.
-        kinds: the kinds that are loaded.
-        moved: the moves of each name of the model, tensors and other leaves; and of parameters that it lacks.
-        shapes: of the tensors among them, and of these parameters.
-        model: rows of the model's tensors, by name.
-        others: rows of the model's other leaves in ``layout.objects``, by name.
-        parameters: the optimizer's leaves of each parameter: rows, as in ``RenamedLayout.left_out``.
-        rows, objects, joined, metas, left_out: of the result.
-    """
+    """A rename that is being applied."""
 
     layout: Layout
-    blocks: Blocks
-    kinds: Collection[str]
+    blocks: Blocks  # the rename
+    kinds: Collection[str]  # those that are loaded
+    # the moves of each name of the model, tensors and other leaves; and of parameters that it lacks
     moved: dict[str, Sequence[Moved]] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    model: dict[str, int] = field(default_factory=dict)
-    others: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors among them, and these parameters
+    model: dict[str, int] = field(default_factory=dict)  # rows of the model's tensors, by name
+    others: dict[str, int] = field(default_factory=dict)  # rows of the model's other leaves in ``layout.objects``
+    # the optimizer's leaves of each parameter: rows, as in ``RenamedLayout.left_out``
     parameters: dict[str, dict[Key, int]] = field(default_factory=dict)
+    # the others are of the result
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
     objects: dict[tuple[str, str], int] = field(default_factory=dict)
     joined: list[tuple[AssembledTensor, Sequence[int]]] = field(default_factory=list)

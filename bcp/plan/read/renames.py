@@ -105,25 +105,15 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledTensor:
-    """A tensor of the target that is put together of k blocks; its optimizer states are, too.
+    """A tensor of the target that is put together of k blocks; its optimizer states are, too."""
 
-    Attributes:
-        fqn: its name.
-        shape: its shape.
-        sources: names of the saved tensors, each once, in the order in which the checkpoint has them.
-        moved: the k blocks.
-        source: int64[k], which of ``sources`` each is of.
-        low: int64[k, D], first corners in the target's tensor.
-        high: int64[k, D], one past the last.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    sources: Sequence[str]
-    moved: Sequence[Moved]
-    source: Ints
-    low: Ints
-    high: Ints
+    fqn: str  # its name
+    shape: tuple[int, ...]  # its shape
+    sources: Sequence[str]  # names of the saved tensors, each once, in the order in which the checkpoint has them
+    moved: Sequence[Moved]  # the k blocks
+    source: Ints  # int64[k], which of ``sources`` each is of
+    low: Ints  # int64[k, D], first corners in the target's tensor
+    high: Ints  # int64[k, D], one past the last
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, Moved]]) -> AssembledTensor:
@@ -132,7 +122,6 @@ class AssembledTensor:
         Raises:
             InputError: they do not agree on the target's shape.
             CoverageError: they overlap, or leave a gap that is no padding.
-
         """
         sources = list(dict.fromkeys(source for source, _ in parts))
         places = {source: place for place, source in enumerate(sources)}
@@ -242,7 +231,6 @@ def blocks_of(rename: Rename) -> Blocks:
 
     Raises:
         InputError: it has none of the forms of a rename.
-
     """
     if isinstance(rename, Moves):
         return rename.blocks

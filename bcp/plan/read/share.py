@@ -1,9 +1,8 @@
 """Choose the reader of each block that several ranks want: it is read once in the whole job (paper sec. 4.1).
 
-:class:`BlockIndex` numbers the blocks of all data files, one file behind the other. Blocks are read and checked as a
-whole. Rank 0 calls :func:`share_reads`. Its time depends on the number of distinct requests, and not on the number of
-ranks with the same one: about 1 s for 8,960 ranks, see docs/scale.md. The result is the same for all ranks;
-:func:`bcp.plan.read.copies.assign` derives the work of one rank.
+Rank 0 calls :func:`share_reads`. Its time depends on the number of distinct requests, and not on the number of ranks
+with the same one: about 1 s for 8,960 ranks, see docs/scale.md. :func:`bcp.plan.read.copies.assign` derives the work of
+one rank from its result.
 
 :func:`fill` divides the blocks of each set of ranks over its members, so that all take equally long to read. A set
 fills up the members with the least load first. Sets with the least choice go first, and sets without a common rank go
@@ -25,20 +24,10 @@ from bcp._messages.base import refused
 from bcp._messages.planning import BlockRuns, SharedRuns
 from bcp.errors import MessageError
 from bcp.plan.box import sweep_intervals
-from bcp.plan.columns import Ints, mix, spread
+from bcp.plan.columns import Ints, begins, mix, spread
 from bcp.plan.layout import Layout
 
-__all__ = [
-    "VERSIONS",
-    "BlockIndex",
-    "Floats",
-    "RankSets",
-    "SharedReads",
-    "WantedBlocks",
-    "begins",
-    "fill",
-    "share_reads",
-]
+__all__ = ["VERSIONS", "BlockIndex", "Floats", "RankSets", "SharedReads", "WantedBlocks", "fill", "share_reads"]
 
 VERSIONS = "run the same version of bcp on every rank"
 
@@ -48,34 +37,23 @@ class BlockIndex:
     """The line of blocks: block ``b`` of file ``f`` is number ``base[f] + b``.
 
     A *run* is a number of blocks of one file, as a row (first block, last block + 1).
-
-    Attributes:
-        block_bytes: bytes of a block; the last one of a file may be shorter.
-        base: int64[f + 1], first block of each file; then the end of the last one.
-        nbytes: int64[f], bytes of each file's data section.
-        kinds: first blocks of files of another kind than the file before.
     """
 
-    block_bytes: int
-    base: Ints
-    nbytes: Ints
-    kinds: Ints
+    block_bytes: int  # bytes of a block; the last one of a file may be shorter
+    base: Ints  # int64[f + 1], first block of each file; then the end of the last one
+    nbytes: Ints  # int64[f], bytes of each file's data section
+    kinds: Ints  # first blocks of files of another kind than the file before
 
     @classmethod
     def of(cls, layout: Layout, block_bytes: int | None = None) -> BlockIndex:
         """Put the files of a layout on a line; ``block_bytes``: bytes of a block, if not those of the layout."""
         block = block_bytes or layout.block_bytes
-        base = np.concatenate(([0], np.cumsum(-(-layout.file_nbytes // block))))
+        base = begins(-(-layout.file_nbytes // block))
         kinds = base[np.flatnonzero(np.diff(layout.file_kind)) + 1]
         return cls(block, base, layout.file_nbytes, kinds)
 
     def runs(self, ranges: Ints) -> Ints:
-        """Return int64[k, 2]: the longest runs of blocks that hold some byte of these ranges, sorted.
-
-        Args:
-            ranges: rows (file, start, stop), disjoint, sorted.
-
-        """
+        """Return int64[k, 2]: the longest runs of blocks that hold some byte of sorted (file, start, stop) rows."""
         file, start, end = ranges.T
         first, stop = self.base[file] + start // self.block_bytes, self.base[file] - (-end // self.block_bytes)
         new = np.diff(file, prepend=-1) != 0
@@ -100,12 +78,7 @@ class BlockIndex:
         return BlockRuns(len(runs), packed).encode()
 
     def decode(self, data: bytes, sender: int | None = None) -> Ints:
-        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`.
-
-        Raises:
-            MessageError: these are no runs.
-
-        """
+        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`. Raises MessageError."""
         message = BlockRuns.decode(data, sender)
         nbytes = 2 * min(message.count, int(self.base[-1])) * self.word.itemsize  # no more is allocated
         try:
@@ -115,12 +88,7 @@ class BlockIndex:
         return np.cumsum(steps.reshape(2, -1).T, dtype=np.int64).reshape(-1, 2)
 
     def check(self, runs: Ints) -> None:
-        """Check rows that come from another rank.
-
-        Raises:
-            MessageError: a row is no run of this line.
-
-        """
+        """Check rows that come from another rank. Raises MessageError."""
         first, stop = runs.T
         bad = (first < 0) | (stop <= first) | (stop > self.base[-1])
         if not bad.any():
@@ -140,11 +108,6 @@ Floats = npt.NDArray[np.float64]
 SWEEPS = 3
 """A set that went early knew nothing of the later ones, so each is poured again. With 1,024 random triples of 512 ranks
 the busiest has 1.47 times the mean after one sweep, 1.13 after two, 1.05 after three, and 1.03 after ten."""
-
-
-def begins(size: Ints) -> Ints:
-    """Return the begin of each row of these sizes, one behind the other, and the end of the last one."""
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,19 +136,12 @@ class RankSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedBlocks:
-    """The blocks that all sets of ranks want, in runs laid end to end, those of a set together.
+    """The blocks that all sets of ranks want, in runs laid end to end, those of a set together."""
 
-    Attributes:
-        block_bytes: bytes of a block; the last one of a run may be shorter.
-        blocks: int64[k + 1], begin of each run, in blocks; then the end of the last one.
-        nbytes: int64[k + 1], the same in bytes.
-        begin: int64[g + 1], first run of each set.
-    """
-
-    block_bytes: int
-    blocks: Ints
-    nbytes: Ints
-    begin: Ints
+    block_bytes: int  # bytes of a block; the last one of a run may be shorter
+    blocks: Ints  # int64[k + 1], begin of each run, in blocks; then the end of the last one
+    nbytes: Ints  # int64[k + 1], the same in bytes
+    begin: Ints  # int64[g + 1], first run of each set
 
     def snap(self, at: Floats) -> tuple[Ints, Ints]:
         """Return the ends of blocks that are nearest to these bytes of the strip: in blocks, and in bytes."""
@@ -202,15 +158,9 @@ class WantedBlocks:
 def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> Ints:
     """Divide the wanted blocks: each member of a set reads some of the set's blocks, in the order of its members.
 
-    Args:
-        strip: the blocks to divide, in the order of the sets.
-        sets: the ranks that want them.
-        load: float64[world size], bytes that each rank has to read anyway; the bytes that it is given are added.
-        speed: float64[world size], above 0: a rank of half the speed has as much to do with half the bytes.
-
-    Returns:
-        int64[m + 1]: first block of the strip of each member; then the end of the last one.
-
+    ``load`` is float64[world size], the bytes that each rank has to read anyway; the bytes that it is given are added.
+    ``speed`` is above 0: a rank of half the speed has as much to do with half the bytes. Returns int64[m + 1]: the
+    first block of the strip of each member; then the end of the last one.
     """
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
     given = np.zeros(len(sets.rank))
@@ -232,21 +182,13 @@ def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> In
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DisjointSets:
-    """Sets that have no rank in common: their members one after another, set by set.
+    """Sets that have no rank in common: their members one after another, set by set."""
 
-    Attributes:
-        sets: int64[b], rows of the sets.
-        first: int64[b], first member of each in the columns below.
-        member: int64[n], rows in ``RankSets.rank``.
-        rank: int64[n], the ranks.
-        owner: int64[n], which of ``sets`` each is in.
-    """
-
-    sets: Ints
-    first: Ints
-    member: Ints
-    rank: Ints
-    owner: Ints
+    sets: Ints  # int64[b], rows of the sets
+    first: Ints  # int64[b], first member of each in the columns below
+    member: Ints  # int64[n], rows in ``RankSets.rank``
+    rank: Ints  # int64[n], the ranks
+    owner: Ints  # int64[n], which of ``sets`` each is in
 
     @classmethod
     def of(cls, sets: RankSets, rows: Ints) -> _DisjointSets:
@@ -310,21 +252,13 @@ CHUNKS_PER_RANK = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedReads:
-    """The blocks that ranks read for each other: c runs of blocks in the order (reader, first), each wanted by a group.
+    """The blocks that ranks read for each other: c runs in the order (reader, first), each wanted by a group."""
 
-    Attributes:
-        run: int64[c, 2], first block and last block + 1 on the line.
-        parts: int64[c], number of chunks in which it is read, one a round: at least one, at most one a block.
-        reader: int64[c], the rank that reads it; one of the group.
-        group: int64[c], row in ``groups``.
-        groups: the ranks that want all blocks of a run, the reader among them.
-    """
-
-    run: Ints
-    parts: Ints
-    reader: Ints
-    group: Ints
-    groups: RankSets
+    run: Ints  # int64[c, 2], first block and last block + 1 on the line
+    parts: Ints  # int64[c], number of chunks in which it is read, one a round: at least one, at most one a block
+    reader: Ints  # int64[c], the rank that reads it; one of the group
+    group: Ints  # int64[c], row in ``groups``
+    groups: RankSets  # the ranks that want all blocks of a run, the reader among them
 
     @classmethod
     def nothing(cls) -> SharedReads:
@@ -370,7 +304,6 @@ class SharedReads:
 
         Raises:
             MessageError: this is no such table, or it names blocks or ranks that do not exist.
-
         """
         message = SharedRuns.decode(data, sender=0)
         count, groups, members = message.count, message.groups, message.members
@@ -414,15 +347,7 @@ def share_reads(
 
     A rank with much to read for itself reads less for others. So does a slow one, which also sends less in each round.
     A rank receives at most ``exchange_bytes`` in a round, but never less than one block from each rank that it shares
-    with.
-
-    Args:
-        line: the files.
-        runs: :meth:`BlockIndex.runs` of every rank.
-        read_bytes: the largest read.
-        exchange_bytes: most bytes that one rank receives in one round.
-        speed: float64[world size], how fast each rank sends, in (0, 1]; None: all the same.
-
+    with. ``speed`` is float64[world size] in (0, 1], how fast each rank sends; None: all the same.
     """
     speed = np.ones(len(runs)) if speed is None else speed
     wanted = _Wanted.of(line, _parties(line, runs))
@@ -474,19 +399,12 @@ def _parties(line: BlockIndex, runs: Sequence[Ints]) -> _Parties:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """All blocks that are wanted, cut into k intervals that are each wanted by one set of ranks, all of it.
+    """All blocks that are wanted, cut into k intervals that are each wanted by one set of ranks, all of it."""
 
-    Attributes:
-        run: int64[k, 2], the intervals, sorted.
-        nbytes: int64[k], their bytes.
-        set: int64[k], row in ``sets``.
-        sets: the ranks that want them.
-    """
-
-    run: Ints
-    nbytes: Ints
-    set: Ints
-    sets: RankSets
+    run: Ints  # int64[k, 2], the intervals, sorted
+    nbytes: Ints  # int64[k], their bytes
+    set: Ints  # int64[k], row in ``sets``
+    sets: RankSets  # the ranks that want them
 
     @classmethod
     def of(cls, line: BlockIndex, parties: _Parties) -> _Wanted:

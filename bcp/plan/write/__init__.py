@@ -37,33 +37,22 @@ __all__ = ["RankPlan", "RankTable", "WorldPlan", "divide_save", "exchange_tables
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The writes of one rank.
+    """The writes of one rank."""
 
-    Attributes:
-        writes: flat intervals of its shards, and their places; :func:`~bcp.plan.write.files.data_files` cuts them into
-            parts.
-        objects: (kind, path) of the leaves that are not tensors and whose values go into its receipt.
-        units: paths of the units that it writes, and of shared parts of sharded states.
-    """
-
+    # flat intervals of its shards, and their places; :func:`~bcp.plan.write.files.data_files` cuts them into parts
     writes: Writes
+    # (kind, path) of the leaves that are not tensors and whose values go into its receipt
     objects: Sequence[tuple[str, str]]
-    units: Sequence[str]
+    units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
 
 
 @dataclass(frozen=True, slots=True)
 class RankTable:
-    """The shards of one rank, prepared for planning.
+    """The shards of one rank, prepared for planning."""
 
-    Attributes:
-        table: the shards.
-        factored: the same, split into tensors, boxes and flat intervals.
-        encoded: the same as bytes, for messages to rank 0.
-    """
-
-    table: ShardTable
-    factored: FactoredTable
-    encoded: EncodedTable
+    table: ShardTable  # the shards
+    factored: FactoredTable  # the same, split into tensors, boxes and flat intervals
+    encoded: EncodedTable  # the same as bytes, for messages to rank 0
 
     @classmethod
     def of(cls, table: ShardTable) -> RankTable:
@@ -72,14 +61,10 @@ class RankTable:
         return cls(table, factored, EncodedTable.of(factored, digest(table)))
 
     def plan(self, share: bytes) -> RankPlan:
-        """Read the rank's share of a save.
-
-        Args:
-            share: rank 0's answer, one of :func:`~bcp.plan.write.survey.encode_shares`.
+        """Read the rank's share of a save, one of :func:`~bcp.plan.write.survey.encode_shares`.
 
         Raises:
             MessageError: the bytes are no share, or it names what the rank does not have.
-
         """
         answer = decode_share(share)
         paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]
@@ -95,31 +80,17 @@ class RankTable:
 
 @dataclass(frozen=True, slots=True)
 class WorldPlan:
-    """The plan of a save for all ranks.
+    """The plan of a save for all ranks."""
 
-    Attributes:
-        layout: the place of every element of every tensor.
-        ranks: the writes of each rank, by rank.
-    """
-
-    layout: Layout
-    ranks: Sequence[RankPlan]
+    layout: Layout  # the place of every element of every tensor
+    ranks: Sequence[RankPlan]  # the writes of each rank, by rank
 
 
 def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, block_bytes: int) -> WriteDivision:
-    """Divide the writing among all ranks; runs on rank 0.
-
-    Args:
-        survey: the survey that the messages answer.
-        messages: :meth:`~bcp.plan.write.survey.EncodedTable.message` of every rank, by rank.
-        balance: as in :func:`plan_save`.
-        block_bytes: the same.
+    """Divide the writing among all ranks; runs on rank 0. Options and other errors are as in :func:`plan_save`.
 
     Raises:
-        MessageError: a message does not answer the survey.
-        StateError: as in :func:`plan_save`.
-        CoverageError: the same.
-
+        MessageError: a message is no :meth:`~bcp.plan.write.survey.EncodedTable.message` that answers the survey.
     """
     return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes)
 
@@ -151,7 +122,6 @@ def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_byt
         [([0], [524288]), ([524288], [1048576])]
         >>> plan.layout.file_nbytes.tolist()
         [2097152, 2097152]
-
     """
     ranks = [RankTable.of(table) for table in tables]
     survey, messages = _exchange(ranks, balance, block_bytes)
@@ -161,14 +131,7 @@ def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_byt
 
 
 def exchange_tables(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 1 << 20) -> AllTables:
-    """Return the tables of all ranks as rank 0 receives them: the first half of :func:`plan_save`.
-
-    Args:
-        tables: the shards of every rank, by rank.
-        balance: as in :func:`plan_save`.
-        block_bytes: the same.
-
-    """
+    """Return the tables of all ranks as rank 0 receives them: the first half of :func:`plan_save`."""
     return gather_tables(*_exchange([RankTable.of(table) for table in tables], balance, block_bytes))
 
 

@@ -10,7 +10,6 @@ from typing import NoReturn
 import numpy as np
 
 from bcp.errors import CoverageError
-from bcp.plan.box import Box
 from bcp.plan.columns import Ints, weigh
 from bcp.plan.shards import TensorTable
 from bcp.plan.write.merge import DistinctShards, MergedTensors
@@ -32,7 +31,6 @@ def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
     Raises:
         CoverageError: a tensor has a gap, an overlap, or a shard that sticks out. Names the tensor, a concrete block
             of elements that is missing or held in two different shards, and the ranks.
-
     """
     _check_bounds(merged.tensors, shards)
     _check_boxes(merged, shards)
@@ -110,7 +108,6 @@ def _fault(shape: Ints, low: Ints, high: Ints) -> tuple[list[tuple[int, int]], I
 
     Returns:
         The block as (low, high) per dimension, and the rows of the boxes that cover it: none, or at least two.
-
     """
     rows = np.arange(len(low))
     if len(shape) == 0:
@@ -138,23 +135,21 @@ def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
 
 def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard: its box, and its flat interval unless that is the whole box."""
-    box = _box(tensors, shards, shard)
-    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
+    text, numel = _box(tensors, shards, shard), math.prod(shards.length[shards.piece[shard]].tolist())
     start, stop = int(shards.start[shard]), int(shards.stop[shard])
-    return text if (start, stop) == (0, math.prod(box.lengths)) else f"{text}{{{start}:{stop}}}"
+    return text if (start, stop) == (0, numel) else f"{text}{{{start}:{stop}}}"
 
 
 def _flat(tensors: TensorTable, shards: DistinctShards, shard: int, start: int, stop: int) -> str:
     """Describe a flat interval of a shard's box."""
-    box = _box(tensors, shards, shard)
-    text = _block([(low, low + n) for low, n in zip(box.offsets, box.lengths, strict=True)])
-    return f"{start} to {stop} (flat, row-major) of the block {text}"
+    return f"{start} to {stop} (flat, row-major) of the block {_box(tensors, shards, shard)}"
 
 
-def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> Box:
-    """Return a shard's box in its tensor's own number of dimensions."""
+def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
+    """Describe a shard's box in its tensor's own number of dimensions."""
     piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
-    return Box(tuple(shards.offset[piece, :ndim].tolist()), tuple(shards.length[piece, :ndim].tolist()))
+    low, length = shards.offset[piece, :ndim].tolist(), shards.length[piece, :ndim].tolist()
+    return _block((first, first + n) for first, n in zip(low, length, strict=True))
 
 
 def _block(block: Iterable[tuple[int, int]]) -> str:

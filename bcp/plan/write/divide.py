@@ -1,8 +1,7 @@
 """Divide the writing of a save: the writer and the place of every byte (paper sec. 3.3, 4.1). Pure.
 
-Rank 0 calls :func:`divide_writes`. It writes every replicated element once, and about equally many bytes on every rank:
-:func:`split` cuts replicated shards, and :func:`worst_fit` gives whole ones away. Each rank receives a
-:class:`RankShare`, and :func:`expand` turns it into :class:`Writes` in terms of the rank's own table.
+Rank 0 calls :func:`divide_writes`. Each rank receives a :class:`RankShare`, and :func:`expand` turns it into
+:class:`Writes` in terms of the rank's own table.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bcp.plan.columns import Ints, grouped, runs, within
+from bcp.plan.columns import Ints, begins, grouped, runs, within
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.plan.units import claimed_paths, divide_units
@@ -51,19 +50,12 @@ WHOLE_FLOOR = 256
 
 @dataclass(frozen=True, slots=True)
 class WriterIntervals:
-    """The writer of every element: c flat intervals that tile the shards, in the order (shard, start).
+    """The writer of every element: c flat intervals that tile the shards, in the order (shard, start)."""
 
-    Attributes:
-        shard: int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing.
-        start: int64[c], first flat element, counted in the shard's piece.
-        stop: int64[c], one past the last.
-        rank: int64[c], the rank that writes it, which holds the shard.
-    """
-
-    shard: Ints
-    start: Ints
-    stop: Ints
-    rank: Ints
+    shard: Ints  # int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing
+    start: Ints  # int64[c], first flat element, counted in the shard's piece
+    stop: Ints  # int64[c], one past the last
+    rank: Ints  # int64[c], the rank that writes it, which holds the shard
 
 
 def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterIntervals:
@@ -75,13 +67,8 @@ def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterInterv
     many ranks, none of which is in two of them, are cut together.
 
     Cuts avoid splinters. A cut close to the end of a shard moves there, and small shards stay whole. Other cuts fall
-    between whole rows, or between the largest contiguous blocks that are small enough.
-
-    Args:
-        shards: the distinct shards, and the ranks that hold each.
-        weight: int64[s], bytes of one element of each shard, in all tensors that it stands for.
-        world_size: how many ranks there are.
-
+    between whole rows, or between the largest contiguous blocks that are small enough. ``weight`` is int64[s], bytes of
+    one element of each shard, in all tensors that it stands for.
     """
     nbytes = (shards.stop - shards.start) * weight
     single = np.flatnonzero(shards.holder < world_size)
@@ -179,10 +166,9 @@ def _cut_lines(
         ranks: int64[g, k], who writes the stretches of each line, in this order.
         quota: int64[g, k], bytes of each stretch before cuts are moved to better places.
         scale: int64[g], bytes that a rank writes in all; the limits of small shards and moves depend on it.
-
     """
     size = weight[members]
-    edge = np.concatenate([[0], np.cumsum((shards.stop - shards.start)[members] * size)])
+    edge = begins((shards.stop - shards.start)[members] * size)
     ends = np.cumsum(count)
     base = edge[ends - count]
     wanted = (base[:, None] + np.cumsum(quota, axis=1)[:, :-1]).ravel()
@@ -242,20 +228,14 @@ def _sorted(shards: DistinctShards, cuts: Sequence[WriterIntervals]) -> WriterIn
 
 @dataclass(frozen=True, slots=True)
 class WriteDivision:
-    """The work of a save, divided.
+    """The work of a save, divided."""
 
-    Attributes:
-        layout: the place of every element.
-        rows: :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank.
-        begin: int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``.
-        owned: rank -> the objects of its own table whose values it writes down; ranks that own none are left out.
-        units: rank -> which of the paths that its claims name it writes; ranks that write none are left out.
-    """
-
-    layout: Layout
-    rows: npt.NDArray[np.void]
-    begin: Ints
+    layout: Layout  # the place of every element
+    rows: npt.NDArray[np.void]  # :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank
+    begin: Ints  # int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``
+    # rank -> the objects of its own table whose values it writes down; ranks that own none are left out
     owned: Mapping[int, Ints]
+    # rank -> which of the paths that its claims name it writes; ranks that write none are left out
     units: Mapping[int, Ints]
 
 
@@ -263,17 +243,12 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
     """Fold replicas, check the cover, balance the writing, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
-
-    Args:
-        world: the tables of all ranks.
-        balance: ``"split"`` or ``"worst-fit"``, see :mod:`bcp.plan.write.divide`.
-        block_bytes: size of the blocks that data files are checksummed and read in; noted in the layout.
+    Options are as in :func:`bcp.plan.write.plan_save`.
 
     Raises:
         StateError: ranks disagree about a tensor, see :func:`~bcp.plan.write.merge.merge_tensors`, or about units, see
             :func:`~bcp.plan.units.divide_units`.
         CoverageError: shards do not tile their tensor, see :func:`~bcp.plan.write.cover.check_cover`.
-
     """
     units = divide_units(world.claims)
     merged = merge_tensors(world)
@@ -320,11 +295,7 @@ class _Files:
 def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
     """Return the first byte of each plane, int64[f, P], and the bytes of each file, int64[f].
 
-    Args:
-        elements: int64[f, C], how many elements of each class a file has (in each of the class's planes).
-        itemsize: int64[P], of each plane.
-        owner: int64[P], its class.
-
+    ``elements`` is int64[f, C], how many a file has in each plane of a class; ``owner`` is int64[P], a plane's class.
     """
     nbytes = elements[:, owner] * itemsize
     ends = np.cumsum(nbytes, axis=1)
@@ -392,7 +363,7 @@ def _rows(
     rows = np.empty(len(slot), dtype=SHARE)
     for name, column in (("slot", slot), ("member", member), ("start", cuts.start), ("stop", cuts.stop)):
         rows[name] = column[files.order]
-    return rows, np.concatenate(([0], np.cumsum(np.bincount(cuts.rank, minlength=world_size))))
+    return rows, begins(np.bincount(cuts.rank, minlength=world_size))
 
 
 def _owners(world: AllTables) -> dict[tuple[str, str], int]:
@@ -474,34 +445,22 @@ SHARE = np.dtype([("slot", "<i4"), ("member", "<i4"), ("start", "<i8"), ("stop",
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Rank 0's answer to one rank.
+    """Rank 0's answer to one rank."""
 
-    Attributes:
-        owned: int64[o], rows in its table's ``objects`` whose values it writes down.
-        units: int64[u], which of the paths that its claims name it writes, counted through all claims.
-        rows: its intervals, :data:`SHARE`, in the order of its files.
-    """
-
-    owned: Ints
-    units: Ints
-    rows: npt.NDArray[np.void]
+    owned: Ints  # int64[o], rows in its table's ``objects`` whose values it writes down
+    units: Ints  # int64[u], which of the paths that its claims name it writes, counted through all claims
+    rows: npt.NDArray[np.void]  # its intervals, :data:`SHARE`, in the order of its files
 
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """The writes of one rank: w flat intervals of its own shards, file after file (one a kind), in file order.
+    """The writes of one rank: w flat intervals of its own shards, file after file (one a kind), in file order."""
 
-    Attributes:
-        row: int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`.
-        start: int64[w], first flat element, counted in the row's box (not in the rank's interval of it).
-        stop: int64[w], one past the last.
-        offset: int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are
-            packed: each begins where the one before it ends.
-    """
-
-    row: Ints
-    start: Ints
-    stop: Ints
+    row: Ints  # int64[w], row in the rank's own :class:`~bcp.plan.shards.ShardTable`
+    start: Ints  # int64[w], first flat element, counted in the row's box (not in the rank's interval of it)
+    stop: Ints  # int64[w], one past the last
+    # int64[w], byte in the data section of the rank's file of the row's kind. Intervals of a file are packed: each
+    # begins where the one before it ends.
     offset: Ints
 
     def __len__(self) -> int:
@@ -524,14 +483,7 @@ def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.voi
     """Return the writes of a rank, in terms of its own table.
 
     The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
-    signature and the member's number. In a plane the order is that of the share. :mod:`bcp.plan.write.divide` lays out
-    files by the same rule.
-
-    Args:
-        table: of the rank.
-        factored: the same, taken apart.
-        share: :attr:`RankShare.rows`, from rank 0.
-
+    signature and the member's number. In a plane the order is that of the share. ``_files`` uses the same rule.
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
     size = np.where(member < 0, factored.row_begin[slot + 1] - factored.row_begin[slot], 1)

@@ -19,17 +19,7 @@ from bcp.plan.columns import Ints
 from bcp.plan.shards import KINDS, ShardTable, TensorMeta
 from bcp.plan.write.divide import Writes
 
-__all__ = [
-    "DTYPE_CODES",
-    "DataFile",
-    "HeaderEntry",
-    "Part",
-    "PartInterval",
-    "data_files",
-    "entry",
-    "entry_name",
-    "header",
-]
+__all__ = ["DTYPE_CODES", "DataFile", "HeaderEntry", "Part", "PartInterval", "data_files", "entry", "header"]
 
 ALIGNMENT = 4096
 """Bytes; the data section starts at a multiple of it, so that blocks of it can be written with O_DIRECT."""
@@ -57,18 +47,11 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a safetensors file.
+    """One tensor of a safetensors file."""
 
-    Attributes:
-        name: its key in the file.
-        dtype: torch's name without the ``torch.``.
-        shape: its shape in this file.
-        nbytes: its size.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # its key in the file
+    dtype: str  # torch's name without the ``torch.``
+    shape: tuple[int, ...]  # its shape in this file
     nbytes: int
 
 
@@ -96,30 +79,19 @@ def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes
 
 
 def entry(tensor: TensorMeta, box: Box, start: int, stop: int) -> HeaderEntry:
-    """Return the entry of the elements [start, stop) of a box of a tensor."""
-    block = _block(box, start, stop)
-    return HeaderEntry(
-        name=_name_of_entry(tensor.fqn, tensor.shape, box, block, f"{start}:{stop}"),
-        dtype=tensor.dtype,
-        shape=(stop - start,) if block is None else block.lengths,
-        nbytes=(stop - start) * tensor.itemsize,
-    )
-
-
-def entry_name(fqn: str, shape: tuple[int, ...], box: Box, start: int, stop: int) -> str:
-    """Name the elements [start, stop) of a box of a tensor of that global shape.
+    """Return the entry of the elements [start, stop) of a box of a tensor.
 
     The whole tensor is named ``fqn``. A block of it is named ``fqn[0:4,8:16]``, also if it is a flat interval of the
     box. Any other interval is named after the box and itself: ``fqn[0:4,8:16]{5:17}``.
     """
-    return _name_of_entry(fqn, shape, box, _block(box, start, stop), f"{start}:{stop}")
-
-
-def _name_of_entry(fqn: str, shape: tuple[int, ...], box: Box, block: Box | None, flat: str) -> str:
-    """Name a flat interval of a box that is ``block``, if it is one."""
-    if block == Box.whole(shape):
-        return fqn
-    return f"{fqn}{_slices(box)}{{{flat}}}" if block is None else fqn + _slices(block)
+    block = _block(box, start, stop)
+    part = f"{_slices(box)}{{{start}:{stop}}}" if block is None else _slices(block)
+    return HeaderEntry(
+        name=tensor.fqn if block == Box.whole(tensor.shape) else tensor.fqn + part,
+        dtype=tensor.dtype,
+        shape=(stop - start,) if block is None else block.lengths,
+        nbytes=(stop - start) * tensor.itemsize,
+    )
 
 
 def _block(box: Box, start: int, stop: int) -> Box | None:
@@ -149,40 +121,25 @@ def _free_name(name: str, taken: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartInterval:
-    """A run of elements that one part takes from one shard.
+    """A run of elements that one part takes from one shard."""
 
-    Attributes:
-        row: row in the rank's shard table.
-        start: first flat element, counted in the row's box.
-        stop: one past the last.
-        at: byte of the part at which the first element goes; a multiple of the element's size.
-    """
-
-    row: int
-    start: int
-    stop: int
-    at: int
+    row: int  # row in the rank's shard table
+    start: int  # first flat element, counted in the row's box
+    stop: int  # one past the last
+    at: int  # byte of the part at which the first element goes; a multiple of the element's size
 
 
 @dataclass(frozen=True)  # no slots: cached_property
 class Part:
-    """A byte range of one data file: one item of the save pipeline.
+    """A byte range of one data file: one item of the save pipeline."""
 
-    Attributes:
-        kind: one of :data:`~bcp.plan.shards.KINDS`.
-        index: 0, 1, 2 ... in file order.
-        start: first byte in the file; 0 for part 0, which begins with the file's header.
-        stop: one past the last.
-        spans: the intervals that fill it, in order and without holes; after the header in part 0.
-        name: for people: kind, number, first tensor and how many more.
-    """
-
-    kind: str
-    index: int
-    start: int
-    stop: int
+    kind: str  # one of :data:`~bcp.plan.shards.KINDS`
+    index: int  # 0, 1, 2 ... in file order
+    start: int  # first byte in the file; 0 for part 0, which begins with the file's header
+    stop: int  # one past the last
+    # the intervals that fill it, in order and without holes; after the header in part 0
     spans: tuple[PartInterval, ...]
-    name: str
+    name: str  # for people: kind, number, first tensor and how many more
 
     @property
     def nbytes(self) -> int:
@@ -198,35 +155,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One data file that this rank writes.
+    """One data file that this rank writes."""
 
-    Attributes:
-        kind: one of :data:`~bcp.plan.shards.KINDS`; a rank has one file a kind.
-        header: the safetensors header; the data section starts at its end.
-        nbytes: bytes of the whole file.
-        parts: tile the file, in order.
-    """
-
-    kind: str
-    header: bytes
-    nbytes: int
-    parts: tuple[Part, ...]
+    kind: str  # one of :data:`~bcp.plan.shards.KINDS`; a rank has one file a kind
+    header: bytes  # the safetensors header; the data section starts at its end
+    nbytes: int  # bytes of the whole file
+    parts: tuple[Part, ...]  # tile the file, in order
 
 
 def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int) -> list[DataFile]:
     """Lay out the files that a rank writes, in the order of :data:`~bcp.plan.shards.KINDS`.
 
-    A large tensor spans several parts and small ones share one; no element straddles two.
-
-    Args:
-        table: the shards of the rank.
-        writes: the intervals of them that it writes.
-        rank: this rank; noted in the headers.
-        part_bytes: bytes of data in a part, a multiple of 4096; the last part of a file may be smaller.
+    A large tensor spans several parts and small ones share one; no element straddles two. Each part has ``part_bytes``
+    bytes of data; the last part of a file may be smaller. The headers note the rank.
 
     Raises:
         InputError: ``part_bytes`` is not a positive multiple of 4096.
-
     """
     if part_bytes <= 0 or part_bytes % ALIGNMENT:
         raise InputError(f"part_bytes={part_bytes} must be a positive multiple of {ALIGNMENT}; round it")

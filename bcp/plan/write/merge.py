@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp.errors import StateError
-from bcp.plan.columns import Ints, concat, distinct_rows, grouped, padded, runs
+from bcp.plan.columns import Ints, begins, concat, distinct_rows, grouped, padded, runs
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.plan.write.world import AllTables, Catalogue
 
@@ -27,27 +27,17 @@ class MergedTensors:
 
     Families are counted over all catalogues: those of catalogue c begin with ``family_base[c]``. The members of
     family f are ``members[family_begin[f]]`` and the next ones, ``family_size[f]`` in all.
-
-    Attributes:
-        tensors: sorted by (code of the kind, FQN).
-        leader: int64[n], the tensor whose shards this one shares; itself, if it shares none.
-        number: int64[n], which member of its leader's family it is, 0, 1, 2 ...
-        weight: int64[n], bytes of one element of all the tensors that this one leads.
-        family_base: int64[c + 1].
-        family_begin: int64[f].
-        family_size: int64[f].
-        members: rows in ``tensors``.
-        split: bool[f], whether other ranks hold the members differently: then each of them leads itself.
     """
 
-    tensors: TensorTable
-    leader: Ints
-    number: Ints
-    weight: Ints
-    family_base: Ints
-    family_begin: Ints
-    family_size: Ints
-    members: Ints
+    tensors: TensorTable  # sorted by (code of the kind, FQN)
+    leader: Ints  # int64[n], the tensor whose shards this one shares; itself, if it shares none
+    number: Ints  # int64[n], which member of its leader's family it is, 0, 1, 2 ...
+    weight: Ints  # int64[n], bytes of one element of all the tensors that this one leads
+    family_base: Ints  # int64[c + 1]
+    family_begin: Ints  # int64[f]
+    family_size: Ints  # int64[f]
+    members: Ints  # rows in ``tensors``
+    # bool[f], whether other ranks hold the members differently: then each of them leads itself
     split: npt.NDArray[np.bool_]
 
 
@@ -59,7 +49,6 @@ def merge_tensors(world: AllTables) -> MergedTensors:
     Raises:
         StateError: ranks, or rows of one rank, disagree about a tensor's shape, dtype or tie. Or a tie leads nowhere,
             or to another tied tensor. Or elements have a size that is not a power of two.
-
     """
     parts = [catalogue.tensors for catalogue in world.catalogues]
     index, merged = _by_name(parts)
@@ -93,8 +82,7 @@ def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], In
 
 def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> MergedTensors:
     """Find the families that are one in every catalogue."""
-    counts = [int(each.family.max(initial=-1)) + 1 for each in catalogues]
-    base = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    base = begins(np.array([int(each.family.max(initial=-1)) + 1 for each in catalogues], dtype=np.int64))
     family = concat([each.family + first for each, first in zip(catalogues, base, strict=False)])
     order = np.argsort(family, kind="stable")
     begin = np.searchsorted(family[order], np.arange(base[-1] + 1))
@@ -187,38 +175,22 @@ class DistinctShards:
     p pieces are the distinct boxes, in the order (tensor, offset). s shards are the distinct flat intervals of pieces,
     in the order (piece, start, stop). h statements, in the order (shard, source), say which template or rank has
     which shard.
-
-    Attributes:
-        piece_tensor: int64[p], row in the merged tensor table, of a leader; not decreasing.
-        offset: int64[p, D], first corner of each piece.
-        length: int64[p, D], extent of each piece.
-        piece: int64[s], the piece of each shard; not decreasing.
-        start: int64[s], first flat position inside the piece.
-        stop: int64[s], one past the last; always above ``start``.
-        holder: int64[s], the rank that holds it; or, behind all ranks, the number of a group in ``groups``.
-        groups: the ranks of each group, ascending, at least two.
-        source_begin: int64[s + 1]; the statements of shard i are ``source_begin[i]`` to ``source_begin[i + 1]``.
-        source: int64[h], the template that states it; or, behind all templates, a rank.
-        slot: int64[h], the slot of that template.
-        member: int64[h], which of the slot's family it is; -1 for all of them.
-        template: int64[N], the template of each rank.
-        templates: how many there are.
     """
 
-    piece_tensor: Ints
-    offset: Ints
-    length: Ints
-    piece: Ints
-    start: Ints
-    stop: Ints
-    holder: Ints
-    groups: Sequence[Ints]
-    source_begin: Ints
-    source: Ints
-    slot: Ints
-    member: Ints
-    template: Ints
-    templates: int
+    piece_tensor: Ints  # int64[p], row in the merged tensor table, of a leader; not decreasing
+    offset: Ints  # int64[p, D], first corner of each piece
+    length: Ints  # int64[p, D], extent of each piece
+    piece: Ints  # int64[s], the piece of each shard; not decreasing
+    start: Ints  # int64[s], first flat position inside the piece
+    stop: Ints  # int64[s], one past the last; always above ``start``
+    holder: Ints  # int64[s], the rank that holds it; or, behind all ranks, the number of a group in ``groups``
+    groups: Sequence[Ints]  # the ranks of each group, ascending, at least two
+    source_begin: Ints  # int64[s + 1]; the statements of shard i are ``source_begin[i]`` to ``source_begin[i + 1]``
+    source: Ints  # int64[h], the template that states it; or, behind all templates, a rank
+    slot: Ints  # int64[h], the slot of that template
+    member: Ints  # int64[h], which of the slot's family it is; -1 for all of them
+    template: Ints  # int64[N], the template of each rank
+    templates: int  # how many there are
 
     def __len__(self) -> int:
         return len(self.piece)
@@ -227,12 +199,6 @@ class DistinctShards:
     def tensor(self) -> Ints:
         """The tensor of each shard, a leader: int64[s]."""
         return self.piece_tensor[self.piece]
-
-    @property
-    def line(self) -> Ints:
-        """The first element of each shard, with all pieces laid end to end: int64[s]."""
-        numel = self.length.prod(axis=1)
-        return np.asarray((np.cumsum(numel) - numel)[self.piece] + self.start, dtype=np.int64)
 
     def holders(self, shard: int) -> Ints:
         """Return the ranks that hold one shard, ascending."""
@@ -316,12 +282,10 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
     """Write all slots in terms of the merged tensors."""
     slots, width = world.template_slots, merged.tensors.shape.shape[1]
     sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
-    template = np.repeat(np.arange(len(slots)), sizes)
-    base = np.concatenate(([0], np.cumsum(sizes)))
+    template, base = np.repeat(np.arange(len(slots)), sizes), begins(sizes)
     families = [each.family + merged.family_base[of] for each, of in zip(slots, world.template_catalogue, strict=True)]
     family = concat(families)
     rows = np.where(merged.split[family], merged.family_size[family], 1)
-    begin = np.concatenate(([0], np.cumsum(rows)))
     of = np.repeat(np.arange(len(family)), rows)
     number = runs(np.zeros_like(rows), rows)
     family = family[of]
@@ -333,7 +297,7 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
         offset=padded([each.offset for each in slots], width, 0)[of],
         length=padded([each.length for each in slots], width, 1)[of],
         regular=concat([each.regular for each in slots])[of],
-        begin=begin,
+        begin=begins(rows),
         base=base,
     )
 

@@ -1,9 +1,8 @@
 """Messages of planning a save: rank 0 learns all ranks' tables in few bytes.
 
 Each rank first sends 64 bytes of digests, which tell the ranks with equal tables. One rank for each distinct catalogue
-and for each distinct slots then sends these. Each rank sends its own flat intervals, 20 bytes each, and its units of
-sharded states. For 405B parameters on 8,960 ranks these are 16 catalogues and 24 times slots instead of 8,960 tables.
-Rank 0 answers each rank with its share of the writing.
+and for each distinct slots then sends these: for 405B parameters on 8,960 ranks, 16 catalogues and 24 times slots
+instead of 8,960 tables. Each rank sends its flat intervals and its units. Rank 0 answers with shares of the writing.
 
 Tables with names are Arrow IPC inside of a message, all other columns are plain little-endian integers; there is no
 pickle. No message is trusted to be well-formed: it comes from another process.
@@ -23,15 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from bcp._messages.base import refused
-from bcp._messages.planning import (
-    DIGEST_BYTES,
-    CatalogueColumns,
-    Share,
-    SlotColumns,
-    SurveyAnswer,
-    Table,
-    numbers,
-)
+from bcp._messages.planning import DIGEST_BYTES, CatalogueColumns, Share, SlotColumns, SurveyAnswer, Table, numbers
 from bcp.errors import MessageError
 from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.plan.columns import Ints, concat, distinct_rows
@@ -73,7 +64,6 @@ def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
 
     Raises:
         MessageError: these are not the bytes of a catalogue, or another version of bcp made them.
-
     """
     columns = _decode(data, sender)
     try:
@@ -97,12 +87,7 @@ def encode_slots(slots: Slots) -> bytes:
 
 
 def decode_slots(data: bytes, sender: int | None = None) -> Slots:
-    """Decode the slots of :func:`encode_slots`, of the rank ``sender``.
-
-    Raises:
-        MessageError: these are not the bytes of slots.
-
-    """
+    """Decode the slots of :func:`encode_slots`, of the rank ``sender``. Raises MessageError."""
     columns = SlotColumns.decode(data, sender)
     family = numbers(columns.family)
     offset, length = (numbers(each).reshape(len(family), columns.width) for each in (columns.offset, columns.length))
@@ -118,12 +103,7 @@ def encode_flat(flat: Ints) -> bytes:
 
 
 def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
-    """Decode intervals of :func:`encode_flat`, of one rank or of several joined: slots, starts, stops.
-
-    Raises:
-        MessageError: these are not whole intervals.
-
-    """
+    """Decode :func:`encode_flat` of one rank or of several joined: slots, starts, stops. Raises MessageError."""
     rows = _records(data, FLAT, "of flat intervals")
     slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
     return slot, start, stop
@@ -132,24 +112,17 @@ def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
 def encode_shares(division: WriteDivision) -> list[bytes]:
     """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
-    owned, units = ({rank: _packed(rows) for rank, rows in of.items()} for of in (division.owned, division.units))
+    owned, units = (
+        {rank: rows.astype("<i8").tobytes() for rank, rows in of.items()} for of in (division.owned, division.units)
+    )
     return [
         Share(owned.get(rank, b""), units.get(rank, b""), rows[begin:end]).encode()
         for rank, (begin, end) in enumerate(pairwise(ends))
     ]
 
 
-def _packed(column: Ints) -> bytes:
-    return column.astype("<i8").tobytes()
-
-
 def decode_share(data: bytes) -> RankShare:
-    """Decode one answer of :func:`encode_shares`.
-
-    Raises:
-        MessageError: these are not whole rows.
-
-    """
+    """Decode one answer of :func:`encode_shares`. Raises MessageError."""
     share = Share.decode(data, sender=0)
     owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
     return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
@@ -164,8 +137,7 @@ def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = 
 def digest(table: ShardTable) -> bytes:
     """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
-    The digest does not depend on machine, process and library versions, so ranks can compare theirs. It is computed
-    once for a table.
+    They do not depend on machine, process and library versions. They are computed once for a table.
     """
     if (known := _digests.get(table)) is None:
         known = _digests[table] = _digest(table)
@@ -265,21 +237,13 @@ _NO_UNITS = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class EncodedTable:
-    """The table of one rank, as bytes.
+    """The table of one rank, as bytes."""
 
-    Attributes:
-        table: digest of the whole table.
-        catalogue: encoded.
-        slots: encoded.
-        flat: encoded.
-        units: claims of units, as text; empty as a rule.
-    """
-
-    table: bytes
-    catalogue: bytes
-    slots: bytes
-    flat: bytes
-    units: str = ""
+    table: bytes  # digest of the whole table
+    catalogue: bytes  # encoded
+    slots: bytes  # encoded
+    flat: bytes  # encoded
+    units: str = ""  # claims of units, as text; empty as a rule
 
     @classmethod
     def of(cls, factored: FactoredTable, table: bytes) -> EncodedTable:
@@ -308,38 +272,21 @@ class EncodedTable:
 
 
 def plan_id(digests: bytes, *, balance: str, block_bytes: int) -> bytes:
-    """Return 16 bytes that name a division: it is a function of the ranks' tables, in rank order, and these options.
-
-    Args:
-        digests: :func:`digest` of every rank's table, 16 bytes each, in the order of the ranks.
-        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
-        block_bytes: the same.
-
-    """
+    """Return 16 bytes that name a division: a function of the tables' digests, in rank order, and of the options."""
     return xxhash.xxh3_128_digest(f"{balance} {block_bytes}\n".encode() + digests)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The groups of ranks with equal tables.
+    """The groups of ranks with equal tables."""
 
-    Attributes:
-        key: :func:`plan_id` of all ranks' tables.
-        catalogue_leaders: int64[c], the lowest rank that has each distinct catalogue, ascending.
-        slots_leaders: int64[s], the same for slots.
-        template: int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it.
-        template_catalogue: int64[K], the distinct catalogue of each pair.
-        template_slots: int64[K], its distinct slots.
-        claiming: int64[u], the ranks that have units.
-    """
-
-    key: bytes
-    catalogue_leaders: Ints
-    slots_leaders: Ints
-    template: Ints
-    template_catalogue: Ints
-    template_slots: Ints
-    claiming: Ints
+    key: bytes  # :func:`plan_id` of all ranks' tables
+    catalogue_leaders: Ints  # int64[c], the lowest rank that has each distinct catalogue, ascending
+    slots_leaders: Ints  # int64[s], the same for slots
+    template: Ints  # int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it
+    template_catalogue: Ints  # int64[K], the distinct catalogue of each pair
+    template_slots: Ints  # int64[K], its distinct slots
+    claiming: Ints  # int64[u], the ranks that have units
 
     def encode(self) -> bytes:
         """Return the answer to the ranks: the key and the leaders."""
@@ -350,24 +297,15 @@ class Survey:
     def decode(cls, data: bytes) -> Survey:
         """Undo :meth:`encode`; the rest is empty. Raises MessageError."""
         answer, none = SurveyAnswer.decode(data, sender=0), np.empty(0, dtype=np.int64)
-        catalogue_leaders, slots_leaders = (
-            numbers(answer.catalogue_leaders, "<i4"),
-            numbers(answer.slots_leaders, "<i4"),
-        )
-        return cls(answer.key, catalogue_leaders, slots_leaders, none, none, none, none)
+        catalogue, slots = (numbers(column, "<i4") for column in (answer.catalogue_leaders, answer.slots_leaders))
+        return cls(answer.key, catalogue, slots, none, none, none, none)
 
 
 def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
-    """Find the distinct catalogues and slots.
-
-    Args:
-        hellos: :attr:`EncodedTable.hello` of every rank, by rank.
-        balance: as in :func:`bcp.plan.write.divide.divide_writes`.
-        block_bytes: the same.
+    """Find the distinct catalogues and slots; ``hellos``: :attr:`EncodedTable.hello` of every rank, by rank.
 
     Raises:
         MessageError: a hello has another size; the ranks run different versions of bcp.
-
     """
     nbytes = _DIGESTS * DIGEST_BYTES
     if set(map(len, hellos)) != {nbytes}:
@@ -386,13 +324,8 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
 def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
     """Assemble the tables of all ranks.
 
-    Args:
-        plan: the survey that the messages answer.
-        messages: :meth:`EncodedTable.message` of every rank, by rank.
-
     Raises:
-        MessageError: a message does not answer the survey.
-
+        MessageError: a message is no :meth:`EncodedTable.message` of its rank that answers the survey.
     """
     flats = list(messages)
     stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp._messages.planning import Claim
-from bcp.plan.columns import Ints, runs
+from bcp.plan.columns import Ints, begins, runs
 from bcp.plan.shards import KINDS, ShardTable, TensorTable
 
 __all__ = ["MOST_MEMBERS", "AllTables", "Catalogue", "FactoredTable", "Slots", "factor", "signature"]
@@ -27,58 +27,36 @@ MOST_MEMBERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The tensors and other leaves that a rank knows of.
+    """The tensors and other leaves that a rank knows of."""
 
-    Attributes:
-        tensors: n tensors, sorted by (kind, FQN).
-        family: int64[n], number of each tensor's family: states of one parameter with equal shards. They are planned
-            and laid out as one. Numbers count 0, 1, 2 ... in the order of their first members.
-        objects: (kind, path) of the leaves that are not tensors, sorted.
-        extras: kinds with one opaque object of the rank.
-    """
-
-    tensors: TensorTable
+    tensors: TensorTable  # n tensors, sorted by (kind, FQN)
+    # int64[n], number of each tensor's family: states of one parameter with equal shards. They are planned and laid out
+    # as one. Numbers count 0, 1, 2 ... in the order of their first members.
     family: Ints
-    objects: Sequence[tuple[str, str]]
-    extras: Sequence[str]
+    objects: Sequence[tuple[str, str]]  # (kind, path) of the leaves that are not tensors, sorted
+    extras: Sequence[str]  # kinds with one opaque object of the rank
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The boxes of a rank's shards: m boxes, D dimensions.
+    """The boxes of a rank's shards: m boxes, D dimensions."""
 
-    Attributes:
-        family: int64[m], number in the catalogue; not decreasing.
-        offset: int64[m, D], first corner of each box.
-        length: int64[m, D], its extent.
-        regular: int64[m], 1: the whole box is held; 0: every rank lists its intervals by itself, which may be none.
-    """
-
-    family: Ints
-    offset: Ints
-    length: Ints
-    regular: Ints
+    family: Ints  # int64[m], number in the catalogue; not decreasing
+    offset: Ints  # int64[m, D], first corner of each box
+    length: Ints  # int64[m, D], its extent
+    regular: Ints  # int64[m], 1: the whole box is held; 0: every rank lists its intervals by itself, which may be none
 
 
 @dataclass(frozen=True, slots=True)
 class FactoredTable:
-    """A rank's table, taken apart.
+    """A rank's table, taken apart."""
 
-    Attributes:
-        catalogue: the tensors.
-        slots: boxes of the tensors.
-        flat: int64[k, 3], (slot, start, stop): this rank's intervals of slots that are not regular; none is empty.
-        row_begin: int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``.
-        rows: rows of the table, in the order of the family's members.
-        units: of the table.
-    """
-
-    catalogue: Catalogue
-    slots: Slots
-    flat: Ints
-    row_begin: Ints
-    rows: Ints
-    units: str
+    catalogue: Catalogue  # the tensors
+    slots: Slots  # boxes of the tensors
+    flat: Ints  # int64[k, 3], (slot, start, stop): this rank's intervals of slots that are not regular; none is empty
+    row_begin: Ints  # int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``
+    rows: Ints  # rows of the table, in the order of the family's members
+    units: str  # of the table
 
 
 def factor(table: ShardTable) -> FactoredTable:
@@ -154,7 +132,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
     slot_family = np.repeat(np.arange(len(leader)), count)
     which = runs(np.zeros_like(count), count)
     size = size[slot_family]
-    row_begin = np.concatenate(([0], np.cumsum(size)))
+    row_begin = begins(size)
     tensor = member[runs(member_begin[slot_family], size)]
     return slot_family, row_begin, row[begin[tensor] + np.repeat(which, size)]
 
@@ -162,12 +140,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
 def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:
     """Return int64[families]: numbers that differ for families whose members differ in number or item sizes.
 
-    Args:
-        itemsize: int64[n], of each member, a power of two.
-        family: int64[n], the family of each.
-        number: int64[n], number of the member in its family: 0, 1, 2 ...
-        families: how many there are.
-
+    The columns are int64[n], one row a member. Item sizes are powers of two; members of a family count 0, 1, 2 ...
     """
     digit = np.log2(itemsize).astype(np.int64) + 1
     out = np.zeros(families, dtype=np.int64)
@@ -177,28 +150,17 @@ def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints
 
 @dataclass(frozen=True, slots=True)
 class AllTables:
-    """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals.
+    """All ranks' tables, factored: c catalogues, K templates, N ranks, k flat intervals."""
 
-    Attributes:
-        catalogues: the tensors by name; in the order of the lowest rank that has each.
-        template_catalogue: int64[K], the catalogue of each template.
-        template_slots: K times the slots; templates are in the order of the lowest rank that has each.
-        template: int64[N], the template of each rank.
-        flat_rank: int64[k], whose interval it is; not decreasing.
-        flat_slot: int64[k], slot of that rank's template.
-        flat_start: int64[k], first flat element, counted in the slot's box.
-        flat_stop: int64[k], one past the last.
-        claims: units of sharded states, of every rank that has any.
-    """
-
-    catalogues: Sequence[Catalogue]
-    template_catalogue: Ints
-    template_slots: Sequence[Slots]
-    template: Ints
-    flat_rank: Ints
-    flat_slot: Ints
-    flat_start: Ints
-    flat_stop: Ints
+    catalogues: Sequence[Catalogue]  # the tensors by name; in the order of the lowest rank that has each
+    template_catalogue: Ints  # int64[K], the catalogue of each template
+    template_slots: Sequence[Slots]  # K times the slots; templates are in the order of the lowest rank that has each
+    template: Ints  # int64[N], the template of each rank
+    flat_rank: Ints  # int64[k], whose interval it is; not decreasing
+    flat_slot: Ints  # int64[k], slot of that rank's template
+    flat_start: Ints  # int64[k], first flat element, counted in the slot's box
+    flat_stop: Ints  # int64[k], one past the last
+    # units of sharded states, of every rank that has any
     claims: Mapping[int, Sequence[Claim]] = field(default_factory=dict)
 
     @property
