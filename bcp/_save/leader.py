@@ -159,7 +159,7 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
     except CorruptError:
         return True
     except FileNotFoundError:
-        return False
+        pass
     return False
 
 

@@ -138,7 +138,7 @@ class MemorySample:
         self._data = self._read()
 
     def __repr__(self) -> str:
-        return f"<Sample: {len(self._data)} bytes of {len(self._rows)} tensors>"
+        return f"<MemorySample: {len(self._data)} bytes of {len(self._rows)} tensors>"
 
     def check(self, rank: int) -> None:
         """Read the same blocks again, and compare them.
@@ -235,7 +235,7 @@ class OptimizerOwnedMemory:
 
     def __repr__(self) -> str:
         starts, stops = self._joined
-        return f"<Steady: {sum(stops) - sum(starts)} bytes in {len(starts)} stretches>"
+        return f"<OptimizerOwnedMemory: {sum(stops) - sum(starts)} bytes in {len(starts)} stretches>"
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         found = start, stop = stretch(tensor)

@@ -62,7 +62,7 @@ def test_of_a_large_tensor_blocks_from_the_first_byte_to_the_last() -> None:
 def test_many_tensors_share_the_blocks() -> None:
     tensors = [torch.zeros(512) for _ in range(3 * MOST_BLOCKS)]
     sample = sampled(tensors)
-    assert repr(sample) == f"<Sample: {2 * BLOCK_BYTES * len(tensors)} bytes of {len(tensors)} tensors>"
+    assert repr(sample) == f"<MemorySample: {2 * BLOCK_BYTES * len(tensors)} bytes of {len(tensors)} tensors>"
     assert all(sees(sample, tensors[-1].data_ptr() + at) for at in (0, tensors[-1].nbytes - 1))
 
 
@@ -76,5 +76,5 @@ def test_only_elements_of_a_view_are_sampled() -> None:
 
 
 def test_memory_of_devices_is_not_sampled() -> None:
-    assert repr(sampled([torch.zeros(3, device="meta")])) == "<Sample: 0 bytes of 0 tensors>"
+    assert repr(sampled([torch.zeros(3, device="meta")])) == "<MemorySample: 0 bytes of 0 tensors>"
     sampled([]).check(rank=0)
