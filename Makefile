@@ -33,9 +33,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets,otel,prometheus]'
 	touch $@
 
-test: venv  ## Run the tests: all of them in two processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
+test: venv  ## Run the tests: all of them in three processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
-	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 2)
+	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 3)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
 	$(BIN)/python tests/servers/prepare.py rgw

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,22 +10,46 @@ import hypothesis
 import pytest
 from ranks import Ranks, forkserver
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 pytest.register_assert_rewrite("gpu.scenarios")  # shared by tests/gpu and tests/device
 hypothesis.settings.register_profile("bcp", deadline=None)  # how long an example takes is the machine's business
 hypothesis.settings.load_profile("bcp")
 
 
+TESTS = Path(__file__).parent
+FOLDERS = ("distributed", "frameworks")
+"""Folders whose tests need many ranks: starting these takes seconds and gigabytes."""
+
+BUSY = 2
+"""Processes of ``make test`` that run tests with ranks and whole jobs: as many as there are cores."""
+
+
 class _ByFile(LoadScopeScheduling):
     """Shares the tests between the processes of ``make test``: by file, or by folder where all need many ranks.
 
-    Starting ranks takes seconds and gigabytes, so that each process does it once at most.
+    Each process starts ranks once at most. Tests with ranks wait about half of their time, so there is a process more
+    than cores; it runs the other tests.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         folder = Path(path).parent.name
-        return folder if folder in ("distributed", "frameworks") else path
+        return folder if folder in FOLDERS else path
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if int(node.gateway.id.removeprefix("gw")) >= BUSY:
+            quiet = next((scope for scope in self.workqueue if not _has_ranks(scope)), None)
+            if quiet is None:
+                node.shutdown()
+                return
+            self.workqueue.move_to_end(quiet, last=False)
+        super()._assign_work_unit(node)
+
+
+def _has_ranks(scope: str) -> bool:
+    """Whether tests of a folder or file start ranks, or jobs."""
+    return scope in FOLDERS or re.search(r"mark\.dist|torchrun", (TESTS.parent / scope).read_text()) is not None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:

@@ -289,6 +289,7 @@ class Snapshot:
         self.devices: Sequence[int] = ()  # those that hold any of the tensors
         self.fence: Fence = {}  # what copies wait for: the caller's queued work, and that of the collection itself
         self.pinned_nbytes = 0  # the most bytes of pinned memory that this process had meanwhile
+        self._lent = 0.0  # since when the copies are under way
 
     def __enter__(self) -> Self:
         return self
