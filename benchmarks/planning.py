@@ -92,7 +92,7 @@ def plan(job: Job, figures: Figures) -> Planned:
     ]
     case = f"{job.zero}, {job.world_size:,} ranks"
     figures.add(f"{case}: flat intervals and boxes", len(world.flat_rank) + len(division.layout.offset))
-    figures.add(f"{case}: pieces and segments", len(division.layout.offset) + len(division.layout.segments))
+    figures.add(f"{case}: boxes and segments", len(division.layout.offset) + len(division.layout.segments))
     figures.add(f"{case}: the same with each pattern once", _entries(division))
     figures.add(f"{case}: rank 0 receives", (sum(map(len, hellos)) + sum(map(len, messages))) / 1e6, "MB")
     figures.add(f"{case}: rank 0 answers", sum(map(len, encode_shares(division))) / 1e6, "MB")
@@ -113,7 +113,7 @@ def plan(job: Job, figures: Figures) -> Planned:
 
 
 def _entries(division: WriteDivision) -> int:
-    """Count pieces, patterns and segments as they are stored."""
+    """Count boxes, patterns and segments as they are stored."""
     folded = division.layout.segments.folded()
     return len(folded.pattern) + len(folded.begin) - 1 + len(folded)
 

@@ -56,13 +56,13 @@ TENSORS = schema(
     plane=INT,
     pieces=INT,
 )
-PIECES = schema("pieces", offset=GRID, length=GRID, file=INT, pattern=INT)
+BOXES = schema("pieces", offset=GRID, length=GRID, file=INT, pattern=INT)
 PATTERNS = schema("patterns", segments=INT)
 SEGMENTS = schema("segments", length=INT, file=INT, at=INT)
 FILES = schema("files", kind=INT, rank=INT, nbytes=INT, planes=GRID)
 OBJECTS = schema("objects", kind=WORD, path=TEXT, rank=INT)
 EXTRAS = schema("extras", kind=INT, rank=INT)
-LAYOUT_TABLES = (WORLD, TENSORS, PIECES, PATTERNS, SEGMENTS, FILES, OBJECTS, EXTRAS)
+LAYOUT_TABLES = (WORLD, TENSORS, BOXES, PATTERNS, SEGMENTS, FILES, OBJECTS, EXTRAS)
 
 
 def encode_layout(layout: Layout) -> bytes:
@@ -108,7 +108,7 @@ def _columns(layout: Layout) -> tuple[tuple[Any, ...], ...]:
             *(getattr(tensors, name) for name in TENSORS.names if name in TENSOR_COLUMNS),
             steps(layout.leader),
             layout.plane,
-            np.bincount(layout.piece_tensor, minlength=len(tensors)),
+            np.bincount(layout.box_tensor, minlength=len(tensors)),
         ),
         (layout.offset, layout.length, steps(segments.file), segments.pattern),
         (np.diff(segments.begin),),
@@ -127,15 +127,15 @@ def _check_derived(layout: Layout) -> None:
         raise ValueError("segments that do not begin at 0, or columns of different lengths")
     if segments.begin[0] != 0 or segments.begin[-1] != rows or (np.diff(segments.begin) < 1).any():
         raise ValueError("pattern without segments, or segments without pattern")
-    if (np.diff(layout.piece_tensor) < 0).any():
-        raise ValueError("pieces are not sorted")
-    if layout.piece_tensor.max(initial=-1) >= len(layout.tensors):
-        raise ValueError("piece of no tensor")
+    if (np.diff(layout.box_tensor) < 0).any():
+        raise ValueError("boxes are not sorted")
+    if layout.box_tensor.max(initial=-1) >= len(layout.tensors):
+        raise ValueError("box of no tensor")
 
 
 def _layout(tables: Sequence[pa.RecordBatch]) -> Layout:
     """Put the decoded :data:`LAYOUT_TABLES` together."""
-    world, tensors, pieces, patterns, segments, files, objects, extras = tables
+    world, tensors, boxes, patterns, segments, files, objects, extras = tables
     if len(world) != 1:
         raise ValueError(f"table 'layout' has {len(world)} rows instead of 1")
     return Layout(
@@ -144,10 +144,10 @@ def _layout(tables: Sequence[pa.RecordBatch]) -> Layout:
         tensors=TensorTable(**{name: _column(tensors, name) for name in TENSOR_COLUMNS}),
         leader=summed(tensors, "leader"),
         plane=integers(tensors, "plane"),
-        piece_tensor=counted(integers(tensors, "pieces"), len(pieces), "pieces"),
-        offset=grid(pieces, "offset"),
-        length=grid(pieces, "length"),
-        segments=_segments(pieces, patterns, segments),
+        box_tensor=counted(integers(tensors, "pieces"), len(boxes), "pieces"),
+        offset=grid(boxes, "offset"),
+        length=grid(boxes, "length"),
+        segments=_segments(boxes, patterns, segments),
         file_kind=integers(files, "kind"),
         file_rank=summed(files, "rank"),
         file_nbytes=integers(files, "nbytes"),
@@ -159,16 +159,16 @@ def _layout(tables: Sequence[pa.RecordBatch]) -> Layout:
     )
 
 
-def _segments(pieces: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.RecordBatch) -> Segments:
+def _segments(boxes: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.RecordBatch) -> Segments:
     """Put the segments together."""
     number, length = integers(patterns, "segments"), integers(segments, "length")
     check_counts(number, len(segments), "segments")
     if float(length.sum(dtype=np.float64)) >= LARGEST:  # they are added up before they are looked at one by one
         raise ValueError("segments with an impossible total length")
-    file, step = summed(pieces, "file"), integers(segments, "file")
+    file, step = summed(boxes, "file"), integers(segments, "file")
     if max(int(np.abs(file).max(initial=0)), int(np.abs(step).max(initial=0))) >= LARGEST:
         raise ValueError("segments in impossible files")
-    pattern, at = integers(pieces, "pattern"), integers(segments, "at")
+    pattern, at = integers(boxes, "pattern"), integers(segments, "at")
     return Segments(file, pattern, begins(number), begins(length), step, at)
 
 

@@ -39,11 +39,11 @@ __all__ = [
 class Layout:
     """The paper's TensorShardToBasicByteMap (sec. 3.2), columnar.
 
-    A tensor consists of pieces: boxes that tile its global shape, in the order (tensor, offset). A piece consists of
-    segments: runs of its row-major elements, each contiguous in one data file. A tensor that is ``tied_to`` another has
-    no pieces of its own.
+    A tensor consists of boxes that tile its global shape, in the order (tensor, offset). A box consists of segments:
+    runs of its row-major elements, each contiguous in one data file. A tensor that is ``tied_to`` another has no boxes
+    of its own.
 
-    The states that an optimizer keeps of one parameter are cut alike, so they share pieces and segments: those of
+    The states that an optimizer keeps of one parameter are cut alike, so they share boxes and segments: those of
     their *leader*, the first of them. They differ in their *plane*: a data file is a row of planes, each with elements
     of one size. A segment lies in all planes of its leader's family at the same element. Byte of element i of a
     segment in file f, counted from the start of the data section:
@@ -53,12 +53,12 @@ class Layout:
     world_size: int  # how many ranks saved
     block_bytes: int  # data files are checksummed and read in blocks of this many bytes of their data section
     tensors: TensorTable  # n tensors, sorted by (kind, fqn)
-    leader: Ints  # int64[n], row of the tensor whose pieces this one shares: of the same kind and shape; leads itself
+    leader: Ints  # int64[n], row of the tensor whose boxes this one shares: of the same kind and shape; leads itself
     plane: Ints  # int64[n], column in ``file_planes``; the members of a family lie in different planes
-    piece_tensor: Ints  # int64[p], row in ``tensors``, of a leader; not decreasing
-    offset: Ints  # int64[p, D], first corner of each piece
-    length: Ints  # int64[p, D], extent of each piece
-    segments: Segments  # how the pieces are cut
+    box_tensor: Ints  # int64[b], row in ``tensors``, of a leader; not decreasing
+    offset: Ints  # int64[b, D], first corner of each box
+    length: Ints  # int64[b, D], extent of each box
+    segments: Segments  # how the boxes are cut
     # int64[f], code in ``KINDS``; :func:`bcp.plan.write.divide.divide_writes` sorts files by (kind, rank)
     file_kind: Ints
     file_rank: Ints  # int64[f], the rank that writes it
@@ -124,7 +124,7 @@ LARGEST_BLOCK = 1 << 40
 MOST_DIMENSIONS = 64
 
 CHUNK = 512
-"""Pieces whose segments are looked at together, so that temporary columns stay in the cache."""
+"""Boxes whose segments are looked at together, so that temporary columns stay in the cache."""
 
 ALIGNMENT = 16
 """The largest item size; blocks are multiples of it, so that no element is cut by a block."""
@@ -135,7 +135,7 @@ Bools = npt.NDArray[np.bool_]
 def check_layout(layout: Layout) -> None:
     """Check everything that a reader of the layout relies on, except facts that hold for every decoded layout.
 
-    These facts are: ``piece_tensor`` and ``segments.begin`` count up, and ``segments.line`` is a running sum. A load
+    These facts are: ``box_tensor`` and ``segments.begin`` count up, and ``segments.line`` is a running sum. A load
     checks by itself that the segments that it needs lie inside their files; :func:`check_segments` checks all.
 
     Raises:
@@ -150,8 +150,8 @@ def check_layout(layout: Layout) -> None:
     stored = untied & (numel > 0)
     _check_families(layout, untied, stored)
     _check_files(layout)
-    pieces = _check_pieces(layout, np.where(stored & (layout.leader == np.arange(len(numel))), numel, 0))
-    _check_patterns(layout.segments, pieces, len(layout.file_rank))
+    volume = _check_boxes(layout, np.where(stored & (layout.leader == np.arange(len(numel))), numel, 0))
+    _check_patterns(layout.segments, volume, len(layout.file_rank))
     _check_owners(layout)
 
 
@@ -261,34 +261,34 @@ def _check_files(layout: Layout) -> None:
     _refuse(outside, "file with a plane outside it")
 
 
-def _check_pieces(layout: Layout, volume: Ints) -> Ints:
-    """Check that pieces lie inside their tensors and have these volumes together; return the volume of each piece."""
-    shape, owner = layout.tensors.shape, layout.piece_tensor
+def _check_boxes(layout: Layout, volume: Ints) -> Ints:
+    """Check that boxes lie inside their tensors and have these volumes together; return the volume of each box."""
+    shape, owner = layout.tensors.shape, layout.box_tensor
     if {layout.offset.shape[1], layout.length.shape[1]} != {shape.shape[1]}:
-        raise ValueError("pieces with other numbers of dimensions than tensors")
+        raise ValueError("boxes with other numbers of dimensions than tensors")
     outside = (layout.offset < 0) | (layout.length < 1) | (layout.offset > shape.take(owner, axis=0) - layout.length)
-    _refuse(outside, "piece outside its tensor")
-    pieces = _volumes(layout.length)
-    line = begins(pieces)
+    _refuse(outside, "box outside its tensor")
+    each = _volumes(layout.length)
+    line = begins(each)
     total = np.diff(line[np.searchsorted(owner, np.arange(len(volume) + 1))])
-    _refuse(total != volume, "tensor whose pieces do not add up to it")
-    return pieces
+    _refuse(total != volume, "tensor whose boxes do not add up to it")
+    return each
 
 
 def _check_patterns(segments: Segments, volume: Ints, files: int) -> None:
-    """Check that patterns consist of segments with elements, and fill the pieces, which have these volumes."""
+    """Check that patterns consist of segments with elements, and fill the boxes, which have these volumes."""
     if len(segments.pattern) != len(volume) or len(segments.file) != len(volume):
-        raise ValueError("pieces without pattern")
-    _refuse_outside(segments.pattern, len(segments.begin) - 1, "piece of no pattern")
+        raise ValueError("boxes without pattern")
+    _refuse_outside(segments.pattern, len(segments.begin) - 1, "box of no pattern")
     _refuse(np.diff(segments.begin) < 1, "pattern without segments")
     _refuse_outside(segments.length - 1, LARGEST, "segment without elements, or too many")
     _refuse_outside(segments.at, LARGEST, "segment outside its file")
     total = np.diff(segments.line[segments.begin])
-    _refuse(total[segments.pattern] != volume, "piece whose segments do not add up to it")
+    _refuse(total[segments.pattern] != volume, "box whose segments do not add up to it")
     if len(segments):
         low = segments.file + np.minimum.reduceat(segments.step, segments.begin[:-1])[segments.pattern]
         high = segments.file + np.maximum.reduceat(segments.step, segments.begin[:-1])[segments.pattern]
-        _refuse((low < 0) | (high >= files), "piece with a segment in no file")
+        _refuse((low < 0) | (high >= files), "box with a segment in no file")
 
 
 def check_segments(layout: Layout) -> None:
@@ -298,13 +298,13 @@ def check_segments(layout: Layout) -> None:
     room, group = _room(layout, stored)
     begin, end = group * room.shape[1], segments.at + segments.length
     for first in range(0, len(segments.pattern), CHUNK):
-        pieces = np.arange(first, min(first + CHUNK, len(segments.pattern)))
-        piece, row = segments.of_pieces(pieces)
-        file = segments.file[piece] + segments.step[row]
-        left = room.reshape(-1)[file + begin[layout.piece_tensor[piece]]] - end[row]
+        boxes = np.arange(first, min(first + CHUNK, len(segments.pattern)))
+        box, row = segments.of_boxes(boxes)
+        file = segments.file[box] + segments.step[row]
+        left = room.reshape(-1)[file + begin[layout.box_tensor[box]]] - end[row]
         if int(left.min()) < 0:
-            outside = np.isin(pieces, piece[left < 0])
-            _refuse(outside, "piece with a segment outside its file", first)
+            outside = np.isin(boxes, box[left < 0])
+            _refuse(outside, "box with a segment outside its file", first)
 
 
 def _room(layout: Layout, stored: Bools) -> tuple[Ints, Ints]:

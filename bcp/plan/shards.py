@@ -22,18 +22,18 @@ __all__ = ["KINDS", "OPAQUE_KINDS", "TENSOR_COLUMNS", "Segments", "ShardRow", "S
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The segments of p pieces: k patterns, s segments in all patterns together.
+    """The segments of b boxes: k patterns, s segments in all patterns together.
 
-    Tensor-parallel ranks cut their pieces alike, and so do pipeline stages of as many layers: a piece is cut as its
+    Tensor-parallel ranks cut their boxes alike, and so do pipeline stages of as many layers: a box is cut as its
     *pattern* says, in files counted from a first one of its own. 405B parameters on 8,960 ranks, in Megatron's buckets,
-    are 10,618 pieces and 298,762 segments, but 296 patterns of 6,412.
+    are 10,618 boxes and 298,762 segments, but 296 patterns of 6,412.
     """
 
-    file: Ints  # int64[p], row in the layout's file columns, from which the piece's segments count
-    pattern: Ints  # int64[p], how the piece is cut
+    file: Ints  # int64[b], row in the layout's file columns, from which the box's segments count
+    pattern: Ints  # int64[b], how the box is cut
     begin: Ints  # int64[k + 1]; pattern i consists of the segments ``begin[i]`` to ``begin[i + 1]``
     line: Ints  # int64[s + 1], where each segment begins, in elements, with all patterns end to end; then their end
-    step: Ints  # int64[s], its file, counted from the piece's
+    step: Ints  # int64[s], its file, counted from the box's
     at: Ints  # int64[s], its first element, counted from the start of a plane of that file
 
     def __len__(self) -> int:
@@ -41,10 +41,10 @@ class Segments:
 
     @classmethod
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
-        """Build segments with one pattern for each piece.
+        """Build segments with one pattern for each box.
 
-        ``number``, int64[p], is how many segments each piece consists of, at least one. The others are int64[n], of
-        each segment; those of a piece tile it, in row-major order.
+        ``number``, int64[b], is how many segments each box consists of, at least one. The others are int64[n], of
+        each segment; those of a box tile it, in row-major order.
         """
         begin = begins(number)
         first = file[begin[:-1]]
@@ -57,17 +57,17 @@ class Segments:
 
     @property
     def starts(self) -> Ints:
-        """int64[p]: where each piece's pattern begins on the line, in elements."""
+        """int64[b]: where each box's pattern begins on the line, in elements."""
         return self.line[self.begin[self.pattern]]
 
-    def of_pieces(self, pieces: Ints) -> tuple[Ints, Ints]:
-        """Return (piece, segment) of all segments of these pieces, in order."""
-        pattern = self.pattern[pieces]
+    def of_boxes(self, boxes: Ints) -> tuple[Ints, Ints]:
+        """Return (box, segment) of all segments of these boxes, in order."""
+        pattern = self.pattern[boxes]
         number = np.diff(self.begin)[pattern]
-        return np.repeat(pieces, number), runs(self.begin[pattern], number)
+        return np.repeat(boxes, number), runs(self.begin[pattern], number)
 
     def folded(self) -> Segments:
-        """Return the same with equal patterns once, in the order of the pieces."""
+        """Return the same with equal patterns once, in the order of the boxes."""
         number, length = np.diff(self.begin), self.length
         inside = np.arange(len(self)) - np.repeat(self.begin[:-1], number)
         columns = [length, self.step, self.at, inside]

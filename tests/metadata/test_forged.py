@@ -198,7 +198,7 @@ def test_forged_numbers_are_refused(table: str, columns: dict[str, object], mess
 
 def test_lengths_whose_sum_wraps_around_are_refused() -> None:
     room = HUGE // 2 - 2048  # elements of two bytes
-    lengths = [1, 5, 7, *[room] * 8, 2**64 + 12 - 8 * room, 11, 13]  # those of the third piece: 12, modulo 2^64
+    lengths = [1, 5, 7, *[room] * 8, 2**64 + 12 - 8 * room, 11, 13]  # those of the third box: 12, modulo 2^64
     changes = {
         "patterns": {"segments": [1, 2, 9, 2]},
         "segments": {"length": lengths, "file": [0, 0, 1, *[0] * 10, 1], "at": [0] * 14},
@@ -240,10 +240,10 @@ def out_of_bounds(layout: Layout) -> bool:
     for tensor, leader in enumerate(layout.leader.tolist()):
         itemsize, seen = int(layout.tensors.itemsize[tensor]), 0
         segments = layout.segments
-        everything = segments.of_pieces(np.arange(len(layout.offset)))
-        for piece, segment in zip(*(column.tolist() for column in everything), strict=True):
-            if layout.piece_tensor[piece] == leader:
-                file, length = int(segments.file[piece] + segments.step[segment]), int(segments.length[segment])
+        everything = segments.of_boxes(np.arange(len(layout.offset)))
+        for box, segment in zip(*(column.tolist() for column in everything), strict=True):
+            if layout.box_tensor[box] == leader:
+                file, length = int(segments.file[box] + segments.step[segment]), int(segments.length[segment])
                 begin = int(layout.file_planes[file, layout.plane[tensor]]) + int(segments.at[segment]) * itemsize
                 fits = 0 <= begin <= begin + length * itemsize <= layout.file_nbytes[file] and length > 0
                 seen += length

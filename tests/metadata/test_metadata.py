@@ -67,7 +67,7 @@ def test_a_layout_of_scalars_round_trips() -> None:
         tensors=TensorTable.build(TENSORS[:1]),
         leader=ints(0),
         plane=ints(0),
-        piece_tensor=ints(0),
+        box_tensor=ints(0),
         offset=none,
         length=none,
         segments=Segments.of(ints(1), ints(1), ints(0), ints(0)),
@@ -75,30 +75,30 @@ def test_a_layout_of_scalars_round_trips() -> None:
     assert same(scalar, decode_layout(encode_layout(scalar)))
 
 
-def test_a_layout_of_many_pieces_and_segments_round_trips() -> None:
-    pieces, each = 3000, 20  # more than are decoded, or checked, at a time
-    length = np.random.default_rng(0).integers(1, 1 << 40, pieces * each)
-    file = np.arange(pieces * each) // each % 7
+def test_a_layout_of_many_boxes_and_segments_round_trips() -> None:
+    boxes, each = 3000, 20  # more than are decoded, or checked, at a time
+    length = np.random.default_rng(0).integers(1, 1 << 40, boxes * each)
+    file = np.arange(boxes * each) // each % 7
     room = np.bincount(file, length, minlength=7).astype(np.int64) * 2
-    volume = length.reshape(pieces, each).sum(axis=1)
+    volume = length.reshape(boxes, each).sum(axis=1)
     tensors = [TensorMeta("model", f"{row:04d}", "int16", 2, (int(n),), (1,)) for row, n in enumerate(volume)]
     many = replace(
         LAYOUT,
         world_size=8,
         tensors=TensorTable.build(tensors),
-        leader=np.arange(pieces),
-        plane=np.zeros(pieces, dtype=np.int64),
-        piece_tensor=np.arange(pieces),
-        offset=np.zeros((pieces, 1), dtype=np.int64),
+        leader=np.arange(boxes),
+        plane=np.zeros(boxes, dtype=np.int64),
+        box_tensor=np.arange(boxes),
+        offset=np.zeros((boxes, 1), dtype=np.int64),
         length=volume[:, None],
-        segments=Segments.of(np.full(pieces, each), length, file, np.cumsum(length) % 1000),
+        segments=Segments.of(np.full(boxes, each), length, file, np.cumsum(length) % 1000),
         file_kind=np.zeros(7, dtype=np.int64),
         file_rank=np.arange(7),
         file_nbytes=room + 2000,
         file_planes=np.zeros((7, 1), dtype=np.int64),
     )
     assert same(many, decode_layout(encode_layout(many)))
-    for row in (0, 1 << 14, pieces * each - 1):
+    for row in (0, 1 << 14, boxes * each - 1):
         past = many.segments.at.copy()
         past[row] = 1 << 60
         with pytest.raises(InputError, match=rf"outside its file: row {row // each}$"):
@@ -168,28 +168,28 @@ def test_a_layout_that_no_reader_would_accept_is_not_written() -> None:
     with pytest.raises(InputError, match="segments without pattern"):
         encode_layout(cut(begin=ints(0, 1, 3, 4, 5)))
     with pytest.raises(InputError, match="not sorted"):
-        encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 4, 1)))
+        encode_layout(replace(LAYOUT, box_tensor=ints(0, 1, 4, 1)))
     with pytest.raises(InputError, match="no tensor"):
-        encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 1, 6)))
+        encode_layout(replace(LAYOUT, box_tensor=ints(0, 1, 1, 6)))
     with pytest.raises(InputError, match="add up"):
-        encode_layout(replace(LAYOUT, piece_tensor=ints(0, 1, 2, 4)))
+        encode_layout(replace(LAYOUT, box_tensor=ints(0, 1, 2, 4)))
 
 
-def test_pieces_that_are_cut_alike_share_a_pattern() -> None:
-    pieces = 6
+def test_boxes_that_are_cut_alike_share_a_pattern() -> None:
+    boxes = 6
     alike = Segments.of(
-        number=np.full(pieces, 2),
-        length=np.tile([3, 5], pieces),
-        file=np.repeat(np.arange(pieces), 2) + np.tile([0, 1], pieces),
-        at=np.tile([7, 0], pieces),
+        number=np.full(boxes, 2),
+        length=np.tile([3, 5], boxes),
+        file=np.repeat(np.arange(boxes), 2) + np.tile([0, 1], boxes),
+        at=np.tile([7, 0], boxes),
     )
-    other = Segments.of(np.full(pieces, 2), np.tile([3, 5], pieces), np.tile([0, 1], pieces), np.arange(2 * pieces))
-    assert (len(alike.folded()), len(other.folded())) == (2, 2 * pieces)
+    other = Segments.of(np.full(boxes, 2), np.tile([3, 5], boxes), np.tile([0, 1], boxes), np.arange(2 * boxes))
+    assert (len(alike.folded()), len(other.folded())) == (2, 2 * boxes)
     for segments in (alike, other):
-        folded, everything = segments.folded(), np.arange(pieces)
-        for (piece, mine), (same_piece, row) in [(segments.of_pieces(everything), folded.of_pieces(everything))]:
-            assert np.array_equal(piece, same_piece)
-            assert np.array_equal(segments.file[piece] + segments.step[mine], folded.file[piece] + folded.step[row])
+        folded, everything = segments.folded(), np.arange(boxes)
+        for (box, mine), (same_box, row) in [(segments.of_boxes(everything), folded.of_boxes(everything))]:
+            assert np.array_equal(box, same_box)
+            assert np.array_equal(segments.file[box] + segments.step[mine], folded.file[box] + folded.step[row])
             assert np.array_equal(segments.at[mine], folded.at[row])
             assert np.array_equal(segments.length[mine], folded.length[row])
         again = folded.folded()
@@ -207,7 +207,7 @@ def test_families_in_one_plane_have_leaders_in_one_plane() -> None:
             tensors=TensorTable.build([*TENSORS, step]),
             leader=np.append(LAYOUT.leader, 6),
             plane=np.append(LAYOUT.plane, plane),
-            piece_tensor=np.append(LAYOUT.piece_tensor, 6),
+            box_tensor=np.append(LAYOUT.box_tensor, 6),
             offset=np.concatenate((LAYOUT.offset, one * 0)),
             length=np.concatenate((LAYOUT.length, one)),
             segments=Segments.of(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
+from saved import Memory, Saved, SavedBox, checkpoints, meta, save, targets
 
 from bcp._messages.planning import BlockRuns, SharedRuns
 from bcp.errors import MessageError
@@ -155,7 +155,7 @@ def test_a_strip_is_divided_among_the_members_of_its_sets(given_: list[tuple[set
 
 def one_file(nbytes: int, block_bytes: int = 16) -> Saved:
     tensor = meta("w", (nbytes,), "uint8")
-    return save([tensor], [Piece(tensor, Box.whole(tensor.shape), [(nbytes, 0)])], 1, block_bytes)
+    return save([tensor], [SavedBox(tensor, Box.whole(tensor.shape), [(nbytes, 0)])], 1, block_bytes)
 
 
 def line_of(blocks: int, files: int = 1, block_bytes: int = MIB) -> BlockIndex:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved import Memory, Piece, Saved, checkpoints, meta, save, targets
+from saved import Memory, Saved, SavedBox, checkpoints, meta, save, targets
 
 from bcp.errors import CorruptError
 from bcp.plan.box import Box
@@ -36,9 +36,9 @@ def chunked(data: st.DataObject, saved: Saved) -> Ints:
 
 
 def one(shape: tuple[int, ...], rows: Sequence[ShardRow], dtype: str = "int32", block_bytes: int = 1 << 20) -> Memory:
-    """Save one tensor in one piece, and want these shards of it."""
+    """Save one tensor as one box, and want these shards of it."""
     tensor = meta("w", shape, dtype)
-    saved = save([tensor], [Piece(tensor, Box.whole(shape), [(int(np.prod(shape)), 0)])], 1, block_bytes)
+    saved = save([tensor], [SavedBox(tensor, Box.whole(shape), [(int(np.prod(shape)), 0)])], 1, block_bytes)
     return Memory(saved, ShardTable.build(rows))
 
 

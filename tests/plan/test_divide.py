@@ -95,12 +95,12 @@ def segments(layout: Layout) -> list[tuple[int, TensorMeta, Box, int, int, int]]
     """List (file, tensor, box, start, stop, offset) of every segment of every tensor."""
     found = []
     all_segments = layout.segments
-    for piece, at in zip(*(c.tolist() for c in all_segments.of_pieces(np.arange(len(layout.offset)))), strict=True):
-        for row in np.flatnonzero(layout.leader == layout.piece_tensor[piece]).tolist():
-            meta, file = layout.tensors[row], int(all_segments.file[piece] + all_segments.step[at])
+    for number, at in zip(*(c.tolist() for c in all_segments.of_boxes(np.arange(len(layout.offset)))), strict=True):
+        for row in np.flatnonzero(layout.leader == layout.box_tensor[number]).tolist():
+            meta, file = layout.tensors[row], int(all_segments.file[number] + all_segments.step[at])
             ndim = len(meta.shape)
-            box = Box(tuple(layout.offset[piece, :ndim].tolist()), tuple(layout.length[piece, :ndim].tolist()))
-            start, stop = (all_segments.line[at : at + 2] - all_segments.starts[piece]).tolist()
+            box = Box(tuple(layout.offset[number, :ndim].tolist()), tuple(layout.length[number, :ndim].tolist()))
+            start, stop = (all_segments.line[at : at + 2] - all_segments.starts[number]).tolist()
             offset = int(layout.file_planes[file, layout.plane[row]] + all_segments.at[at] * meta.itemsize)
             found.append((file, meta, box, start, stop, offset))
     return found
@@ -142,8 +142,8 @@ def check_files_are_packed_and_aligned(layout: Layout) -> None:
 def check_rows_are_sorted(layout: Layout) -> None:
     names = list(zip(layout.tensors.kind.tolist(), layout.tensors.fqn, strict=True))
     assert names == sorted(set(names))
-    pieces = np.column_stack([layout.piece_tensor, layout.offset]).tolist()
-    assert pieces == sorted(pieces)
+    boxes = np.column_stack([layout.box_tensor, layout.offset]).tolist()
+    assert boxes == sorted(boxes)
 
 
 def check_writers_hold_what_they_write(tables: list[ShardTable], division: Divided) -> None:
@@ -279,12 +279,12 @@ def test_one_name_in_two_kinds_is_two_tensors():
     assert layout.file_nbytes.tolist() == [96, 96]
 
 
-def test_tied_and_empty_tensors_have_no_pieces():
+def test_tied_and_empty_tensors_have_no_boxes():
     tied, empty = replace(W, fqn="v", tied_to="w"), TensorMeta("model", "e", "float32", 4, (0, 3))
     layout = divided([table(whole(W), whole(tied), whole(empty)), table(more=(tied,))], block_bytes=4096).layout
     assert layout.tensors.fqn == ["e", "v", "w"]
     assert layout.tensors[1].tied_to == "w"
-    assert layout.piece_tensor.tolist() == [2]
+    assert layout.box_tensor.tolist() == [2]
 
 
 @pytest.mark.parametrize(

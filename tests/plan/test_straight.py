@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved import Memory, Piece, checkpoints, meta, save, targets
+from saved import Memory, SavedBox, checkpoints, meta, save, targets
 
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints
@@ -24,7 +24,7 @@ ALL = np.array([True, True])
 def found(*boxes: Box, chunks: Ints = CHUNKS) -> Copies:
     """Return the copies of these boxes of an 8 x 8 tensor of 4-byte elements."""
     tensor = meta("w", SHAPE)
-    saved = save([tensor], [Piece(tensor, Box.whole(SHAPE), [(64, 0)])], 1, 64)
+    saved = save([tensor], [SavedBox(tensor, Box.whole(SHAPE), [(64, 0)])], 1, 64)
     memory = Memory(saved, ShardTable.build([ShardRow(tensor, box) for box in boxes]))
     return copies(saved.layout, memory.table, memory.wants, chunks)
 

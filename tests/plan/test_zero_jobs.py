@@ -138,7 +138,7 @@ def test_every_element_is_written_once(job):
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
-def test_states_share_pieces_and_segments(job):
+def test_states_share_boxes_and_segments(job):
     layout = divided(job.tables()).layout
     optimizer = np.flatnonzero(layout.tensors.kind == 1)
     leaders = np.unique(layout.leader[optimizer])

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import HEADER, Files, Rank, Room, load
-from saved import Piece, Saved, checkpoints, meta, save, targets
+from saved import Saved, SavedBox, checkpoints, meta, save, targets
 
 from bcp.errors import CorruptError, StageError
 from bcp.pipeline import Stage
@@ -54,7 +54,7 @@ def rank_of(saved: Saved, table: ShardTable, forms: Sequence[str], **how: Any) -
 
 def one_tensor(count: int = 64, block_bytes: int = 16, dtype: str = "uint8") -> Saved:
     tensor = meta("w", (count,), dtype)
-    return save([tensor], [Piece(tensor, Box.whole((count,)), [(count, 0)])], 1, block_bytes)
+    return save([tensor], [SavedBox(tensor, Box.whole((count,)), [(count, 0)])], 1, block_bytes)
 
 
 def wants_of(saved: Saved, *parts: tuple[int, int]) -> ShardTable:
@@ -308,7 +308,7 @@ def test_what_a_round_brings_stays_until_it_is_copied() -> None:
 def test_small_neighbours_go_together_and_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [3, 5, 40, 2, 1]
     tensors = [meta(f"t{n}", (size,), "int16") for n, size in enumerate(sizes)]
-    saved = save(tensors, [Piece(t, Box.whole(t.shape), [(t.shape[0], 0)]) for t in tensors], 1, 1024)
+    saved = save(tensors, [SavedBox(t, Box.whole(t.shape), [(t.shape[0], 0)]) for t in tensors], 1, 1024)
     table = ShardTable.build([ShardRow(tensor, Box.whole(tensor.shape)) for tensor in tensors])
     rank, _ = on_device(saved, table, ["plain", "inside"])
     monkeypatch.setattr(place, "SMALL_BYTES", 64)

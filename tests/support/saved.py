@@ -21,7 +21,7 @@ DTYPES = {"uint8": 1, "int16": 2, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedBox:
     """A box of a leader, and its segments as (elements, rank that writes them)."""
 
     tensor: TensorMeta
@@ -50,17 +50,17 @@ def meta(fqn: str, shape: tuple[int, ...], dtype: str = "int32", kind: str = "mo
 
 def save(
     tensors: Sequence[TensorMeta],
-    pieces: Sequence[Piece],
+    saved_boxes: Sequence[SavedBox],
     world_size: int,
     block_bytes: int,
     leaders: Sequence[int] | None = None,
 ) -> Saved:
-    """Write tensors of random numbers; tensors are sorted, pieces are in their order. ``leaders``: row by row."""
+    """Write tensors of random numbers; tensors are sorted, boxes are in their order. ``leaders``: row by row."""
     leader = list(range(len(tensors))) if leaders is None else list(leaders)
-    rows = [(p, n, rank) for p, piece in enumerate(pieces) for n, rank in piece.segments]
-    keys = sorted({(KINDS.index(pieces[p].tensor.kind), rank) for p, _, rank in rows})
-    file = [keys.index((KINDS.index(pieces[p].tensor.kind), rank)) for p, _, rank in rows]
-    owner = [tensors.index(piece.tensor) for piece in pieces]
+    rows = [(b, n, rank) for b, each in enumerate(saved_boxes) for n, rank in each.segments]
+    keys = sorted({(KINDS.index(saved_boxes[b].tensor.kind), rank) for b, _, rank in rows})
+    file = [keys.index((KINDS.index(saved_boxes[b].tensor.kind), rank)) for b, _, rank in rows]
+    owner = [tensors.index(each.tensor) for each in saved_boxes]
     plane, sizes = _planes(tensors, leader)
     at, planes, ends = _put(rows, file, owner, (leader, plane, sizes), len(keys))
     width = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -71,11 +71,11 @@ def save(
         tensors=TensorTable.build(tensors),
         leader=np.array(leader, dtype=np.int64),
         plane=np.array(plane, dtype=np.int64),
-        piece_tensor=np.array(owner, dtype=np.int64),
-        offset=matrix([piece.box.offsets for piece in pieces], width, 0),
-        length=matrix([piece.box.lengths for piece in pieces], width, 1),
+        box_tensor=np.array(owner, dtype=np.int64),
+        offset=matrix([each.box.offsets for each in saved_boxes], width, 0),
+        length=matrix([each.box.lengths for each in saved_boxes], width, 1),
         segments=Segments.of(
-            np.bincount([p for p, *_ in rows], minlength=len(pieces)), lengths, np.array(file, dtype=np.int64), at
+            np.bincount([b for b, *_ in rows], minlength=len(saved_boxes)), lengths, np.array(file, dtype=np.int64), at
         ).folded(),
         file_kind=np.array([kind for kind, _ in keys], dtype=np.int64),
         file_rank=np.array([rank for _, rank in keys], dtype=np.int64),
@@ -92,9 +92,9 @@ def save(
     places = [(np.full(t.shape, -1), np.full(t.shape, -1)) for t in tensors]
     files = [np.zeros(end, dtype=np.uint8) for end in ends]
     for tensor, meta_ in enumerate(tensors):
-        for row in (row for row, (p, *_) in enumerate(rows) if owner[p] == leader[tensor]):
-            box = pieces[rows[row][0]].box
-            start = sum(n for p, n, _ in rows[:row] if p == rows[row][0])
+        for row in (row for row, (b, *_) in enumerate(rows) if owner[b] == leader[tensor]):
+            box = saved_boxes[rows[row][0]].box
+            start = sum(n for b, n, _ in rows[:row] if b == rows[row][0])
             flat = np.zeros(box.numel, dtype=np.bool_)
             flat[start : start + rows[row][1]] = True
             inside = np.zeros(meta_.shape, dtype=np.bool_)
@@ -133,7 +133,7 @@ def _put(
 ) -> tuple[Ints, Ints, list[int]]:
     """Put segments into their planes, at the same element in all of them; then the planes behind each other."""
     leader, plane, sizes = families
-    members = [sorted(plane[t] for t, first in enumerate(leader) if first == owner[p]) for p, *_ in rows]
+    members = [sorted(plane[t] for t, first in enumerate(leader) if first == owner[b]) for b, *_ in rows]
     filled = np.zeros((count, len(sizes)), dtype=np.int64)
     at = np.zeros(len(rows), dtype=np.int64)
     for row, (_, n, _) in enumerate(rows):
@@ -230,13 +230,13 @@ def checkpoints(draw: st.DrawFn) -> Saved:
     order = sorted(range(len(tensors)), key=lambda row: (KINDS.index(tensors[row].kind), tensors[row].fqn))
     tensors, families = [tensors[row] for row in order], [families[row] for row in order]
     leaders = [families.index(family) for family in families]
-    pieces = []
+    saved_boxes = []
     for row, tensor in enumerate(tensors):
         if leaders[row] == row:
             for box in sorted(boxes(draw, Box.whole(tensor.shape), 8), key=lambda box: box.offsets):
                 segments = [(b - a, draw(st.integers(0, 2))) for a, b in cuts(draw, box.numel, 4)]
-                pieces.append(Piece(tensor, box, segments))
-    return save(tensors, pieces, 3, draw(st.sampled_from([16, 32, 64])), leaders)
+                saved_boxes.append(SavedBox(tensor, box, segments))
+    return save(tensors, saved_boxes, 3, draw(st.sampled_from([16, 32, 64])), leaders)
 
 
 @st.composite

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from saved import Piece, meta, save
+from saved import SavedBox, meta, save
 
 import bcp
 from bcp import backends
@@ -38,9 +38,9 @@ EXTRA = meta("c", (4,))
 SAVED = save(
     [WIDE, *PAIR, EXTRA],
     [
-        Piece(WIDE, Box.whole(WIDE.shape), [(8 * BLOCK, 0)]),
-        Piece(PAIR[0], Box.whole(PAIR[0].shape), [(BLOCK // 4, 1)]),
-        Piece(EXTRA, Box.whole(EXTRA.shape), [(4, 1)]),
+        SavedBox(WIDE, Box.whole(WIDE.shape), [(8 * BLOCK, 0)]),
+        SavedBox(PAIR[0], Box.whole(PAIR[0].shape), [(BLOCK // 4, 1)]),
+        SavedBox(EXTRA, Box.whole(EXTRA.shape), [(4, 1)]),
     ],
     2,
     BLOCK,

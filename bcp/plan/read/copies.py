@@ -15,7 +15,7 @@ from bcp.errors import CorruptError
 from bcp.plan.box import Box, Boxes, FlatBoxes, decompose, sweep_intervals
 from bcp.plan.columns import Bools, Ints, order_of, spread
 from bcp.plan.layout import Layout
-from bcp.plan.read.reads import ReadRequest, fitted, pieces_of
+from bcp.plan.read.reads import ReadRequest, box_index, fitted
 from bcp.plan.read.share import VERSIONS, BlockIndex, RankSets, SharedReads
 from bcp.plan.shards import ShardTable
 
@@ -180,22 +180,22 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
     """
     chunk, want, lo, hi = _cut(layout, wanted, chunks)
     itemsize = layout.tensors.itemsize[wanted.tensor[want]]
-    pieces, piece = pieces_of(layout), wanted.piece[want]
+    index, box = box_index(layout), wanted.box[want]
     begin = wanted.first[want] + (lo - wanted.start[want]) // itemsize
-    boxes = decompose(pieces.length[piece], begin, begin + (hi - lo) // itemsize)
-    targets = _targets(table, pieces.length.shape[1])
+    sources = decompose(index.length[box], begin, begin + (hi - lo) // itemsize)
+    targets = _targets(table, index.length.shape[1])
     first, stop = (np.searchsorted(targets.interval, wanted.row[want], side=side) for side in ("left", "right"))
-    each, other = spread((stop - first)[boxes.interval])
-    cut = boxes.interval[each]
+    each, other = spread((stop - first)[sources.interval])
+    cut = sources.interval[each]
     other += first[cut]
     # Where the two boxes meet, in the coordinates of the global tensor.
-    corner = pieces.offset[piece[cut]] + boxes.offset[each]
+    corner = index.offset[box[cut]] + sources.offset[each]
     shard = fitted(table.offset, corner.shape[1], 0)[wanted.row[want[cut]]] + targets.offset[other]
     low = np.maximum(corner, shard)
-    extent = np.minimum(corner + boxes.length[each], shard + targets.length[other]) - low
+    extent = np.minimum(corner + sources.length[each], shard + targets.length[other]) - low
     hit = np.flatnonzero((extent > 0).all(axis=1))
     each, other, cut = each[hit], other[hit], cut[hit]
-    source = Boxes(boxes.length[each], (low - corner)[hit], extent[hit])
+    source = Boxes(sources.length[each], (low - corner)[hit], extent[hit])
     target = Boxes(targets.length[other], (low - shard)[hit], extent[hit])
     row, tensor = wanted.row[want[cut]], wanted.tensor[want[cut]]
     return Copies(
@@ -203,7 +203,7 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
         row=row,
         ndim=layout.tensors.ndim[tensor],
         itemsize=itemsize[cut],
-        start=lo[cut] + (boxes.flat[each] - begin[cut]) * itemsize[cut],
+        start=lo[cut] + (sources.flat[each] - begin[cut]) * itemsize[cut],
         source=source,
         first=targets.flat[other] - table.start[row],
         target=target,

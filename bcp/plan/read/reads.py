@@ -1,9 +1,10 @@
 """The bytes of a checkpoint that one rank needs (paper sec. 3.3, steps 2 to 4; sec. 4.4).
 
-A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor is made of pieces (boxes), and
-these of segments (runs of row-major elements in one file). :func:`wants` intersects the two; binary searches in an
-index (:class:`Pieces`), computed once for a layout, find the pieces that a box meets. :mod:`bcp.plan.read.share` then
-chooses the readers, and :mod:`bcp.plan.read.copies` finds the destination of each byte.
+A target shard is a box of a tensor, or a flat interval of such a box. A saved tensor consists of boxes as well, and
+these of segments (runs of row-major elements in one file). :func:`wants` intersects the two. Binary searches in an
+index (:class:`BoxIndex`), computed once for a layout, find the saved boxes that a target box meets.
+:mod:`bcp.plan.read.share` then chooses the readers, and :mod:`bcp.plan.read.copies` finds the destination of each
+byte.
 """
 
 from __future__ import annotations
@@ -19,37 +20,38 @@ from bcp.plan.layout import Layout, find_all, resolve_all
 from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.runtime.cache import LruCache
 
-__all__ = ["Pieces", "ReadRequest", "fitted", "pieces_of", "wants"]
+__all__ = ["BoxIndex", "ReadRequest", "box_index", "fitted", "wants"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """An index of the pieces of a layout.
+class BoxIndex:
+    """An index of the boxes of a layout.
 
     All tensors are put behind each other along their first dimension: index i of it, in tensor t, is ``base[t] + i``.
     """
 
-    offset: Ints  # int64[p, D], as in the layout, but with at least one column
-    length: Ints  # int64[p, D], the same
+    offset: Ints  # int64[b, D], as in the layout, but with at least one column
+    length: Ints  # int64[b, D], the same
     base: Ints  # int64[n], first index of each tensor
-    begin: Ints  # int64[p], first index of each piece; not decreasing
-    reach: Ints  # int64[p], the largest end of this piece and all before it; not decreasing
+    begin: Ints  # int64[b], first index of each box; not decreasing
+    reach: Ints  # int64[b], the largest end of this box and all before it; not decreasing
 
     @classmethod
-    def of(cls, layout: Layout) -> Pieces:
-        """Index the pieces of a layout."""
+    def of(cls, layout: Layout) -> BoxIndex:
+        """Index the boxes of a layout."""
         width = max(1, layout.offset.shape[1])  # 0 where all tensors are 0-d: one element each
         offset, length = fitted(layout.offset, width, 0), fitted(layout.length, width, 1)
         extent = fitted(layout.tensors.shape, width, 1)[:, 0]
         base = np.cumsum(extent) - extent
-        begin = base[layout.piece_tensor] + offset[:, 0]
+        begin = base[layout.box_tensor] + offset[:, 0]
         return cls(offset, length, base, begin, np.maximum.accumulate(begin + length[:, 0]))
 
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-        """Return the pieces [first, stop) that may share elements with boxes, by the first dimension alone.
+        """Return the boxes [first, stop) that may share elements with given ones, by the first dimension alone.
 
-        ``tensor`` is the row of the leader, ``low`` and ``high`` bound the first dimension: int64[m] each. All pieces
-        that share elements are among them, and few others if pieces are cut along the first dimension.
+        ``tensor`` is the row of the leader. ``low`` and ``high`` bound the first dimension of the given boxes: int64[m]
+        each. All boxes that share elements are among those returned. Few others are, if tensors are cut along the
+        first dimension.
         """
         base = self.base[tensor]
         return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
@@ -61,16 +63,16 @@ def fitted(matrix: Ints, width: int, fill: int) -> Ints:
     return matrix[:, :width] if given >= width else np.pad(matrix, ((0, 0), (0, width - given)), constant_values=fill)
 
 
-_indices: LruCache[int, tuple[Layout, Pieces]] = LruCache(4)
+_indices: LruCache[int, tuple[Layout, BoxIndex]] = LruCache(4)
 """By the layout's id, which no other object has while the layout is here. A job saves and loads one or two layouts;
 further loads and ranks of one process find them."""
 
 
-def pieces_of(layout: Layout) -> Pieces:
+def box_index(layout: Layout) -> BoxIndex:
     """Return the index of a layout; the last few are remembered."""
     known = _indices.get(id(layout))
     if known is None:
-        known = layout, Pieces.of(layout)
+        known = layout, BoxIndex.of(layout)
         _indices.put(id(layout), known)
     return known[1]
 
@@ -81,9 +83,9 @@ class ReadRequest:
 
     row: Ints  # int64[n], row of the target shard in this rank's table
     tensor: Ints  # int64[n], row in the layout of the tensor that is stored for it
-    piece: Ints  # int64[n], row of the piece in the layout
-    segment: Ints  # int64[n], row of the segment in its patterns; no (row, piece, segment) comes twice
-    first: Ints  # int64[n], first needed element, as a flat position in the segment's piece
+    box: Ints  # int64[n], row of the box in the layout
+    segment: Ints  # int64[n], row of the segment in its patterns; no (row, box, segment) comes twice
+    first: Ints  # int64[n], first needed element, as a flat position in the segment's box
     file: Ints  # int64[n], row of the file in the layout
     start: Ints  # int64[n], first needed byte in the file's data section
     stop: Ints  # int64[n], one past the last. Bytes between may not be needed: it is a hull.
@@ -118,21 +120,21 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments
-    found = _hulls(segments, _meetings(pieces_of(layout), asked))
-    # From here on every state of a parameter by itself: they share pieces and segments, and differ in plane and size.
+    found = _hulls(segments, _meetings(box_index(layout), asked))
+    # From here on every state of a parameter by itself: they share boxes and segments, and differ in plane and size.
     source, state = spread(asked.count[found.ask])
     at = asked.begin[found.ask[source]] + state
     tensor, row = asked.tensor[at], asked.row[at]
-    piece, segment = found.piece[source], found.segment[source]
+    box, segment = found.box[source], found.segment[source]
     line, length = found.line[source], found.length[source]
-    file, itemsize = segments.file[piece] + segments.step[segment], layout.tensors.itemsize[tensor]
+    file, itemsize = segments.file[box] + segments.step[segment], layout.tensors.itemsize[tensor]
     element = segments.at[segment] + line - segments.line[segment]
     base = layout.file_planes[file, layout.plane[tensor]]
     _check_inside(layout, tensor, file, element + length, base)
     start = base + element * itemsize
     order = order_of((start, file))
-    first = line - segments.starts[piece]
-    columns = (row, tensor, piece, segment, first, file, start, start + length * itemsize)
+    first = line - segments.starts[box]
+    columns = (row, tensor, box, segment, first, file, start, start + length * itemsize)
     return ReadRequest(*(column[order] for column in columns))
 
 
@@ -185,26 +187,26 @@ class _Regions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meetings:
-    """The intersections of requested boxes and pieces, one row each."""
+    """The intersections of requested boxes and boxes of the layout, one row each."""
 
     ask: Ints  # row in :class:`_Regions`
-    piece: Ints  # row in the layout
-    blocks: Boxes  # the intersection in the piece
+    box: Ints  # row in the layout
+    blocks: Boxes  # the intersection in the box
 
 
-def _meetings(pieces: Pieces, asked: _Regions) -> _Meetings:
-    """Intersect every region with the pieces of its leader."""
-    boxes = decompose(asked.length, asked.start, asked.stop)
-    low = asked.offset[boxes.interval] + boxes.offset
-    high = low + boxes.length
-    first, stop = pieces.candidates(asked.leader[boxes.interval], low[:, 0], high[:, 0])
-    box, piece = spread(stop - first)
-    piece += first[box]
-    offset, length = pieces.offset[piece], pieces.length[piece]
-    corner = np.maximum(offset, low[box])
-    extent = np.minimum(offset + length, high[box]) - corner
+def _meetings(index: BoxIndex, asked: _Regions) -> _Meetings:
+    """Intersect every region with the boxes of its leader."""
+    wanted = decompose(asked.length, asked.start, asked.stop)
+    low = asked.offset[wanted.interval] + wanted.offset
+    high = low + wanted.length
+    first, stop = index.candidates(asked.leader[wanted.interval], low[:, 0], high[:, 0])
+    each, box = spread(stop - first)
+    box += first[each]
+    offset, length = index.offset[box], index.length[box]
+    corner = np.maximum(offset, low[each])
+    extent = np.minimum(offset + length, high[each]) - corner
     hit = np.flatnonzero((extent > 0).all(axis=1))
-    return _Meetings(boxes.interval[box[hit]], piece[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit]))
+    return _Meetings(wanted.interval[each[hit]], box[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +214,7 @@ class _Hulls:
     """Hulls of the needed elements of a segment: ``length`` elements from position ``line`` of all patterns."""
 
     ask: Ints
-    piece: Ints
+    box: Ints
     segment: Ints
     line: Ints
     length: Ints
@@ -220,7 +222,7 @@ class _Hulls:
 
 def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
     """Find the segments of all intersections, and the first and last needed element of each."""
-    base = segments.starts[met.piece]
+    base = segments.starts[met.box]
     first, stop = met.blocks.ends
     begins = segments.line[:-1]
     begin = np.searchsorted(begins, base + first, side="right") - 1
@@ -238,16 +240,16 @@ def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
         high[ragged] = np.where(before < until, last + 1, low[ragged])
     hit = np.flatnonzero(low < high)
     each = each[hit]
-    return _joined(met.ask[each], met.piece[each], segment[hit], (base + low)[hit], (base + high)[hit])
+    return _joined(met.ask[each], met.box[each], segment[hit], (base + low)[hit], (base + high)[hit])
 
 
-def _joined(ask: Ints, piece: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
+def _joined(ask: Ints, box: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:
     """Join the hulls in a segment to one: a flat shard may meet it with its head, its body and its tail."""
-    order = order_of((segment, piece, ask))
-    ask, piece, segment, line, stop = (column[order] for column in (ask, piece, segment, line, stop))
-    changes = [np.diff(column, prepend=-1) != 0 for column in (ask, piece, segment)]
+    order = order_of((segment, box, ask))
+    ask, box, segment, line, stop = (column[order] for column in (ask, box, segment, line, stop))
+    changes = [np.diff(column, prepend=-1) != 0 for column in (ask, box, segment)]
     heads = np.flatnonzero(np.logical_or.reduce(changes))
     if not len(heads):
-        return _Hulls(ask, piece, segment, line, stop)
+        return _Hulls(ask, box, segment, line, stop)
     line, stop = np.minimum.reduceat(line, heads), np.maximum.reduceat(stop, heads)
-    return _Hulls(ask[heads], piece[heads], segment[heads], line, stop - line)
+    return _Hulls(ask[heads], box[heads], segment[heads], line, stop - line)

@@ -24,7 +24,7 @@ ADVICE = (
 
 
 def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
-    """Check that pieces tile their tensors and flat intervals tile their pieces, in O(entries).
+    """Check that boxes tile their tensors and flat intervals tile their boxes, in O(entries).
 
     A tensor without elements, or one that is tied to another, needs no shard; one that another leads shares its.
 
@@ -39,10 +39,10 @@ def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
 
 def _check_bounds(tensors: TensorTable, shards: DistinctShards) -> None:
     """Raise for a box that leaves its tensor, or an interval that leaves its box."""
-    shape = tensors.shape[shards.piece_tensor]
+    shape = tensors.shape[shards.box_tensor]
     inside = (shards.offset >= 0) & (shards.length >= 0) & (shards.offset + shards.length <= shape)
-    fits = np.logical_and.reduce(inside, axis=1)[shards.piece] & (shards.start >= 0)
-    fits &= (shards.start < shards.stop) & (shards.stop <= _numel(shards)[shards.piece])
+    fits = np.logical_and.reduce(inside, axis=1)[shards.box] & (shards.start >= 0)
+    fits &= (shards.start < shards.stop) & (shards.stop <= _numel(shards)[shards.box])
     if not fits.all():
         shard = int(fits.argmin())
         _raise(
@@ -53,11 +53,11 @@ def _check_bounds(tensors: TensorTable, shards: DistinctShards) -> None:
 
 
 def _check_boxes(merged: MergedTensors, shards: DistinctShards) -> None:
-    """Raise unless each leader's pieces tile its global shape."""
+    """Raise unless each leader's boxes tile its global shape."""
     tensors = merged.tensors
     volume, whole = weigh(shards.offset, shards.offset + shards.length), weigh(0 * tensors.shape, tensors.shape)
     covered = np.zeros(len(tensors), dtype=np.uint64)
-    np.add.at(covered, shards.piece_tensor, volume)
+    np.add.at(covered, shards.box_tensor, volume)
     leads = merged.leader == np.arange(len(tensors))
     wrong = (covered != whole) & leads & ~tensors.tied & (tensors.numel > 0)
     if wrong.any():
@@ -65,12 +65,12 @@ def _check_boxes(merged: MergedTensors, shards: DistinctShards) -> None:
 
 
 def _check_intervals(tensors: TensorTable, shards: DistinctShards) -> None:
-    """Raise unless the flat intervals of each piece follow each other from its first element to its last."""
+    """Raise unless the flat intervals of each box follow each other from its first element to its last."""
     first = np.ones(len(shards), dtype=bool)
-    first[1:] = shards.piece[1:] != shards.piece[:-1]
+    first[1:] = shards.box[1:] != shards.box[:-1]
     last = np.roll(first, -1)
     expected = np.where(first, 0, np.roll(shards.stop, 1))
-    end = _numel(shards)[shards.piece]
+    end = _numel(shards)[shards.box]
     wrong = (shards.start != expected) | (last & (shards.stop != end))
     if not wrong.any():
         return
@@ -86,17 +86,17 @@ def _check_intervals(tensors: TensorTable, shards: DistinctShards) -> None:
 
 
 def _explain_boxes(tensors: TensorTable, shards: DistinctShards, tensor: int) -> NoReturn:
-    """Find a block of the tensor that no piece covers, or that several do, and raise."""
-    pieces = np.flatnonzero(shards.piece_tensor == tensor)
+    """Find a block of the tensor that no box covers, or that several do, and raise."""
+    boxes = np.flatnonzero(shards.box_tensor == tensor)
     shape = tensors[tensor].shape
-    low = shards.offset[pieces, : len(shape)]
-    block, covering = _fault(np.array(shape, dtype=np.int64), low, low + shards.length[pieces, : len(shape)])
+    low = shards.offset[boxes, : len(shape)]
+    block, covering = _fault(np.array(shape, dtype=np.int64), low, low + shards.length[boxes, : len(shape)])
     if len(covering) == 0:
         held = np.flatnonzero(shards.tensor == tensor)
         others = f"other parts are held by {_ranks(shards, held)}" if len(held) else "no rank holds any of it"
         _raise(tensors, tensor, f"no rank holds the block {_block(block)}; {others}")
     # Two are enough to show, and more may be every rank's.
-    pair = [np.flatnonzero(shards.piece == pieces[at])[0] for at in covering[:2]]
+    pair = [np.flatnonzero(shards.box == boxes[at])[0] for at in covering[:2]]
     named = " and ".join(f"{_shard(tensors, shards, at)} of {_ranks(shards, [at])}" for at in pair)
     _raise(tensors, tensor, f"the block {_block(block)} lies in {len(covering)} different shards, as in {named}")
 
@@ -135,7 +135,7 @@ def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
 
 def _shard(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard: its box, and its flat interval unless that is the whole box."""
-    text, numel = _box(tensors, shards, shard), math.prod(shards.length[shards.piece[shard]].tolist())
+    text, numel = _box(tensors, shards, shard), math.prod(shards.length[shards.box[shard]].tolist())
     start, stop = int(shards.start[shard]), int(shards.stop[shard])
     return text if (start, stop) == (0, numel) else f"{text}{{{start}:{stop}}}"
 
@@ -147,8 +147,8 @@ def _flat(tensors: TensorTable, shards: DistinctShards, shard: int, start: int, 
 
 def _box(tensors: TensorTable, shards: DistinctShards, shard: int) -> str:
     """Describe a shard's box in its tensor's own number of dimensions."""
-    piece, ndim = int(shards.piece[shard]), int(tensors.ndim[shards.tensor[shard]])
-    low, length = shards.offset[piece, :ndim].tolist(), shards.length[piece, :ndim].tolist()
+    box, ndim = int(shards.box[shard]), int(tensors.ndim[shards.tensor[shard]])
+    low, length = shards.offset[box, :ndim].tolist(), shards.length[box, :ndim].tolist()
     return _block((first, first + n) for first, n in zip(low, length, strict=True))
 
 

@@ -53,7 +53,7 @@ class WriterIntervals:
     """The writer of every element: c flat intervals that tile the shards, in the order (shard, start)."""
 
     shard: Ints  # int64[c], row in the :class:`~bcp.plan.write.merge.DistinctShards`; not decreasing
-    start: Ints  # int64[c], first flat element, counted in the shard's piece
+    start: Ints  # int64[c], first flat element, counted in the shard's box
     stop: Ints  # int64[c], one past the last
     rank: Ints  # int64[c], the rank that writes it, which holds the shard
 
@@ -199,7 +199,7 @@ def _place(shards: DistinctShards, shard: Ints, weight: Ints, inside: Ints, *, s
     """
     start, stop = shards.start[shard], shards.stop[shard]
     size = (stop - start) * weight
-    grain = _grain(shards.length[shards.piece[shard]], np.maximum(snap // weight, 1))
+    grain = _grain(shards.length[shards.box[shard]], np.maximum(snap // weight, 1))
     position = (start * weight + inside + grain * weight // 2) // (grain * weight) * grain
     between = (np.clip(position, start, stop) - start) * weight
     near = (size <= whole) | (np.minimum(inside, size - inside) < snap)
@@ -222,7 +222,7 @@ def _sorted(shards: DistinctShards, cuts: Sequence[WriterIntervals]) -> WriterIn
         np.concatenate([getattr(cut, name) for cut in cuts]) for name in ("shard", "start", "stop", "rank")
     )
     numel = shards.length.prod(axis=1)
-    order = np.argsort((np.cumsum(numel) - numel)[shards.piece[shard]] + start, kind="stable")
+    order = np.argsort((np.cumsum(numel) - numel)[shards.box[shard]] + start, kind="stable")
     return WriterIntervals(shard[order], start[order], stop[order], rank[order])
 
 
@@ -323,7 +323,7 @@ def _planes(merged: MergedTensors) -> _Planes:
 def _files(
     merged: MergedTensors, planes: _Planes, shards: DistinctShards, cuts: WriterIntervals, world_size: int
 ) -> _Files:
-    """Lay cuts into one file for each writing rank and kind; classes keep their order (tensor, piece, start)."""
+    """Lay cuts into one file for each writing rank and kind; classes keep their order (tensor, box, start)."""
     tensor = shards.tensor[cuts.shard]
     classes = int(planes.of_class.max(initial=0)) + 1
     code = (cuts.rank * len(KINDS) + merged.tensors.kind[tensor]) * classes + planes.of_class[tensor]
@@ -417,14 +417,14 @@ def _layout(
         for kind in catalogue.extras
         for rank in np.flatnonzero(found == number).tolist()
     )
-    number = np.bincount(shards.piece[cuts.shard], minlength=len(shards.piece_tensor))
+    number = np.bincount(shards.box[cuts.shard], minlength=len(shards.box_tensor))
     return Layout(
         world_size=world.world_size,
         block_bytes=block_bytes,
         tensors=merged.tensors,
         leader=merged.leader,
         plane=planes.plane,
-        piece_tensor=shards.piece_tensor,
+        box_tensor=shards.box_tensor,
         offset=shards.offset,
         length=shards.length,
         segments=Segments.of(number, cuts.stop - cuts.start, files.file, files.at),

@@ -172,16 +172,16 @@ def _check_itemsizes(tensors: TensorTable) -> None:
 class DistinctShards:
     """The distinct shards of all ranks, and the ranks that hold each.
 
-    p pieces are the distinct boxes, in the order (tensor, offset). s shards are the distinct flat intervals of pieces,
-    in the order (piece, start, stop). h statements, in the order (shard, source), say which template or rank has
-    which shard.
+    The b boxes are distinct, in the order (tensor, offset). The s shards are the distinct flat intervals of boxes, in
+    the order (box, start, stop). h statements, in the order (shard, source), say which template or rank has which
+    shard.
     """
 
-    piece_tensor: Ints  # int64[p], row in the merged tensor table, of a leader; not decreasing
-    offset: Ints  # int64[p, D], first corner of each piece
-    length: Ints  # int64[p, D], extent of each piece
-    piece: Ints  # int64[s], the piece of each shard; not decreasing
-    start: Ints  # int64[s], first flat position inside the piece
+    box_tensor: Ints  # int64[b], row in the merged tensor table, of a leader; not decreasing
+    offset: Ints  # int64[b, D], first corner of each box
+    length: Ints  # int64[b, D], extent of each box
+    box: Ints  # int64[s], the box of each shard; not decreasing
+    start: Ints  # int64[s], first flat position inside the box
     stop: Ints  # int64[s], one past the last; always above ``start``
     holder: Ints  # int64[s], the rank that holds it; or, behind all ranks, the number of a group in ``groups``
     groups: Sequence[Ints]  # the ranks of each group, ascending, at least two
@@ -193,12 +193,12 @@ class DistinctShards:
     templates: int  # how many there are
 
     def __len__(self) -> int:
-        return len(self.piece)
+        return len(self.box)
 
     @property
     def tensor(self) -> Ints:
         """The tensor of each shard, a leader: int64[s]."""
-        return self.piece_tensor[self.piece]
+        return self.box_tensor[self.box]
 
     def holders(self, shard: int) -> Ints:
         """Return the ranks that hold one shard, ascending."""
@@ -227,41 +227,41 @@ def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
     Shards without elements, and shards of tied tensors, are left out: nothing is stored for them. If a rank states
     the same shard twice, its first row counts.
     """
-    boxes = _boxes(world, merged)
-    at, start, stop, source = _statements(world, boxes)
-    piece, pieces = _pieces(boxes, at, merged)
-    numel = boxes.length[pieces].prod(axis=1)
-    order = grouped(piece, len(pieces))
-    line = ((np.cumsum(numel) - numel)[piece] + start)[order]
-    # In a piece, ranks usually come in the order of their intervals: then this second, full sort costs one look.
+    slots = _slot_rows(world, merged)
+    at, start, stop, source = _statements(world, slots)
+    box, row = _distinct_boxes(slots, at, merged)
+    numel = slots.length[row].prod(axis=1)
+    order = grouped(box, len(row))
+    line = ((np.cumsum(numel) - numel)[box] + start)[order]
+    # In a box, ranks usually come in the order of their intervals: then this second, full sort costs one look.
     order = order[np.argsort(line, kind="stable")]
-    at, piece, start, stop, source = at[order], piece[order], start[order], stop[order], source[order]
-    fresh = _changes(piece, start, stop)
+    at, box, start, stop, source = at[order], box[order], start[order], stop[order], source[order]
+    fresh = _changes(box, start, stop)
     once = fresh | _changes(source)
     first = np.flatnonzero(fresh)
     source_begin = np.append(np.flatnonzero(fresh[once]), np.count_nonzero(once))
     holder, groups = _holders(world, source_begin, source[once])
     return DistinctShards(
-        piece_tensor=boxes.tensor[pieces],
-        offset=boxes.offset[pieces],
-        length=boxes.length[pieces],
-        piece=piece[first],
+        box_tensor=slots.tensor[row],
+        offset=slots.offset[row],
+        length=slots.length[row],
+        box=box[first],
         start=start[first],
         stop=stop[first],
         holder=holder,
         groups=groups,
         source_begin=source_begin,
         source=source[once],
-        slot=boxes.slot[at[once]],
-        member=boxes.member[at[once]],
+        slot=slots.slot[at[once]],
+        member=slots.member[at[once]],
         template=world.template,
         templates=len(world.template_slots),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Boxes:
-    """All templates' slots, one below the other; b rows.
+class _SlotRows:
+    """All templates' slots, one below the other.
 
     A slot is one row, or one row for each member if its family is split (``MergedTensors.split``).
     Rows ``begin[i]`` to ``begin[i + 1]`` are slot i, counted over all templates; template k begins at slot ``base[k]``.
@@ -278,7 +278,7 @@ class _Boxes:
     base: Ints
 
 
-def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
+def _slot_rows(world: AllTables, merged: MergedTensors) -> _SlotRows:
     """Write all slots in terms of the merged tensors."""
     slots, width = world.template_slots, merged.tensors.shape.shape[1]
     sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
@@ -289,7 +289,7 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
     of = np.repeat(np.arange(len(family)), rows)
     number = runs(np.zeros_like(rows), rows)
     family = family[of]
-    return _Boxes(
+    return _SlotRows(
         template=template[of],
         slot=(np.arange(len(template)) - base[template])[of],
         member=np.where(merged.split[family], number, -1),
@@ -302,37 +302,37 @@ def _boxes(world: AllTables, merged: MergedTensors) -> _Boxes:
     )
 
 
-def _statements(world: AllTables, boxes: _Boxes) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (row in the boxes, start, stop, source) of every statement: templates first, ranks behind."""
-    whole = np.flatnonzero(boxes.regular)
-    numel = boxes.length[whole].prod(axis=1)
-    own = boxes.base[world.template][world.flat_rank] + world.flat_slot
+def _statements(world: AllTables, slots: _SlotRows) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return (row in the slots, start, stop, source) of every statement: templates first, ranks behind."""
+    whole = np.flatnonzero(slots.regular)
+    numel = slots.length[whole].prod(axis=1)
+    own = slots.base[world.template][world.flat_rank] + world.flat_slot
     columns = [world.flat_start, world.flat_stop, len(world.template_slots) + world.flat_rank]
-    if len(boxes.begin) <= len(boxes.tensor):  # some slots have several rows
-        rows = (boxes.begin[1:] - boxes.begin[:-1])[own]
+    if len(slots.begin) <= len(slots.tensor):  # some slots have several rows
+        rows = (slots.begin[1:] - slots.begin[:-1])[own]
         of = np.repeat(np.arange(len(own)), rows)
-        own = runs(boxes.begin[own], rows)
+        own = runs(slots.begin[own], rows)
         columns = [column[of] for column in columns]
-    templates = [np.zeros(len(whole), dtype=np.int64), numel, boxes.template[whole]]
+    templates = [np.zeros(len(whole), dtype=np.int64), numel, slots.template[whole]]
     start, stop, source = (np.concatenate(pair) for pair in zip(templates, columns, strict=True))
     return np.concatenate([whole, own]), start, stop, source
 
 
-def _pieces(boxes: _Boxes, at: Ints, merged: MergedTensors) -> tuple[Ints, Ints]:
-    """Return the piece of every statement, and for every piece a row of the boxes; in the order (tensor, offset)."""
-    used = np.zeros(len(boxes.tensor), dtype=bool)
+def _distinct_boxes(slots: _SlotRows, at: Ints, merged: MergedTensors) -> tuple[Ints, Ints]:
+    """Return the box of every statement, and for every box a row of the slots; in the order (tensor, offset)."""
+    used = np.zeros(len(slots.tensor), dtype=bool)
     used[at] = True
     row = np.flatnonzero(used)
     # The flat position of the first corner orders boxes as their offsets do. Different boxes of one corner overlap: it
     # does not matter how they are ordered and whether replicas are told, since check_cover will refuse them.
     corner, numel = np.zeros(len(row), dtype=np.int64), merged.tensors.numel
-    for offset, size in zip(boxes.offset[row].T, merged.tensors.shape[boxes.tensor[row]].T, strict=True):
+    for offset, size in zip(slots.offset[row].T, merged.tensors.shape[slots.tensor[row]].T, strict=True):
         corner = corner * size + offset
-    row = row[np.argsort((np.cumsum(numel) - numel)[boxes.tensor[row]] + corner, kind="stable")]
-    fresh = _changes(boxes.tensor[row], *boxes.offset[row].T, *boxes.length[row].T)
-    piece = np.empty(len(boxes.tensor), dtype=np.int64)
-    piece[row] = np.cumsum(fresh) - 1
-    return piece[at], row[fresh]
+    row = row[np.argsort((np.cumsum(numel) - numel)[slots.tensor[row]] + corner, kind="stable")]
+    fresh = _changes(slots.tensor[row], *slots.offset[row].T, *slots.length[row].T)
+    box = np.empty(len(slots.tensor), dtype=np.int64)
+    box[row] = np.cumsum(fresh) - 1
+    return box[at], row[fresh]
 
 
 def _holders(world: AllTables, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
