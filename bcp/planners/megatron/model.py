@@ -12,7 +12,7 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.planners.megatron.pieces import Piece, fresh_placement, pieces_of, whole_placement
+from bcp.planners.megatron.logical import LogicalShard, fresh_placement, logical_shards, whole_placement
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
@@ -20,7 +20,7 @@ from bcp.state.modules import Finish, in_turn, put
 from bcp.state.names import Path, dotted, walk
 from bcp.state.placement import Placement, ShardedLeaf
 
-__all__ = ["MODEL", "Pieces", "add_model", "has_base", "unwrapped"]
+__all__ = ["MODEL", "LogicalShards", "add_model", "has_base", "unwrapped"]
 
 MODEL = "model"
 """The kind of everything here."""
@@ -35,16 +35,16 @@ _METADATA = {"non_homogeneous_layers": True}
 
 
 @dataclass(slots=True)
-class Pieces:
+class LogicalShards:
     """The logical tensor, and the part of it, of every local tensor of a model."""
 
     saved: CheckpointNames | None = None  # the names of the checkpoint, in a load: padded tensors get its shapes
     # in a save, by ``id`` of the local tensor: which of its elements are this step's; others are all
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    by_id: dict[int, list[Piece]] = field(default_factory=dict)  # the pieces by the ``id`` of the local tensor
+    by_id: dict[int, list[LogicalShard]] = field(default_factory=dict)  # the shards by the ``id`` of the local tensor
 
-    def of(self, parameter: torch.Tensor) -> list[Piece]:
-        """Return the pieces of a parameter. Raises StateError: the model does not have it."""
+    def of(self, parameter: torch.Tensor) -> list[LogicalShard]:
+        """Return the shards of a parameter. Raises StateError: the model does not have it."""
         if id(parameter) not in self.by_id:
             raise StateError(
                 f"states['optimizer'] has a parameter of shape {list(parameter.shape)} that is not in the "
@@ -53,41 +53,41 @@ class Pieces:
             )
         return self.by_id[id(parameter)]
 
-    def take(self, leaf: Any) -> list[Piece]:
-        """Read a ``ShardedTensor`` or a factory of them, and remember whose pieces they are."""
+    def take(self, leaf: Any) -> list[LogicalShard]:
+        """Read a ``ShardedTensor`` or a factory of them, and remember whose shards they are."""
         if leaf.data is None:
             raise StateError(f"{_WHERE}: {leaf.key!r} has no data; pass the sharded state dict as the model makes it")
-        self.by_id[id(leaf.data)] = pieces = [self._fitted(piece) for piece in pieces_of(leaf)]
-        return pieces
+        self.by_id[id(leaf.data)] = shards = [self._fitted(shard) for shard in logical_shards(leaf)]
+        return shards
 
-    def _fitted(self, piece: Piece) -> Piece:
+    def _fitted(self, shard: LogicalShard) -> LogicalShard:
         """Give a padded tensor the length that it has in the checkpoint."""
-        if self.saved is None or not piece.flexible:
-            return piece
-        of_state = f"state.{piece.fqn}."
-        rows = [name for name in self.saved.rows if name == (MODEL, piece.fqn) or name[1].startswith(of_state)]
+        if self.saved is None or not shard.flexible:
+            return shard
+        of_state = f"state.{shard.fqn}."
+        rows = [name for name in self.saved.rows if name == (MODEL, shard.fqn) or name[1].startswith(of_state)]
         shapes = (self.saved.meta(name).shape for name in rows)
-        return piece.fitted(next((shape for shape in shapes if len(shape) == len(piece.shape)), piece.shape))
+        return shard.fitted(next((shape for shape in shapes if len(shape) == len(shard.shape)), shard.shape))
 
 
-def add_model(leaves: Leaves, pieces: Pieces, state: object) -> Finish:
+def add_model(leaves: Leaves, shards: LogicalShards, state: object) -> Finish:
     """Take every leaf of a chunk, of a list of chunks, or of nested containers of them and of sharded leaves.
 
-    ``pieces`` receives the logical tensors of the local ones. Return the function that puts loaded objects back. Raises
+    ``shards`` receives the logical tensors of the local ones. Return the function that puts loaded objects back. Raises
     StateError if something cannot be read, or two leaves have one name.
     """
     finishes: list[Finish] = []
     for path, wrapped in walk(state, _WHERE):
         leaf = unwrapped(wrapped)
         if callable(getattr(leaf, "sharded_state_dict", None)):
-            finishes.append(_add_owner(leaves, pieces, leaf))
+            finishes.append(_add_owner(leaves, shards, leaf))
         elif isinstance(leaf, nn.Module):
             at = f" at {dotted(path)!r}" if path else ""
             raise StateError(
                 f"{_WHERE} has a {type(leaf).__name__}{at}, which has no sharded_state_dict(); pass Megatron's "
                 "modules, or name another framework"
             )
-        elif name := _add_leaf(leaves, pieces, path, leaf):
+        elif name := _add_leaf(leaves, shards, path, leaf):
             finishes.append(_setter(state, path, leaf, name))
     return in_turn(finishes)
 
@@ -115,13 +115,13 @@ def _refuse_fsdp(owner: Any) -> None:
             )
 
 
-def _add_owner(leaves: Leaves, pieces: Pieces, owner: Any) -> Finish:
+def _add_owner(leaves: Leaves, shards: LogicalShards, owner: Any) -> Finish:
     """Add the leaves of an object with a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
     wanted: dict[ObjectKey, tuple[str, Any]] = {}
     _refuse_fsdp(owner)
     sharded = owner.sharded_state_dict(metadata=dict(_METADATA))  # a new one: Megatron writes into it
     for path, leaf in walk(sharded, f"sharded_state_dict() of {type(owner).__name__}"):
-        if name := _add_leaf(leaves, pieces, path, leaf):
+        if name := _add_leaf(leaves, shards, path, leaf):
             wanted[name] = dotted(path), leaf
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
@@ -144,33 +144,33 @@ def _setter(state: object, path: Path, leaf: Any, name: ObjectKey) -> Finish:
     return finish
 
 
-def _add_leaf(leaves: Leaves, pieces: Pieces, path: Path, leaf: Any) -> ObjectKey | None:
+def _add_leaf(leaves: Leaves, shards: LogicalShards, path: Path, leaf: Any) -> ObjectKey | None:
     """Take one leaf of a sharded state dict; return its name if it is an object."""
     if has_base(leaf, ("LocalNonpersistentObject",)):
         return None
     if has_base(leaf, ("ShardedObject",)):
-        return _add_object(leaves, leaf, loading=pieces.saved is not None)
+        return _add_object(leaves, leaf, loading=shards.saved is not None)
     if hasattr(leaf, "replica_id"):
-        for piece in pieces.take(leaf):
-            _add_piece(leaves, piece, leaf.data, pieces.fresh.get(id(leaf.data)))
+        for shard in shards.take(leaf):
+            _add_shard(leaves, shard, leaf.data, shards.fresh.get(id(leaf.data)))
         return None
     name = dotted(path) if path else MODEL
     leaves.add(MODEL, name, leaf)
     return None if isinstance(leaf, torch.Tensor) else (MODEL, name)
 
 
-def _add_piece(leaves: Leaves, piece: Piece, local: torch.Tensor, fresh: tuple[int, int] | None) -> None:
-    """Take one piece. Pieces of one name and place (tied embeddings) are copies of the first."""
-    placement = whole_placement(piece, local)
+def _add_shard(leaves: Leaves, shard: LogicalShard, local: torch.Tensor, fresh: tuple[int, int] | None) -> None:
+    """Take one shard. Shards of one name and place (tied embeddings) are copies of the first."""
+    placement = whole_placement(shard, local)
     if fresh is not None:
-        placement = fresh_placement(piece, local, *(fresh if piece.main else (0, 0)))
-    leaf, there = ShardedLeaf(local, placement), leaves.tensors.get(MODEL, {}).get(piece.fqn)
+        placement = fresh_placement(shard, local, *(fresh if shard.main else (0, 0)))
+    leaf, there = ShardedLeaf(local, placement), leaves.tensors.get(MODEL, {}).get(shard.fqn)
     if not isinstance(there, ShardedLeaf):
-        leaves.add(MODEL, piece.fqn, leaf)
+        leaves.add(MODEL, shard.fqn, leaf)
     elif any(_same_place(each.placement, placement) for each in (there, *there.more)):
-        leaves.also(MODEL, piece.fqn, leaf)
+        leaves.also(MODEL, shard.fqn, leaf)
     else:
-        leaves.join(MODEL, piece.fqn, leaf)
+        leaves.join(MODEL, shard.fqn, leaf)
 
 
 def _same_place(one: Placement, other: Placement) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from bcp.errors import InputError, StateError
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.planners.megatron.model import MODEL, Pieces, add_model, unwrapped
+from bcp.planners.megatron.model import MODEL, LogicalShards, add_model, unwrapped
 from bcp.planners.megatron.slots import fresh_in, optimizers_of, scalers_of, slots_of
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
@@ -67,10 +67,10 @@ class MegatronPlanner(PlainPlanner):
     name = "megatron"
 
     def __init__(self) -> None:
-        self._pieces = Pieces()
+        self._shards = LogicalShards()
 
     def __repr__(self) -> str:
-        return f"MegatronPlanner({len(self._pieces.by_id)} local tensors)"
+        return f"MegatronPlanner({len(self._shards.by_id)} local tensors)"
 
     def probe(self) -> str:
         """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
@@ -89,13 +89,13 @@ class MegatronPlanner(PlainPlanner):
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
         """Take the weights; where there is only an optimizer, read its model for the names alone."""
         optimizers = _optimizers(states)
-        self._pieces = Pieces(saved, fresh_in(optimizers) if saved is None else {})
+        self._shards = LogicalShards(saved, fresh_in(optimizers) if saved is None else {})
         if states.get(MODEL) is None:
-            add_model(Leaves(), self._pieces, _chunks_of(optimizers))
+            add_model(Leaves(), self._shards, _chunks_of(optimizers))
             return lambda _: None
         if saved is None and states.get(OPTIMIZER) is None:
             _check_gathered(states[MODEL])
-        return add_model(leaves, self._pieces, states[MODEL])
+        return add_model(leaves, self._shards, states[MODEL])
 
     def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots of the optimizers, and take their loss scalers; one that was not saved stays as it is."""
@@ -105,7 +105,7 @@ class MegatronPlanner(PlainPlanner):
         for name, scaler in scalers_of(optimizers).items():
             if saved is None or (OPTIMIZER, name) in saved.objects:
                 leaves.add_object(OPTIMIZER, name, _plain(scaler.state_dict()))
-        return list(slots_of(optimizers, self._pieces))
+        return list(slots_of(optimizers, self._shards))
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Set the loss scalers; where only the optimizer was loaded, copy its masters into the weights."""

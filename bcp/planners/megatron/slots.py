@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bcp.errors import InputError, StateError
-from bcp.planners.megatron.model import Pieces, has_base
-from bcp.planners.megatron.pieces import flat_placement, whole_placement
+from bcp.planners.megatron.logical import flat_placement, whole_placement
+from bcp.planners.megatron.model import LogicalShards, has_base
 from bcp.state.names import dotted, walk
 from bcp.state.optimizers import Slot, counts_in_group
 from bcp.state.placement import ShardedLeaf
@@ -68,14 +68,14 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     return found
 
 
-def slots_of(optimizers: Iterable[Any], pieces: Pieces) -> Iterator[Slot]:
+def slots_of(optimizers: Iterable[Any], shards: LogicalShards) -> Iterator[Slot]:
     """Yield the slots of all optimizers. Raises StateError for a parameter without a name, or an impossible cut."""
     for optimizer in optimizers:
         if has_base(optimizer, ("DistributedOptimizer",)):
-            yield from _flat_slots(optimizer, pieces)
-            yield from _empty_slots(optimizer, pieces)
+            yield from _flat_slots(optimizer, shards)
+            yield from _empty_slots(optimizer, shards)
         else:
-            yield from _whole_slots(optimizer, pieces)
+            yield from _whole_slots(optimizer, shards)
 
 
 def fresh_in(optimizers: Iterable[Any]) -> dict[int, tuple[int, int]]:
@@ -126,41 +126,43 @@ def _check(optimizer: Any, at: str, tested: Callable[[], str]) -> None:
             )
 
 
-def _flat_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
-    """Yield a slot for each piece of each parameter of which a DistributedOptimizer has elements here.
+def _flat_slots(optimizer: Any, shards: LogicalShards) -> Iterator[Slot]:
+    """Yield a slot for each shard of each parameter of which a DistributedOptimizer has elements here.
 
     Tensor and pipeline parallel ranks may cut replicas differently. Only the first is saved; all are loaded.
     """
     inner, ranges = optimizer.optimizer, _ranges(optimizer)
-    for group, parameter, shard in _stepped(optimizer):
+    for group, parameter, stepped in _stepped(optimizer):
         low, high = ranges[parameter]
-        if shard is None or shard.numel() != high - low:
+        if stepped is None or stepped.numel() != high - low:
             raise StateError(
-                f"{_WHERE} does not step the {high - low} elements of {pieces.of(parameter)[0].fqn!r} that its "
+                f"{_WHERE} does not step the {high - low} elements of {shards.of(parameter)[0].fqn!r} that its "
                 "gbuf_ranges give this rank; pass the optimizer as get_megatron_optimizer() made it"
             )
-        for piece in pieces.of(parameter):
-            placement = flat_placement(piece, low, high, stated=piece.main or pieces.saved is not None)
-            yield _slot(inner, group, piece.fqn, shard, ShardedLeaf(shard, placement), parameter)
+        for shard in shards.of(parameter):
+            placement = flat_placement(shard, low, high, stated=shard.main or shards.saved is not None)
+            yield _slot(inner, group, shard.fqn, stepped, ShardedLeaf(stepped, placement), parameter)
 
 
-def _slot(inner: Any, group: dict[str, Any], fqn: str, shard: torch.Tensor, leaf: ShardedLeaf, parameter: Any) -> Slot:
+def _slot(
+    inner: Any, group: dict[str, Any], fqn: str, stepped: torch.Tensor, leaf: ShardedLeaf, parameter: Any
+) -> Slot:
     """Make one slot. The stepped tensor is a master unless it is the model's own memory."""
-    own = shard.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as bcp/state/memory.py
+    own = stepped.untyped_storage()._cdata == parameter.untyped_storage()._cdata  # noqa: SLF001 -- as state/memory.py
     return Slot(
         fqn,
-        shard,
+        stepped,
         group,
         inner.state,
         placement=leaf.placement,
         master=None if own else leaf,
-        master_saved=shard.dtype != parameter.dtype,
+        master_saved=stepped.dtype != parameter.dtype,
         step_in_group=counts_in_group(inner),
         layout_keys=_LAYOUT_KEYS,
     )
 
 
-def _empty_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
+def _empty_slots(optimizer: Any, shards: LogicalShards) -> Iterator[Slot]:
     """Yield slots of the parameters of which other ranks of the group have everything.
 
     They hold nothing, but state the same blocks, so that all ranks of the group are planned for as one.
@@ -173,21 +175,21 @@ def _empty_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
             continue
         nothing = torch.empty(0, dtype=torch.float32, device=parameter.device)
         state = {key: nothing.new_empty(0, dtype=dtype) for key, dtype in keys.items()}
-        for piece in pieces.of(parameter):
-            leaf = ShardedLeaf(nothing, flat_placement(piece, 0, 0))
+        for shard in shards.of(parameter):
+            leaf = ShardedLeaf(nothing, flat_placement(shard, 0, 0))
             master = leaf if parameter.dtype != torch.float32 else None
             yield Slot(
-                piece.fqn, nothing, {}, defaultdict(dict, {nothing: state}), placement=leaf.placement, master=master
+                shard.fqn, nothing, {}, defaultdict(dict, {nothing: state}), placement=leaf.placement, master=master
             )
 
 
-def _whole_slots(optimizer: Any, pieces: Pieces) -> Iterator[Slot]:
-    """Yield a slot for each piece of each parameter of an optimizer that has all of this rank's."""
+def _whole_slots(optimizer: Any, shards: LogicalShards) -> Iterator[Slot]:
+    """Yield a slot for each shard of each parameter of an optimizer that has all of this rank's."""
     inner = optimizer.optimizer
     for group, parameter, stepped in _stepped(optimizer):
-        for piece in pieces.of(parameter):
+        for shard in shards.of(parameter):
             yield _slot(
-                inner, group, piece.fqn, stepped, ShardedLeaf(stepped, whole_placement(piece, stepped)), parameter
+                inner, group, shard.fqn, stepped, ShardedLeaf(stepped, whole_placement(shard, stepped)), parameter
             )
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from bcp.errors import InputError, StateError
 from bcp.plan.box import Box
 from bcp.planners.megatron import MegatronPlanner, MegatronRng, holds_megatron, rng
-from bcp.planners.megatron.model import Pieces, add_model
-from bcp.planners.megatron.pieces import Piece, flat_placement, fresh_placement, named, pieces_of
+from bcp.planners.megatron.logical import LogicalShard, flat_placement, fresh_placement, logical_shards, named
+from bcp.planners.megatron.model import LogicalShards, add_model
 from bcp.planners.megatron.slots import optimizers_of
 from bcp.state.inventory import Leaves
 from bcp.state.placement import LocalInterval
@@ -107,27 +107,27 @@ def halves(tensor: torch.Tensor) -> list[ShardedTensor]:
 def test_a_sharded_tensor_is_one_block() -> None:
     leaf = ShardedTensor("w", torch.zeros(2, 3), (4, 3), (2, 0), (0, 1, 3), allow_shape_mismatch=True)
     box = Box((2, 0), (2, 3))
-    assert pieces_of(leaf) == [Piece("w", (4, 3), (LocalInterval.whole(box),), main=False, flexible=True)]
+    assert logical_shards(leaf) == [LogicalShard("w", (4, 3), (LocalInterval.whole(box),), main=False, flexible=True)]
     leaf.replica_id = (0, 0, 3)
-    assert pieces_of(leaf)[0].main, "data-parallel replicas are told apart by what they hold"
+    assert logical_shards(leaf)[0].main, "data-parallel replicas are told apart by what they hold"
 
 
-def test_a_factory_is_one_piece_of_several_blocks() -> None:
-    (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
-    assert piece.shape == (8, 3)
-    assert piece.spans == (LocalInterval(Box((2, 0), (2, 3)), 0, 6, 0), LocalInterval(Box((6, 0), (2, 3)), 0, 6, 6))
+def test_a_factory_is_one_shard_of_several_blocks() -> None:
+    (shard,) = logical_shards(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
+    assert shard.shape == (8, 3)
+    assert shard.spans == (LocalInterval(Box((2, 0), (2, 3)), 0, 6, 0), LocalInterval(Box((6, 0), (2, 3)), 0, 6, 6))
 
 
 def test_a_flat_interval_is_cut_out_of_every_block() -> None:
-    (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
-    first, second = (span.box for span in piece.spans)
-    assert flat_placement(piece, 4, 9).spans == (LocalInterval(first, 4, 6, 0), LocalInterval(second, 0, 3, 2))
-    assert flat_placement(piece, 7, 12).spans == (LocalInterval(second, 1, 6, 0), LocalInterval(first, 0, 0))
-    assert flat_placement(piece, 4, 9).local == (5,)
-    unstated = flat_placement(piece, 4, 9, stated=False)
+    (shard,) = logical_shards(ShardedTensorFactory("w", torch.zeros(4, 3), halves))
+    first, second = (span.box for span in shard.spans)
+    assert flat_placement(shard, 4, 9).spans == (LocalInterval(first, 4, 6, 0), LocalInterval(second, 0, 3, 2))
+    assert flat_placement(shard, 7, 12).spans == (LocalInterval(second, 1, 6, 0), LocalInterval(first, 0, 0))
+    assert flat_placement(shard, 4, 9).local == (5,)
+    unstated = flat_placement(shard, 4, 9, stated=False)
     assert (unstated.local, unstated.numel) == ((5,), 0)
     assert {span.box for span in unstated.spans} == {first, second}
-    fresh = fresh_placement(piece, torch.zeros(4, 3), 4, 9)
+    fresh = fresh_placement(shard, torch.zeros(4, 3), 4, 9)
     assert fresh.spans == (LocalInterval(first, 4, 6, 4), LocalInterval(second, 0, 3, 6))
     assert fresh.local == (4, 3)
 
@@ -136,7 +136,7 @@ def test_parts_that_are_rows_of_columns_are_runs() -> None:
     def left_and_right(tensor: torch.Tensor) -> list[ShardedTensor]:
         return [ShardedTensor(f"w.{at}", part, (2, 2), (0, 0)) for at, part in enumerate(tensor.chunk(2, dim=1))]
 
-    left, right = pieces_of(ShardedTensorFactory("w", torch.zeros(2, 4), left_and_right))
+    left, right = logical_shards(ShardedTensorFactory("w", torch.zeros(2, 4), left_and_right))
     box = Box.whole((2, 2))
     assert (left.fqn, left.spans) == ("w.0", (LocalInterval(box, 0, 2, 0), LocalInterval(box, 2, 4, 4)))
     assert (right.fqn, right.spans) == ("w.1", (LocalInterval(box, 0, 2, 2), LocalInterval(box, 2, 4, 6)))
@@ -146,9 +146,9 @@ def test_a_factory_that_copies_is_traced() -> None:
     def reversed_rows(tensor: torch.Tensor) -> list[ShardedTensor]:
         return [ShardedTensor("w", tensor.flip(0).contiguous(), (3, 2), (0, 0))]
 
-    (piece,) = pieces_of(ShardedTensorFactory("w", torch.zeros(3, 2), reversed_rows))
+    (shard,) = logical_shards(ShardedTensorFactory("w", torch.zeros(3, 2), reversed_rows))
     box = Box.whole((3, 2))
-    assert piece.spans == (LocalInterval(box, 0, 2, 4), LocalInterval(box, 2, 4, 2), LocalInterval(box, 4, 6, 0))
+    assert shard.spans == (LocalInterval(box, 0, 2, 4), LocalInterval(box, 2, 4, 2), LocalInterval(box, 4, 6, 0))
 
 
 def test_a_factory_that_transposes_or_drops_elements_is_refused() -> None:
@@ -156,9 +156,9 @@ def test_a_factory_that_transposes_or_drops_elements_is_refused() -> None:
         return [ShardedTensor("w", tensor.t().contiguous(), (3, 2), (0, 0))]
 
     with pytest.raises(StateError, match=r"'w' rearranges the elements .* SequentialMLP"):
-        pieces_of(ShardedTensorFactory("w", torch.zeros(2, 3), transposed))
+        logical_shards(ShardedTensorFactory("w", torch.zeros(2, 3), transposed))
     with pytest.raises(StateError, match="'w' makes more or less of its tensor"):
-        pieces_of(ShardedTensorFactory("w", torch.zeros(4, 3), lambda tensor: halves(tensor)[:1]))
+        logical_shards(ShardedTensorFactory("w", torch.zeros(4, 3), lambda tensor: halves(tensor)[:1]))
 
 
 @pytest.mark.parametrize(
@@ -174,22 +174,22 @@ def test_a_factory_that_transposes_or_drops_elements_is_refused() -> None:
 def test_prepended_axes_are_numbers_in_the_name(key: str, offsets: tuple[int, ...], name: str) -> None:
     leaf = ShardedTensor(key, torch.zeros(2), (*(9 for _ in offsets), 4), (*offsets, 2), prepend_axis_num=len(offsets))
     assert named(leaf) == name
-    assert pieces_of(leaf)[0].spans == (LocalInterval.whole(Box((2,), (2,))),)
+    assert logical_shards(leaf)[0].spans == (LocalInterval.whole(Box((2,), (2,))),)
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(9, 3), (8, 2), (7, 1), (6, 0), (5, 0), (20, 3)])
 def test_a_padded_tensor_is_shortened_to_what_both_have(rows: int, kept: int) -> None:
     leaf = ShardedTensor("w", torch.zeros(3, 2), (9, 2), (6, 0), allow_shape_mismatch=True)
-    piece = pieces_of(leaf)[0].fitted((rows, 2))
-    assert piece.shape == (rows, 2)
-    assert piece.spans == ((LocalInterval.whole(Box((6, 0), (kept, 2))),) if kept else ())
+    shard = logical_shards(leaf)[0].fitted((rows, 2))
+    assert shard.shape == (rows, 2)
+    assert shard.spans == ((LocalInterval.whole(Box((6, 0), (kept, 2))),) if kept else ())
     leaf.allow_shape_mismatch = False
-    assert pieces_of(leaf)[0].fitted((rows, 2)).shape == (9, 2)
+    assert logical_shards(leaf)[0].fitted((rows, 2)).shape == (9, 2)
 
 
 def test_a_shape_that_differs_elsewhere_is_left_to_the_load_to_refuse() -> None:
     leaf = ShardedTensor("w", torch.zeros(3, 2), (9, 2), (6, 0), allow_shape_mismatch=True)
-    assert pieces_of(leaf)[0].fitted((9, 4)).shape == (9, 2)
+    assert logical_shards(leaf)[0].fitted((9, 4)).shape == (9, 2)
 
 
 def test_objects_go_back_to_where_they_were() -> None:
@@ -197,7 +197,7 @@ def test_objects_go_back_to_where_they_were() -> None:
     chunk = Chunk({"local.m._extra_state": shard, "local.n._extra_state": ShardedObject("n._extra_state", None)})
     state = {"chunk": Float16Module(chunk), "bare": bare, "steps": 3, "runtime": LocalNonpersistentObject(object())}
     leaves = Leaves()
-    finish = add_model(leaves, Pieces(), state)
+    finish = add_model(leaves, LogicalShards(), state)
     assert leaves.objects == {
         "model": {"m._extra_state/shard_0_1": b"abc", "bare/shard_0_1": 1, "steps": 3},
     }
@@ -208,7 +208,7 @@ def test_objects_go_back_to_where_they_were() -> None:
 
 def test_only_the_first_replica_of_an_object_is_saved() -> None:
     leaves = Leaves()
-    add_model(leaves, Pieces(), {"a": ShardedObject("a", 1, (0, 0, 1)), "b": ShardedObject("b", 1, (0, 1, 0))})
+    add_model(leaves, LogicalShards(), {"a": ShardedObject("a", 1, (0, 0, 1)), "b": ShardedObject("b", 1, (0, 1, 0))})
     assert not leaves.objects
 
 
@@ -216,7 +216,7 @@ def test_memory_of_one_name_and_place_is_filled_twice() -> None:
     first, second = torch.zeros(2), torch.zeros(2)
     leaves = Leaves()
     state = [ShardedTensor("w", first, (2,), (0,)), ShardedTensor("w", second, (2,), (0,), (1, 0, 0))]
-    add_model(leaves, Pieces(), state)
+    add_model(leaves, LogicalShards(), state)
     assert [tensor.data_ptr() for tensor in leaves.to_load({("model", "w")}).tensors] == [
         first.data_ptr(),
         second.data_ptr(),
@@ -228,7 +228,7 @@ def test_shards_of_one_key_in_different_places_are_one_tensor() -> None:
     low, high, again = torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1, 3)
     leaves = Leaves()
     shards = [(low, (0, 0), (0, 0, 0)), (high, (2, 0), (0, 0, 0)), (again, (2, 0), (1, 0, 0))]
-    add_model(leaves, Pieces(), [ShardedTensor("w", data, (3, 3), at, replica) for data, at, replica in shards])
+    add_model(leaves, LogicalShards(), [ShardedTensor("w", data, (3, 3), at, replica) for data, at, replica in shards])
     held, wanted = leaves.to_save(), leaves.to_load({("model", "w")})
     assert [held.table.box(row) for row in range(2)] == [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
     assert [tensor.data_ptr() for tensor in held.tensors] == [low.data_ptr(), high.data_ptr()]
@@ -249,14 +249,14 @@ def test_shards_of_one_key_must_be_of_one_tensor(other: Any, words: str) -> None
     first = ShardedTensor("w", torch.ones(1), (3,), (0,))
     state = [first, other] if isinstance(other, ShardedTensor) else {"a": first, "w": other}
     with pytest.raises(StateError, match=rf"'w' on rank 0.*{words}|{words} on rank 0"):
-        add_model(Leaves(), Pieces(), state)
+        add_model(Leaves(), LogicalShards(), state)
 
 
 def test_what_is_no_megatron_model_is_refused() -> None:
     with pytest.raises(StateError, match=r"has a Linear at 'head', which has no sharded_state_dict"):
-        add_model(Leaves(), Pieces(), {"head": nn.Linear(1, 1)})
+        add_model(Leaves(), LogicalShards(), {"head": nn.Linear(1, 1)})
     with pytest.raises(StateError, match="'w' has no data"):
-        add_model(Leaves(), Pieces(), [ShardedTensor("w", None, (2,), (0,))])
+        add_model(Leaves(), LogicalShards(), [ShardedTensor("w", None, (2,), (0,))])
 
 
 class LayerWiseDistributedOptimizer:

@@ -22,15 +22,15 @@ from bcp.plan.box import Box
 from bcp.state.names import walk
 from bcp.state.placement import LocalInterval, Placement
 
-__all__ = ["Piece", "flat_placement", "fresh_placement", "named", "pieces_of", "whole_placement"]
+__all__ = ["LogicalShard", "flat_placement", "fresh_placement", "logical_shards", "named", "whole_placement"]
 
 _NUMBERED = frozenset({"layers", "experts"})
 """Segments of keys behind which Megatron writes the number of a layer or an expert, where it has no axis for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of one logical tensor that a local tensor, or a part of it, holds."""
+class LogicalShard:
+    """The shard of one logical tensor that a local tensor, or a part of it, holds."""
 
     fqn: str  # of the logical tensor
     shape: tuple[int, ...]  # of the logical tensor
@@ -38,41 +38,41 @@ class Piece:
     main: bool  # whether no other pipeline or tensor parallel rank goes before this one in having them
     flexible: bool  # whether the first dimension is padded to a length that depends on the layout (the vocabulary)
 
-    def fitted(self, shape: tuple[int, ...]) -> Piece:
-        """Return the part of a flexible piece that a logical tensor of another padded length has, too."""
+    def fitted(self, shape: tuple[int, ...]) -> LogicalShard:
+        """Return the part of a flexible shard that a logical tensor of another padded length has, too."""
         if not self.flexible or shape == self.shape or shape[1:] != self.shape[1:] or not shape:
             return self
         spans = (_shortened(span, shape[0]) for span in self.spans)
         return dataclasses.replace(self, shape=shape, spans=tuple(span for span in spans if span))
 
 
-def pieces_of(leaf: Any) -> list[Piece]:
-    """Return the pieces of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
+def logical_shards(leaf: Any) -> list[LogicalShard]:
+    """Return the shards of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
 
     Raises StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
     """
     if hasattr(leaf, "build"):
         return _built(leaf)
     spans = (LocalInterval.whole(_box(leaf)),)
-    return [Piece(named(leaf), _shape(leaf), spans, _is_main(leaf), bool(leaf.allow_shape_mismatch))]
+    return [LogicalShard(named(leaf), _shape(leaf), spans, _is_main(leaf), bool(leaf.allow_shape_mismatch))]
 
 
-def whole_placement(piece: Piece, local: torch.Tensor) -> Placement:
-    """Say where a piece lies in the local tensor itself, or in one of its shape."""
-    return Placement(piece.shape, tuple(local.shape), piece.spans)
+def whole_placement(shard: LogicalShard, local: torch.Tensor) -> Placement:
+    """Say where a shard lies in the local tensor itself, or in one of its shape."""
+    return Placement(shard.shape, tuple(local.shape), shard.spans)
 
 
-def fresh_placement(piece: Piece, local: torch.Tensor, low: int, high: int) -> Placement:
-    """Say where a piece lies in the local tensor, of which only the elements [low, high) count."""
-    return Placement(piece.shape, tuple(local.shape), _cut_all(piece, low, high, 0))
+def fresh_placement(shard: LogicalShard, local: torch.Tensor, low: int, high: int) -> Placement:
+    """Say where a shard lies in the local tensor, of which only the elements [low, high) count."""
+    return Placement(shard.shape, tuple(local.shape), _cut_all(shard, low, high, 0))
 
 
-def flat_placement(piece: Piece, low: int, high: int, *, stated: bool = True) -> Placement:
-    """Say where a piece lies in a 1-D tensor that has the elements [low, high) of the local tensor.
+def flat_placement(shard: LogicalShard, low: int, high: int, *, stated: bool = True) -> Placement:
+    """Say where a shard lies in a 1-D tensor that has the elements [low, high) of the local tensor.
 
     Nothing of it counts unless ``stated``, as another rank has the same.
     """
-    return Placement(piece.shape, (high - low,), _cut_all(piece, low, high if stated else low, low))
+    return Placement(shard.shape, (high - low,), _cut_all(shard, low, high if stated else low, low))
 
 
 def named(leaf: Any) -> str:
@@ -94,8 +94,8 @@ def named(leaf: Any) -> str:
     return ".".join(segments)
 
 
-def _built(factory: Any) -> list[Piece]:
-    """Return the pieces of a factory, those of one name together."""
+def _built(factory: Any) -> list[LogicalShard]:
+    """Return the shards of a factory, those of one name together."""
     tensor, found = factory.data, defaultdict(list)
     children = [child for _, child in walk(factory.build(), f"the parts of {factory.key!r}")]
     traced = None if all(_is_run(child.data, tensor) for child in children) else _trace(factory)
@@ -113,11 +113,11 @@ def _built(factory: Any) -> list[Piece]:
     return [_joined(fqn, parts) for fqn, parts in found.items()]
 
 
-def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> Piece:
-    """Make one piece of the children of one name."""
+def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> LogicalShard:
+    """Make one shard of the children of one name."""
     first, flexible = parts[0][0], any(child.allow_shape_mismatch for child, _ in parts)
     spans = tuple(span for _, spans in parts for span in spans)
-    return Piece(fqn, _shape(first), spans, _is_main(first), flexible)
+    return LogicalShard(fqn, _shape(first), spans, _is_main(first), flexible)
 
 
 def _is_run(child: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -147,19 +147,19 @@ def _runs(indices: torch.Tensor, box: Box, key: str) -> Iterator[LocalInterval]:
         yield LocalInterval(box, start, stop, int(indices[start]))
 
 
-def _cut_all(piece: Piece, low: int, high: int, origin: int) -> tuple[LocalInterval, ...]:
-    """Return the part of a piece in [low, high) of the local tensor, and its other blocks without elements.
+def _cut_all(shard: LogicalShard, low: int, high: int, origin: int) -> tuple[LocalInterval, ...]:
+    """Return the part of a shard in [low, high) of the local tensor, and its other blocks without elements.
 
     ``origin`` is the element of the local tensor from which places in memory are counted.
     """
     held = []
-    for span in piece.spans:
+    for span in shard.spans:
         start, stop = max(low, span.at), min(high, span.at + span.stop - span.start)
         if start < stop:
             first = span.start + start - span.at
             held.append(LocalInterval(span.box, first, first + stop - start, start - origin))
     boxes = {span.box for span in held}
-    others = dict.fromkeys(span.box for span in piece.spans if span.box not in boxes)
+    others = dict.fromkeys(span.box for span in shard.spans if span.box not in boxes)
     return (*held, *(LocalInterval(box, 0, 0) for box in others))
 
 
