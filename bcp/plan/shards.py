@@ -43,8 +43,8 @@ class Segments:
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
         """Build segments with one pattern for each piece.
 
-        ``number``, int64[p], is how many segments each piece consists of, at least one. The others are int64[n], of
-        each segment; those of a piece tile it, in row-major order.
+        ``number``, int64[p], has the number of segments of each piece, at least one. The others are int64[n], one row a
+        segment. The segments of a piece tile it in row-major order.
         """
         begin = begins(number)
         first = file[begin[:-1]]
@@ -67,7 +67,7 @@ class Segments:
         return np.repeat(pieces, number), runs(self.begin[pattern], number)
 
     def folded(self) -> Segments:
-        """Return the same with equal patterns once, in the order of the pieces."""
+        """Return the same segments with each distinct pattern once, in the order of the pieces."""
         number, length = np.diff(self.begin), self.length
         inside = np.arange(len(self)) - np.repeat(self.begin[:-1], number)
         columns = [length, self.step, self.at, inside]
