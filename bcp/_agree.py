@@ -79,7 +79,7 @@ async def refuse_on_all_ranks(
 
 
 async def no_answer(_: Sequence[bytes]) -> bytes:
-    """Answer nothing: all ranks have asked, and need to know no more."""
+    """Return an empty answer, which tells the ranks only that all of them have reached this step."""
     return b""
 
 

@@ -58,7 +58,7 @@ class SaveCall(Generic[T]):
     """A save on one rank; otherwise as :class:`LoadCall`."""
 
     what: str  # names the call in messages
-    # does the work. Its argument is called once training may go on; None: the caller waits for the end.
+    # does the work; its argument is called once training may go on, and is None if the caller waits for the end
     run: Callable[[OnSnapshot | None], Awaitable[T]]
 
 
@@ -184,7 +184,7 @@ async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:
 
 
 def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked[J]]) -> _Place[J]:
-    """Take this rank's place in the next operation; its first ``step`` tells the error of a refused ``check``."""
+    """Take this rank's place in the next operation. If ``check`` raises, the first ``step`` tells the other ranks."""
     try:
         checked = check()
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told

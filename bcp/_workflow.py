@@ -129,7 +129,7 @@ async def aload(job: LoadJob) -> LoadReport:
                 metadata = await loading.open_checkpoint(agreement, job)
             async with loading.say_if_replaced(job.backend, metadata, job.path):
                 with job.watch.phase("plan"):
-                    asking = capture_error(loading.ask(job, metadata))  # awaited here, an error would lead back to it
+                    asking = capture_error(loading.ask(job, metadata))  # a local error would be kept by its traceback
                     wanted, reading = await loading.plan_reads(
                         agreement, job.rank, await asking, metadata, job.options, world_size=job.world_size
                     )

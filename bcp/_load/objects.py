@@ -38,7 +38,10 @@ def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> s
 
 
 async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
-    """Find the tensors that this rank wants, and read all values that are no tensors. Raises BcpError."""
+    """Find the tensors that this rank wants, and read all values that are no tensors.
+
+    Raises BcpError if the checkpoint cannot be loaded into the target.
+    """
     layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
     wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
     names = wanted.renamed.objects.items()
@@ -131,7 +134,7 @@ async def read_extras(
     nbytes = 0
     for kind, source in sources.items():
         key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        units = unit_places(receipts[source]).values() if kind == "dataloader" else ()  # they lie in front
+        units = unit_places(receipts[source]).values() if kind == "dataloader" else ()  # before the opaque object
         start, stop = max((stop for _, stop in units), default=0), file.nbytes - file.data_start
         item = own_item(job, f"{key} ({kind} of rank {source})", key, file, start, stop)
         await check_stored(job.backend, [item], job.options.read_bytes, 1)
@@ -151,8 +154,7 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
 
     Keys that only the checkpoint has are loaded into the mapping: an empty one asks for all of them.
 
-    Raises:
-        FqnMismatchError: there are such keys, and the load is strict.
+    Raises FqnMismatchError if the checkpoint lacks keys, and the load is strict.
     """
     missing = tuple(
         f"{kind}: {key}"

@@ -46,8 +46,7 @@ __all__ = [
 def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
     """Return key and receipt of a rank's data file, if codecs and blocks are those of the commit record.
 
-    Raises:
-        CorruptError: the receipt lacks the file, or describes it in another way than the metadata.
+    Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
     """
     commit = metadata.commit
     key = data_key(kind, receipt.rank, commit.operation, encoded=bool(commit.codecs))
@@ -143,8 +142,7 @@ async def check_stored(backend: Backend, items: Iterable[ReadItem], most: int, w
 
     Blocks as ``bcp.save`` makes them are far smaller, so that an honest checkpoint costs no read.
 
-    Raises:
-        CorruptError: the file is shorter than its receipt says; no memory was taken for it.
+    Raises CorruptError if the file is shorter than its receipt says; no memory was taken for it.
     """
 
     async def look(item: ReadItem) -> None:

@@ -28,11 +28,11 @@ __all__ = ["OverlappingTargets", "put_shared", "relocated", "without_overlaps"]
 
 
 def relocated(shards: LocalShards, source: Ints, names: RenamedLayout) -> tuple[LocalShards, Ints]:
-    """Cut shards of tensors that are put together of blocks where the blocks meet.
+    """Cut the shards of assembled tensors at the borders of their blocks.
 
-    ``source``, int64[n], has each tensor's row in ``names.saved.tensors``, or -1. Returns the shards, and int64[m],
-    the row in the checkpoint's layout of each tensor, or -1. One tensor is appended for each pair of an assembled
-    tensor and a tensor of the checkpoint. It has the name of the first and the shape of the second.
+    ``source``, int64[n], has the row of each tensor in ``names.saved.tensors``, or -1. Returns the shards, and the row
+    of each tensor in the checkpoint's layout, or -1: int64[m]. A tensor is appended for each pair of an assembled
+    tensor and a saved tensor. It has the name of the assembled one and the shape of the saved one.
     """
     table, layout = shards.table, names.layout
     made = source >= len(layout.tensors)
@@ -140,8 +140,8 @@ def without_overlaps(
     """Return targets that share no memory, and the values to put into shared memory when all are loaded.
 
     Targets of one tensor may share memory: its planner has put the same value into several places. So may two that are
-    the same elements in the same order, of a tensor that is stored once. ``source`` is as in :func:`relocated`; -1 for
-    those that are not loaded.
+    the same elements in the same order, of a tensor that is stored once. ``source`` is as in :func:`relocated`, with
+    -1 for tensors that are not loaded.
     """
     if any(shards.table.tensors.tied_to):
         shards = _with_tied(shards, source, _stored(source, names))
@@ -163,8 +163,7 @@ def without_overlaps(
 def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
     """Put values into memory that targets share.
 
-    Raises:
-        MismatchError: values disagree about some of that memory, of which nothing was written to then.
+    Raises MismatchError if values disagree about some of this memory; nothing was written to it then.
     """
     with job.caller.streams_in_use(), torch.no_grad():
         _check_same(shared, job.rank)

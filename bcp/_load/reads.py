@@ -66,7 +66,7 @@ _LEAST = 1e-3
 
 
 def speeds(told: Sequence[bytes]) -> Floats | None:
-    """Return the relative speed of each rank, 1 for most; None if no rank is slow. Takes the :class:`Rate` of all."""
+    """Return the relative speed of each rank, 1 for most; None if no rank is slow. ``told``: a Rate of each rank."""
     rates = np.array([rate.bytes_per_second for rate in Rate.decode_all(told)])
     if np.isinf(rates).any():  # all ranks share a host
         return None

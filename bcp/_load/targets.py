@@ -77,23 +77,23 @@ SHOWN = 10  # names in an error message
 class LoadRequest:
     """The tensors, values and units that this rank wants of the checkpoint."""
 
-    # live memory, and where values go. Tensors that are made of blocks of saved ones stand as parts of these (see
-    # :func:`~bcp._load.overlaps.relocated`).
+    # live memory, and the destination of values. Tensors that are assembled from blocks of saved tensors are listed as
+    # one part for each saved tensor (see :func:`~bcp._load.overlaps.relocated`).
     targets: LoadTargets
     saved: Ints  # int64[n], the checkpoint's row of each tensor of the targets; -1 where it has none
-    # the checkpoint's names that this rank wants: rows of its tensors, behind these of its objects, and behind these of
-    # the tensors that ``renamed`` puts together
+    # the checkpoint's names that this rank wants, as numbers: first come the rows of its tensors, then those of its
+    # objects, then those of the tensors that ``renamed`` assembles
     rows: Ints
     kinds: tuple[int, ...]  # codes of the kinds that this rank loads
     missing: tuple[str, ...]  # names that the checkpoint lacks
     wants: ReadRequest  # where the bytes are
     renamed: RenamedLayout  # the checkpoint's names, as the target has them
-    receipts: Mapping[int, Receipt] = field(default_factory=dict)  # of the ranks that own values of these kinds
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)  # receipts of ranks that own values of these kinds
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)  # these values, by the target's names
-    unmatched: tuple[str, ...] = ()  # kinds that this rank loads without any of their names in the checkpoint
+    unmatched: tuple[str, ...] = ()  # kinds that this rank loads, though the checkpoint has none of their names
     extras: Mapping[str, Any] = field(default_factory=dict)  # the opaque objects of this rank, by kind
-    sources: Mapping[str, int] = field(default_factory=dict)  # the ranks that saved them
-    extras_nbytes: int = 0  # bytes that were read for them
+    sources: Mapping[str, int] = field(default_factory=dict)  # the rank that saved each of these objects
+    extras_nbytes: int = 0  # bytes that were read for these objects
     # targets that share memory; their values are put there when all are loaded
     shared: Sequence[OverlappingTargets] = ()
     units: Sequence[ReadState] = ()  # the units that sharded dataloader states will take
@@ -163,10 +163,10 @@ def _unmatched(
 
 
 def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> Ints:
-    """Let a master that the checkpoint lacks be read from the model, and a model of a master's dtype from its master.
+    """Choose the model's tensor for a master that the checkpoint lacks, and the master for a model tensor of its dtype.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
-    ``found``, int64[n], has the row in ``saved.tensors`` of each wanted one, or -1.
+    ``found``, int64[n], has the row in ``saved.tensors`` of each wanted tensor, or -1.
     """
     source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
     for at in np.flatnonzero(found < 0).tolist():

@@ -36,7 +36,7 @@ class ReadState:
     """The units that a sharded state of this rank will take."""
 
     claim: Claim  # the rank's reader, and the ids of the units that it wants
-    state: ShardedState  # takes them
+    state: ShardedState  # takes the units
     shared: Any  # the saved state's shared part
     units: Mapping[str, Any] = field(repr=False)  # the wanted units, by id
     nbytes: int  # how many bytes were read for them
@@ -55,8 +55,7 @@ def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
 def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
     """Return where units lie in the data section of a rank's dataloader file, by path.
 
-    Raises:
-        CorruptError: the receipt gives one no place, or a place that ends before it begins.
+    Raises CorruptError if the receipt gives a unit no place, or a place that ends before it begins.
     """
     places = {}
     for (kind, path), text in receipt.objects.items():
@@ -73,9 +72,10 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
 async def read_units(
     job: LoadJob, metadata: Metadata, saved: Mapping[str, Mapping[str, int]]
 ) -> tuple[list[ReadState], list[str]]:
-    """Ask this rank's sharded states for the units that they want, and read these; ``saved``: :func:`saved_units`.
+    """Ask this rank's sharded states which units they want, and read these units.
 
-    Returns the units for each state, and the names of states that the checkpoint lacks.
+    ``saved`` is the result of :func:`saved_units`. Returns the units for each state, and the names of states that the
+    checkpoint lacks.
 
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
@@ -191,10 +191,12 @@ class _Reader:
 def check_wanted(
     saved: Mapping[str, Mapping[str, int]], claims: Iterable[tuple[int, Sequence[Claim]]], *, strict: bool
 ) -> None:
-    """Check on rank 0 that the readers of each state are complete, and if strict, that each unit is wanted by one.
+    """Check on rank 0 that the readers of each state are complete.
 
-    Raises:
-        StateError: they are not; the message names the state, and ranks or units.
+    If ``strict``, every unit of the checkpoint must have a reader too. ``saved`` is the result of :func:`saved_units`,
+    and ``claims`` has each rank with the units that it wants.
+
+    Raises StateError, which names the state, and ranks or units, if a reader is missing, or a unit has none.
     """
     held: dict[str, dict[int, Claim]] = {}
     for rank, wanted in claims:

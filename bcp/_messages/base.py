@@ -80,7 +80,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
 
     @classmethod
     def decode(cls, data: bytes, sender: int | None = None) -> Self:
-        """Decode a message of this class; ``sender`` is its rank, for the error. Raises MessageError if it is none."""
+        """Decode a message of this class from ``sender``. Raises MessageError if ``data`` is no such message."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except DECODE_ERRORS as error:

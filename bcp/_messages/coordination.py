@@ -34,7 +34,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 class Failure(Message, frozen=True):
     """An error in place of a rank's contribution or of rank 0's answer."""
 
-    rank: Rank | None  # the rank that raised it, in rank 0's answer; None for rank 0's own, and in a contribution
+    rank: Rank | None  # in rank 0's answer, the rank that raised it; None for rank 0's own error, and in a contribution
     name: str  # the error's class
     text: str
 
@@ -127,7 +127,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Reply(Message, frozen=True):
     """Rank 0's answer to one process."""
 
-    nonce: str  # of the process
+    nonce: str  # names the process
     answer: Answer
 
 
@@ -136,7 +136,7 @@ class Seat(Message, frozen=True):
 
     parent: Rank | None  # the rank above it; None for rank 0
     children: tuple[Rank, ...]  # the ranks right below it
-    sizes: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], ...]  # of each child's subtree, in ranks
+    sizes: tuple[Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)], ...]  # ranks in each child's subtree
     hosts: tuple[str, ...]  # hostnames of the parent, if there is one, and of the children
 
     def __post_init__(self) -> None:

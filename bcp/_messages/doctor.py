@@ -13,8 +13,8 @@ __all__ = ["DoorSign", "Finding", "Leaders", "RankReport", "Trial", "Way", "Whol
 class Leaders(Message, frozen=True):
     """The lowest rank of each host."""
 
-    ranks: tuple[Rank, ...]  # of all hosts, in order; for a rank that leads none, that of its own host alone
-    names: tuple[str, ...]  # of these hosts
+    ranks: tuple[Rank, ...]  # leaders of all hosts, in order; a rank that leads no host is told only its own
+    names: tuple[str, ...]  # names of these hosts
 
     def __post_init__(self) -> None:
         expect(len(self.ranks) == len(self.names) > 0, reason=f"{len(self.ranks)} leaders, {len(self.names)} names")
@@ -49,7 +49,7 @@ class Way(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A connection to another host that has worked."""
 
     seconds: float  # the duration of the connection and the answer
-    ahead: float  # seconds that the other host's clock is ahead of this one's, give or take half of ``seconds``
+    ahead: float  # seconds by which the other host's clock is ahead of this one, give or take half of ``seconds``
 
 
 class RankReport(Message, frozen=True):

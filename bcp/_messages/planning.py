@@ -77,7 +77,7 @@ class Opening(Message, frozen=True, array_like=True, tag=False):
 class CatalogueColumns(Message, frozen=True):
     """The names of a rank."""
 
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]  # of the columns
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]  # bytes of the columns, decompressed
     columns: bytes  # an Arrow stream, compressed
 
 
@@ -85,10 +85,10 @@ class SlotColumns(Message, frozen=True):
     """The boxes of a rank, each column int64."""
 
     width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # dimensions of a box
-    family: bytes  # of each box
-    regular: bytes  # whether each box is cut regularly
-    offset: bytes  # the begin of each box, by dimension
-    length: bytes  # the extent of each box, by dimension
+    family: bytes  # number of each box's family
+    regular: bytes  # 1 for a box that is held as a whole, 0 for one whose intervals every rank lists
+    offset: bytes  # first corner of each box, by dimension
+    length: bytes  # extent of each box, by dimension
 
     def __post_init__(self) -> None:
         sizes = len(self.family), len(self.regular), len(self.offset), len(self.length)
@@ -102,13 +102,13 @@ class Table(Message, frozen=True, array_like=True):
     catalogue: bytes  # encoded CatalogueColumns, if the rank was asked for it; else empty
     slots: bytes  # encoded SlotColumns, if the rank was asked for it; else empty
     units: str  # claims of units, as text
-    flat: bytes  # rows of 20 bytes, as ranks send them that state nothing else
+    flat: bytes  # flat intervals in rows of 20 bytes; a rank that states nothing else sends these bytes alone
 
 
 class SurveyAnswer(Message, frozen=True):
     """Rank 0's question for tables."""
 
-    key: Digest  # of the plan
+    key: Digest  # key of the plan
     catalogue_leaders: bytes  # int32, the ranks that state their catalogue
     slots_leaders: bytes  # int32, the ranks that state their slots
 
@@ -127,7 +127,7 @@ class Share(Message, frozen=True, array_like=True, tag=False):
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The units of one sharded state that one rank holds."""
 
-    name: str  # place below ``states["dataloader"]``: keys joined by ``/``; empty for itself
+    name: str  # keys from ``states["dataloader"]`` to the state, joined by ``/``; empty if it is the state
     reader: int  # number of the rank's reader
     readers: int  # how many readers there are
     ids: tuple[str, ...]  # ids of the reader's units
@@ -139,9 +139,9 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Written(Message, frozen=True, array_like=True, tag=False):
     """The files that a rank has written."""
 
-    digest: Digest  # of its receipt
-    nbytes: Count  # bytes of its receipt
-    files: bytes  # rows of 9 bytes for its data files: code of the kind, and bytes as stored
+    digest: Digest  # digest of the rank's receipt
+    nbytes: Count  # bytes of this receipt
+    files: bytes  # rows of 9 bytes for the rank's data files: code of the kind, and bytes as stored
 
     def __post_init__(self) -> None:
         expect(_whole(self.files, 9), reason="rows of files are cut off")
@@ -160,8 +160,8 @@ class Opened(Message, frozen=True):
 class BlockRuns(Message, frozen=True, array_like=True):
     """The blocks that a rank needs."""
 
-    count: Count  # of runs
-    columns: bytes  # the gap before each run, and the length of each, compressed
+    count: Count  # number of runs
+    columns: bytes  # the gap before each run, and each run's length, compressed
 
 
 class LoadRequestColumns(Message, frozen=True, array_like=True):
@@ -170,7 +170,7 @@ class LoadRequestColumns(Message, frozen=True, array_like=True):
     kinds: Count  # kinds of states that it loads, as bits
     names: bytes  # int32, rows of names
     claims: str  # units that it wants, as text
-    runs: bytes  # encoded BlockRuns; empty without overlap
+    runs: bytes  # encoded BlockRuns; empty if options.overlap_loading is off
 
     def __post_init__(self) -> None:
         expect(_whole(self.names, 4), reason="names are cut off")
@@ -190,9 +190,9 @@ class LoadAnswer(Message, frozen=True):
 class SharedRuns(Message, frozen=True):
     """The blocks that ranks read for each other."""
 
-    count: Count  # of runs
-    groups: Count  # of ranks
-    members: Count  # ranks in all groups
+    count: Count  # number of runs
+    groups: Count  # number of groups of ranks
+    members: Count  # number of ranks in all groups
     columns: bytes  # seven columns, compressed
 
     def __post_init__(self) -> None:

@@ -34,9 +34,9 @@ _DIMENSIONS, _ELEMENTS = 8, 1 << 48
 class ArrayPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The place of an array in the file of a message."""
 
-    offset: Count  # of its first byte
+    offset: Count  # first byte of the array
     shape: tuple[Count, ...]
-    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]  # numpy's, of numbers
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^(<[iuf][248]|[|][biu]1)\Z")]  # a numeric type of numpy
 
     def __post_init__(self) -> None:
         size = math.prod(max(size, 1) for size in self.shape)  # numpy limits that of empty arrays, too
@@ -84,7 +84,7 @@ class Consumed(Message, frozen=True):
 class StatesRequest(Message, frozen=True):
     """The reader wants the states of a worker's units."""
 
-    number: Count  # of the request
+    number: Count  # number of the request
     taken: Count  # the number of batches that the worker has to have taken before it answers
 
 
@@ -106,8 +106,8 @@ class States(Message, frozen=True):
     """The states of a worker's units."""
 
     arrays: Places
-    number: Count  # of the request that this answers
-    consumed: Count  # the number of batches behind which the states are
+    number: Count  # number of the request that this message answers
+    consumed: Count  # number of batches after which the states were read
 
 
 class WorkerFailure(Message, frozen=True):

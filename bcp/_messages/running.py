@@ -17,7 +17,7 @@ __all__ = ["Absence", "Alarm", "Candidates", "Choice", "Departure", "Outcome", "
 class Plan(Message, frozen=True):
     """The answer of rank 0."""
 
-    step: Count  # at whose end something happens
+    step: Count  # the step at whose end something happens
     saves: bool  # whether that is a save; otherwise the ranks ask again
 
 
@@ -34,8 +34,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Candidates(Message, frozen=True):
     """The checkpoints of a run, as rank 0 sees them."""
 
-    steps: tuple[Count, ...]  # those to try, newest first
-    others: tuple[Choice, ...]  # those that must not be tried
+    steps: tuple[Count, ...]  # the steps to try, newest first
+    others: tuple[Choice, ...]  # the checkpoints that must not be tried
     life: str  # id of this life of the job
 
 
@@ -60,28 +60,28 @@ class Alarm(Message, frozen=True):
     """One rank is to end."""
 
     reason: str  # why, with the rank
-    seconds: Seconds | None  # until that rank is killed, as far as it is known
+    seconds: Seconds | None  # seconds until that rank is killed; None if unknown
 
 
 class Departure(Message, frozen=True):
     """One rank has ended its meetings before any alarm."""
 
     rank: Rank
-    count: Count  # of steps
+    count: Count  # number of steps that the rank has counted
 
 
 class Standing(Message, frozen=True):
     """The number of steps that one rank has counted."""
 
-    count: Count  # of steps
-    seconds: Seconds | None  # until the rank is killed, as far as it is known
+    count: Count  # number of steps
+    seconds: Seconds | None  # seconds until the rank is killed; None if unknown
 
 
 class Stop(Message, frozen=True):
     """All ranks stop at one count."""
 
-    count: Count  # of steps
-    seconds: Seconds | None  # until the first rank is killed, as far as it is known
+    count: Count  # number of steps at which the ranks stop
+    seconds: Seconds | None  # seconds until the first rank is killed; None if unknown
 
 
 class Absence(Message, frozen=True):

@@ -75,8 +75,7 @@ def encode_written(receipt: Receipt, digest: bytes, nbytes: int) -> bytes:
 def decode_written(messages: Sequence[bytes]) -> list[Written]:
     """Decode :func:`encode_written` of every rank, by rank.
 
-    Raises:
-        MessageError: one cannot be decoded, or has a file of no known kind.
+    Raises MessageError if a message cannot be decoded, or has a file of no known kind.
     """
     all_written = Written.decode_all(messages)
     for rank, written in enumerate(all_written):
@@ -104,8 +103,7 @@ async def check_written(
     A list may be older than the files: clients of a file server keep names and sizes for a while. So a file that the
     list does not have as it was written is read before it counts as missing.
 
-    Raises:
-        StorageError: a file is missing or has another size; names the first ones.
+    Raises StorageError, which names the first such files, if files are missing or have another size.
     """
     wrong = await in_thread_gc_paused(_differences, all_written, listed, operation, encoded)
     lost = [info async for info in _lost(backend, wrong)]
@@ -178,8 +176,8 @@ async def broadcast_step(
 ) -> tuple[bytes, Step | None]:
     """Gather the messages of all ranks, let rank 0 take its next step, and send its answer to all ranks.
 
-    ``take`` is called on rank 0 only, for the step and the answer; it is None if this rank cannot take it. Returns the
-    answer; and on rank 0 the step, elsewhere None.
+    ``mine`` is this rank's message, or its error. ``take`` runs on rank 0 only, and returns the step and the answer. It
+    is None on a rank that cannot take the step. Returns the answer, and the step on rank 0 or None elsewhere.
     """
     step: Step | None = None
 
@@ -225,7 +223,7 @@ class Target:
     """
 
     path: str  # where the checkpoint goes, for messages
-    backend: Backend  # the same, for bytes
+    backend: Backend  # stores the bytes there
     options: SaveOptions  # how to save
     trace: str  # trace context of rank 0; empty for none
 
@@ -240,8 +238,7 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
     A hello has the key of a rank's plan, and its claims of shared parts.
 
-    Raises:
-        ExistsError: a checkpoint is there, and may not be overwritten.
+    Raises ExistsError if a checkpoint is there, and may not be overwritten.
     """
     found = await target.backend.version(METADATA_KEY)
     if found is not None and not target.options.overwrite:
@@ -263,7 +260,7 @@ class Opened:
     target: Target  # the destination
     framework: str  # name of the planner on rank 0
     opening: Opening  # the answer to all ranks
-    layout: bytes  # encoded; of the plan that rank 0 has already, empty for none
+    layout: bytes  # encoded layout of the plan that rank 0 has already; empty for none
 
     async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
@@ -277,7 +274,7 @@ class Surveyed:
     """Rank 0 knows which ranks hold equal tables."""
 
     opened: Opened  # the step before
-    survey: Survey  # who holds the same as whom
+    survey: Survey  # the groups of ranks with equal tables
 
     def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
@@ -293,14 +290,15 @@ class Planned:
     """Every rank knows its writes."""
 
     opened: Opened  # the first step
-    layout: bytes  # encoded; the unchanging part of the metadata
+    layout: bytes  # the unchanging part of the metadata, encoded
 
     async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Committed, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
-        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. An upload of
-        this save that is still open is one that nobody knows of: the answer to its beginning was lost.
+        other metadata than this save's and cannot commit any more. A save that begins later loses nothing. All ranks
+        have written their files by then. An upload of this save that is still open is unknown to its rank: the answer
+        to its beginning was lost.
 
         Raises:
             ExistsError: another job has committed here since the save began.
@@ -417,9 +415,10 @@ def _is_of_a_save(key: str) -> bool:
 async def commit_save(
     agreement: Agreement, planned: Planned | None, rank: int, written: bytes, undo: CleanUp
 ) -> int | None:
-    """Commit once every rank has said by :func:`encode_written` that its files are durable.
+    """Commit the save once every rank has told, by :func:`encode_written`, that its files are durable.
 
-    Returns the bytes that all ranks wrote into data files on rank 0, which has ``planned``; None on other ranks.
+    ``planned`` is rank 0's step, and None on other ranks. ``undo`` is told that the files may belong to a checkpoint.
+    Returns on rank 0 the bytes that all ranks wrote into data files; None on other ranks.
     """
     commit = None if planned is None else partial(planned.commit, undo)
     _, committed = await broadcast_step(agreement, "commit", rank, written, commit)

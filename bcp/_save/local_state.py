@@ -31,7 +31,7 @@ class LocalState:
     address: Ints  # int64[n], where each row's first byte is, or 0 where only torch can copy it
     extras: Mapping[str, bytes]  # kind -> packed object
     units: Mapping[str, UnitImage]  # images of the shared parts and units of the rank's sharded states, by path
-    shared: Mapping[str, str]  # digests of the parts of these states that are equal on all ranks, by the states' names
+    shared: Mapping[str, str]  # by name of such a state, digest of its part that is equal on all ranks
 
     @property
     def nbytes(self) -> int:

@@ -32,8 +32,8 @@ class SavePlan:
     """The writes of this rank, the same for every save of one layout."""
 
     key: bytes  # digest of the whole job's layout. Equal keys on all ranks mean that all ranks have the plan.
-    files: Sequence[DataFile]  # its data files of model and optimizer
-    objects: Sequence[tuple[str, str]]  # the leaves that are not tensors and whose values go into its receipt
+    files: Sequence[DataFile]  # the rank's data files of model and optimizer
+    objects: Sequence[tuple[str, str]]  # the leaves that are no tensors, and whose values go into the receipt
     units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
 
 

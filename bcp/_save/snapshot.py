@@ -1,4 +1,4 @@
-"""The snapshot of a save: from taking stock of the state until it may change again; and its staging memory."""
+"""The snapshot of a save, from taking stock of the state until it may change again, and its staging memory."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ PARTS_IN_FLIGHT = 8
 def staging_nbytes(items: Sequence[WriteItem], options: SaveOptions, *, returns_after_snapshot: bool) -> int:
     """Return the bytes of parts that may be in staging memory at once.
 
-    A budget with room for all the data has room for the files' headers too. If training goes on once all is copied,
-    nothing may wait for memory.
+    A budget with room for all the data has room for the files' headers too. If training goes on once all is copied
+    (``returns_after_snapshot``), no copy may wait for memory.
     """
     nbytes = sum(item.nbytes for item in items)
     if options.budget_bytes is None:
@@ -126,7 +126,7 @@ class MemorySample:
     """
 
     def __init__(self, shards: LocalShards, address: Ints) -> None:
-        """Read the sample; ``address``: int64[n], of each first byte, or 0 for what is not contiguous host memory."""
+        """Read the sample; ``address``, int64[n]: first byte of each tensor that is contiguous host memory, else 0."""
         self._shards = shards
         few = min(max(MOST_BLOCKS // max(len(address), 1), FEWEST), MOST)
         pieces = [_blocks(address, shards.table.nbytes, few), _elements(shards.tensors, address, few * ELEMENTS)]
@@ -143,8 +143,7 @@ class MemorySample:
     def check(self, rank: int) -> None:
         """Read the same blocks again, and compare them.
 
-        Raises:
-            StateChangedError: a tensor has other bytes now, or other memory; names the first few.
+        Raises StateChangedError, which names the first few tensors, if any has other bytes now, or other memory.
         """
         now = list(map(torch.Tensor.data_ptr, map(self._shards.tensors.__getitem__, self._rows)))
         if now != self._pointers:
@@ -286,8 +285,8 @@ class Snapshot:
         self._check: Callable[[], None] = _nothing
         self.seconds = 0.0  # from the call until the caller could go on
         self.budget = Budget(1)  # the staging memory
-        self.devices: Sequence[int] = ()  # those that hold any of the tensors
-        self.fence: Fence = {}  # what copies wait for: the caller's queued work, and that of the collection itself
+        self.devices: Sequence[int] = ()  # indices of the devices that hold any of the tensors
+        self.fence: Fence = {}  # the work that copies wait for: queued by the caller, or by the collection itself
         self.pinned_nbytes = 0  # the most bytes of pinned memory that this process had meanwhile
         self._lent = 0.0  # since when the copies are under way
 
@@ -315,8 +314,7 @@ class Snapshot:
     def take_stock(self) -> LocalState:
         """Collect the local state. A lazy snapshot also blocks changes to it, and lets the caller go on.
 
-        Raises:
-            StateError: a device has no memory for copies that have to be made there first.
+        Raises StateError if a device has no memory for copies that have to be made there first.
         """
         try:
             held = self._taken_stock()
@@ -352,8 +350,7 @@ class Snapshot:
     async def taken(self) -> None:
         """Take note that everything is copied.
 
-        Raises:
-            StateChangedError: something was written to meanwhile.
+        Raises StateChangedError if a tensor was written to meanwhile.
         """
         await in_thread(self._check)
         emit(PhaseEvent("snapshot", self._lent, time.monotonic()))

@@ -40,9 +40,9 @@ def resolve(
 ) -> Backend:
     """Return the backend for a path.
 
-    Raises InputError: there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or
-    there are options for a path that takes none. Raises MissingExtraError: a package is not installed; the message
-    names the extra.
+    Raises InputError if there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or
+    there are options for a path that takes none. Raises MissingExtraError, which names the extra, if a package is not
+    installed.
 
     Args:
         path: a local path or ``file://`` URL; ``gs://``, ``s3://`` or ``hdfs://``; ``memory://name/prefix``; or a URL

@@ -2,7 +2,7 @@
 
 Direct I/O: bytes between memory and disk past the page cache, which takes aligned memory, offsets and lengths.
 
-Bytes of one file into many buffers: cached pages from the page cache, others past it.
+Bytes of one file into many buffers: cached pages from the page cache, others past it. Everything here blocks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class DirectFile:
         self._fd = fd
         self.refused = False  # whether direct I/O has turned out to be impossible
         self.memory = memory  # addresses are multiples of it
-        # Offsets and lengths are multiples of it. At least a page, and a block of the file system: so the bytes
-        # that are written here and those that go through the page cache never share one.
+        # offsets and lengths are multiples of it. It is at least a page and a block of the file system, so direct
+        # writes and writes through the page cache never share one.
         self.block = block
 
     def __repr__(self) -> str:
@@ -330,7 +330,8 @@ class TempFile:
     def __init__(self, final: Path, choose: Callable[[Path, int | None], WriteWay]) -> None:
         """Remember the final name; nothing is created yet.
 
-        ``choose`` says, once and in ``create``, how to write a file of that name and so many bytes, None if unknown.
+        ``create`` calls ``choose`` once, with the name and the number of bytes, or None if that is unknown.
+        ``choose`` returns how to write such a file.
         """
         self._final = final
         self._choose = choose

@@ -2,7 +2,7 @@
 
 The system calls that Python has no name for.
 
-Shared file systems: their names, and the caches of their clients.
+Shared file systems: their names, and the caches of their clients. Everything here blocks.
 
 A client of a file server keeps names, absent names and attributes for up to some minutes. It asks the server when it
 opens a file or a directory (close-to-open). It repeats a call if the answer was lost, and the second answer then tells
@@ -107,7 +107,8 @@ def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
     """Say for one page in every ``step`` bytes from ``start``, both multiples of a page, whether it is in memory.
 
     Reads nothing, and starts no read-ahead. True as well for files that are another user's and that this one may not
-    write: Linux does not tell about those. Raises OSError if the file cannot be mapped, ValueError if it ends before.
+    write: Linux does not tell about those. Raises OSError if the file cannot be mapped. Raises
+    ValueError if the file ends before these bytes.
     """
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapped:
         first = address(memoryview(mapped))
@@ -317,7 +318,8 @@ def remove(path: Path) -> None:
 def rename_written(temp: Path, final: Path, written: os.stat_result) -> None:
     """Give a temporary file its final name.
 
-    If ``temp`` is gone and a file of the status ``written`` has the name, a file server has run the call twice.
+    ``written`` is the status of the file. If ``temp`` is gone and ``final`` has this status, a file server has run the
+    call twice.
     """
     try:
         os.rename(temp, final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order

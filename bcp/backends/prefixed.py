@@ -26,7 +26,7 @@ __all__ = ["PrefixedBackend", "child"]
 
 
 def child(backend: Backend, prefix: str) -> Backend:
-    """Return a view of a backend below ``prefix``. Its ``aclose`` does nothing: the owner of the whole closes that."""
+    """Return a view of a backend below ``prefix``. Closing the view does nothing: the backend's owner closes that."""
     check_key(prefix)
     if isinstance(backend, PrefixedBackend):
         return PrefixedBackend(backend.whole, f"{backend.prefix}/{prefix}")

@@ -46,7 +46,8 @@ def version_of(path: Path) -> Version | None:
 def put_if(final: Path, data: memoryview, found: Version | None) -> Version | None:
     """Write a file if the one of that name still has the version ``found``, durably; return its version, else None.
 
-    Raises OSError: a call failed. The file is the old one or the new one. FileNotFoundError if the directory is gone.
+    Raises OSError if a call failed; the file is then the old one or the new one. Raises FileNotFoundError if the
+    directory is gone.
     """
     if version_of(final) != found:
         return None

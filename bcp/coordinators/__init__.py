@@ -26,8 +26,8 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
     """Return the given coordinator, or the one of this job.
 
     A job with a default process group of more than one rank gets a :class:`GrpcCoordinator`, the same one as long as
-    the group lives. Without such a group it is a :class:`SoloCoordinator`. Raises InputError: a launcher has started
-    several ranks, and there is no process group. Or the given object is no coordinator.
+    the group lives. Without such a group it is a :class:`SoloCoordinator`. Raises InputError if a launcher has
+    started several ranks without a process group, or if the given object is no coordinator.
     """
     if given is not None:
         if not hasattr(given, "begin"):

@@ -39,7 +39,7 @@ class Exchange:
     def __init__(
         self, mesh: Mesh, card_of: Callable[[int], Awaitable[Card]], report_peer_failure: ReportPeerFailure
     ) -> None:
-        """Prepare exchanges over a mesh. ``card_of`` returns the card of a rank, once it has one."""
+        """Prepare exchanges over a mesh. ``card_of`` waits for the card of a rank, and returns it."""
         self._mesh = mesh
         self._card_of = card_of
         self._report_peer_failure = report_peer_failure

@@ -49,16 +49,16 @@ class ProcessGroupMember:
     store: StoreClient  # a private connection to the group's own store, which is made at the first call
     rank: int  # in the group
     world_size: int
-    # of keys that no other coordinator of these processes has: the group, and the number of earlier members. It may
-    # hold keys of processes that have ended: torchrun may keep its store over restarts of the workers.
+    # prefix of keys that no other coordinator of these processes has: the group, and the number of earlier members.
+    # Keys of ended processes may stand below it: torchrun may keep its store over restarts of the workers.
     prefix: str
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> ProcessGroupMember:
         """Join a group as a new member; None is the default group. Every rank has to do so equally often.
 
-        Nothing is sent, so this never waits for the store. Raises InputError: torch.distributed is not initialised, the
-        group was destroyed, or this rank is not a member.
+        Nothing is sent, so this never waits for the store. Raises InputError if torch.distributed is not initialised,
+        the group was destroyed, or this rank is not a member.
         """
         if not dist.is_initialized():
             raise InputError("there is no process group; call torch.distributed.init_process_group first")
@@ -76,7 +76,10 @@ class ProcessGroupMember:
 
 
 def store_of_job() -> tuple[Store, Callable[[Store], Store]]:
-    """Return the store of the default group, and a function that connects to it. Raises InputError without a store."""
+    """Return the store of the default process group, and a function that connects to it: arguments of ``StoreClient``.
+
+    Raises InputError if there is no default group, or if it has no store.
+    """
     if not dist.is_initialized():
         raise InputError("there is no process group any more; call torch.distributed.init_process_group first")
     group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name
@@ -102,7 +105,10 @@ def private_connection(store: Store) -> Store:
 
 
 def reconnected(store: Store) -> Store:
-    """Return a new client of a TCPStore's server, without prefixes, which torch does not tell; or the store itself."""
+    """Return a new client of a TCPStore's server; return any other store as it is.
+
+    Versions of torch without ``Store.clone`` need this. The client has no prefixes: torch does not tell them.
+    """
     inner = innermost(store)
     if not isinstance(inner, TCPStore):
         return store
@@ -124,7 +130,10 @@ _NO_HOST = ("localhost", "::", "0.0.0.0")  # noqa: S104 -- names of the store's 
 
 
 def stated_address(argument: str | None) -> str:
-    """Return the stated address, or "". Raises InputError if :data:`VARIABLE` means no address of this host."""
+    """Return the address that the caller or :data:`VARIABLE` states; empty if there is none.
+
+    Raises InputError if the variable means no address of this host.
+    """
     return argument or _from_variable(os.environ.get(VARIABLE, ""))
 
 
@@ -145,7 +154,7 @@ def address_of(host: Host, elsewhere: Sequence[Host], stated: str = "") -> str:
     """Return the address at which a rank of this host listens.
 
     It is the loopback if no other host takes part and no address was stated. An unknown address is taken from a
-    network that the other hosts share, else from the route to them. Raises InputError: there are other hosts, and no
+    network that the other hosts share, else from the route to them. Raises InputError if there are other hosts, but no
     address that they could reach.
     """
     if not elsewhere:

@@ -56,16 +56,16 @@ class Mesh:
     def __init__(
         self,
         rank: int,
-        address: str,  # this host's, in the job's network
+        address: str,  # this host's address in the job's network
         world_size: int,
         *,
         patience: float,  # seconds that the network between two ranks may be silent
-        secret: Callable[[], bytes] = lambda: b"",  # the job's, once a card of any rank is known
+        secret: Callable[[], bytes] = lambda: b"",  # returns the job's secret, once a card is known
         tls: TlsContexts | None = None,  # None: plain TCP
     ) -> None:
         """Listen on one address of this host, at a port of the system's choice."""
         self.rank = rank
-        self.network = identity()  # of this host's network
+        self.network = identity()  # identity of this host's network
         self.threads = ThreadPoolExecutor(_MOST_THREADS, "bcp-bulk-data")  # for blocking calls on the sockets
         self._address = address
         self._world_size = world_size

@@ -92,8 +92,8 @@ class Operation:
         world_size: int,
         *,
         patience: float,  # seconds that a rank may be silent
-        address: Callable[[], Awaitable[str]],  # this host's in the job's network, once the ranks have met
-        tls: Tls | None = None,  # of bulk data; None: plain TCP
+        address: Callable[[], Awaitable[str]],  # returns this host's address, once the ranks have met
+        tls: Tls | None = None,  # certificates for bulk data; None: plain TCP
     ) -> None:
         """Prepare the operation; nothing is sent before the context is entered."""
         self._channel = channel

@@ -78,12 +78,12 @@ def exchange_device(exchange: str, coordinator: Coordinator) -> torch.device | N
 
 
 async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.device | None, patience: float) -> Any:
-    """Make a new process group of all ranks of a load: of NCCL on that device, of gloo without one.
+    """Make a new process group of all ranks of a load, with NCCL for an accelerator ``device``, else with gloo.
 
     The random ``nonce``, the same on all ranks, is a part of the keys in the store. ``patience`` is the number of
     seconds that others may need. The thread that makes the group is left behind if the store or a peer does not answer.
-    It holds no buffer. Raises PeerError if the store does not answer, or ranks do not come. Raises BcpError if torch
-    cannot make the group on this rank.
+    This thread holds no buffer. Raises PeerError if the store does not answer, or ranks do not come. Raises BcpError if
+    torch cannot make the group on this rank.
     """
     client, patience = StoreClient(*store_of_job()), max(patience, _LEAST_JOIN_SECONDS)
     backend, make = ("nccl", _nccl_group) if _is_accelerator(device) else ("gloo", _gloo_group)
@@ -149,8 +149,8 @@ class GroupExchange:
         rank: int,
         *,
         device: torch.device | None,  # of a round's tensors; None for host memory
-        on_stream: Callable[[], AbstractContextManager[None]],  # makes current the streams that wrote the tensors
-        report: ReportFailure,
+        on_stream: Callable[[], AbstractContextManager[None]],  # in a worker thread; sets the tensors' streams
+        report: ReportFailure,  # tells the other ranks of a failed connection
     ) -> None:
         """Take ownership of a group."""
         self._group = group

@@ -72,8 +72,8 @@ class Caller:
     """Shows a nonce, counts the ranks that repeat it, and answers all once they are there."""
 
     def __init__(self, keys: RollKeys, world_size: int, words: Callable[[Sequence[Host]], Sequence[bytes]]) -> None:
-        self.heard: OperationEnd | None = None  # the last one that another rank has ended meanwhile
-        self.hosts: list[Host] = []  # of ranks 1, 2 and so on, as far as they have come
+        self.heard: OperationEnd | None = None  # the last operation that another rank has ended meanwhile
+        self.hosts: list[Host] = []  # hosts of ranks 1, 2 and so on, as far as they have come
         self._keys = keys
         self._world_size = world_size
         self._words = words
@@ -172,7 +172,7 @@ class Member:
     """Repeats rank 0's nonce, and looks for rank 0's answer."""
 
     def __init__(self, keys: RollKeys, rank: int) -> None:
-        self.heard: OperationEnd | None = None  # the last one that another rank has ended meanwhile
+        self.heard: OperationEnd | None = None  # the last operation that another rank has ended meanwhile
         self._keys = keys
         self._rank = rank
         self._nonce = secrets.token_hex(8)
@@ -238,12 +238,12 @@ class RollCall:
         rank: int,
         world_size: int,
         *,
-        address: str | None = None,  # this host's in the job's network, if the caller states it
+        address: str | None = None,  # this host's address in the job's network, if the caller states it
         words: Callable[[Sequence[Host]], Sequence[bytes]] = lambda hosts: [b""] * len(hosts),
     ) -> None:
-        """Prepare the roll call; nothing is sent. Rank 0's ``words`` returns a message for each rank from all hosts."""
+        """Prepare the roll call; nothing is sent. On rank 0, ``words`` turns all hosts into a message for each rank."""
         self.client = client
-        self.answer: Answer | None = None  # rank 0's, once it is there
+        self.answer: Answer | None = None  # rank 0's answer, once it is there
         self._rank = rank
         self._world_size = world_size
         self._given_address = address
@@ -287,7 +287,10 @@ class RollCall:
         return self.answer
 
     def address(self) -> str:
-        """Return the address to listen on; needs the answer. Raises InputError if there is none that others reach."""
+        """Return the address at which this rank listens; the answer has to be there.
+
+        Raises InputError if this host has no address that the others reach.
+        """
         assert self._host is not None  # noqa: S101 -- for mypy: the first look has set both
         assert self.answer is not None  # noqa: S101 -- same
         return address_of(self._host, self.answer.elsewhere, self._stated)

@@ -48,8 +48,8 @@ def proof(secret: bytes, side: str, *facts: object) -> bytes:
 class TlsContexts(NamedTuple):
     """Settings of both ends of a TLS connection of bulk data."""
 
-    dialer: ssl.SSLContext  # of the rank that connects
-    listener: ssl.SSLContext  # of the rank that is connected to
+    dialer: ssl.SSLContext  # settings of the rank that connects
+    listener: ssl.SSLContext  # settings of the rank that accepts
     target_name: str | None  # the name in the listener's certificate; None: the address that is dialled
 
 
@@ -104,7 +104,7 @@ class Tls:
     def check(self) -> None:
         """Check this rank's certificate by a handshake in memory: gRPC closes the connection of a bad one silently.
 
-        Raises InputError if no rank would accept it: it has expired, or ``ca`` has not signed it.
+        Raises InputError if no rank would accept the certificate: it has expired, or ``ca`` has not signed it.
         """
         dialer, listener, _ = self.contexts()
         dialer.check_hostname = False
@@ -194,7 +194,8 @@ class TlsWire(Wire):
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, name: str | None) -> None:
         """Take over a connected socket, which is closed if this raises; :meth:`handshake` comes next.
 
-        ``name`` is that of the other side's certificate; None on the side that was dialled.
+        ``context`` has the settings of this side. ``name`` is the name in the other side's certificate; None on the
+        side that was dialled.
         """
         connection.settimeout(0)
         try:

@@ -71,7 +71,7 @@ class _Call(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self.ended = Future[None]()  # cancelled if the call was given up before it began
         self.began = 0.0  # time.monotonic() when the thread came to it
-        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []  # the taker holds the only reference
+        self.outcome: list[tuple[T, None] | tuple[None, Exception]] = []  # who pops it has the only reference
         self._function = function
 
     def run(self) -> None:
@@ -132,8 +132,9 @@ class StoreClient:
         """Call a blocking function of the store in the thread and return its result.
 
         A caller that is cancelled, or has waited for ``seconds``, abandons the call. A call that has not begun is
-        never made. A call that has begun ends by itself, and its result is dropped. None waits for ever. Raises
-        PeerError: the store failed, or did not answer in time. It names rank 0, which usually serves the store.
+        never made. A call that has begun ends by itself, and its result is dropped. No caller waits for ever.
+        Raises PeerError if the store failed, or did not answer in time. The error names rank 0, which usually serves
+        the store.
         """
         started = time.monotonic()
         call = self._submit(partial(function, *args))

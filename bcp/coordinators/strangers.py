@@ -31,7 +31,7 @@ class Stranger:
     peer: str  # its address, for messages
     hang_up: Callable[[], None]
     spoke: bool = False  # whether any bytes have come; a rank of the job sends some at once
-    timer: asyncio.TimerHandle | None = None  # refuses it at the end of its time
+    timer: asyncio.TimerHandle | None = None  # refuses the connection at the end of its time
 
 
 class Strangers:
@@ -42,7 +42,7 @@ class Strangers:
     """
 
     def __init__(self, listener: str, rank: int, most: Callable[[], int]) -> None:
-        """Begin without strangers; ``listener`` is named in log lines, ``most`` returns the largest number at once."""
+        """Begin without strangers. Log lines name ``listener``; ``most`` returns the largest number of strangers."""
         self._event = f"refused connections to the {listener}"
         self._rank = rank
         self._most = most

@@ -292,7 +292,7 @@ def schema(name: str, **columns: pa.DataType) -> pa.Schema:
 
 
 def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int = 0) -> bytes:
-    """Encode tables one behind the other; the file will have ``beside`` bytes besides.
+    """Encode tables one behind the other; the rest of the file will have ``beside`` bytes.
 
     Buffers are compressed, unless that makes the file smaller than :func:`~bcp.format.container.most_decoded` allows.
     """
@@ -303,7 +303,7 @@ def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int
 
 
 def encode_table(of: pa.Schema, columns: Sequence[Any], compression: str | None = "zstd", **metadata: str) -> bytes:
-    """Encode one table as an Arrow IPC stream of one record batch. Metadata ``x`` is stored as ``bcp.x``."""
+    """Encode one table as an Arrow IPC stream of one record batch; the schema's metadata get ``x`` as ``bcp.x``."""
     arrays = [_encoded(column, field.type) for column, field in zip(columns, of, strict=True)]
     fields = [pa.field(name, array.type, nullable=False) for name, array in zip(of.names, arrays, strict=True)]
     about = dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
@@ -398,7 +398,10 @@ def grid(table: pa.RecordBatch, column: str) -> Ints:
 
 
 def counted(counts: Ints, rows: int, what: str) -> Ints:
-    """Return the owner of each of ``rows`` rows; owner ``i`` has the next ``counts[i]`` rows. Raises ValueError."""
+    """Return the owner of each of ``rows`` rows; owner ``i`` has the next ``counts[i]`` rows.
+
+    Raises ValueError if the counts do not add up to ``rows``.
+    """
     check_counts(counts, rows, what)
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 

@@ -68,8 +68,7 @@ LAYOUT_TABLES = (WORLD, TENSORS, BOXES, PATTERNS, SEGMENTS, FILES, OBJECTS, EXTR
 def encode_layout(layout: Layout) -> bytes:
     """Encode a layout; equal layouts give equal bytes.
 
-    Raises:
-        InputError: no reader would accept this layout, or it would read another one.
+    Raises InputError if no reader would accept this layout, or if a reader would read another one.
     """
     try:
         _check_derived(layout)
@@ -85,8 +84,7 @@ def encode_layout(layout: Layout) -> bytes:
 def decode_layout(data: Buffer, where: str = "layout") -> Layout:
     """Decode and check an encoded layout. Its arrays are read-only: a layout may be shared.
 
-    Raises:
-        CorruptError: these bytes are not a sound layout; ``where`` names them.
+    Raises CorruptError, which names ``where``, if these bytes are not a sound layout.
     """
     with translated(where):
         layout = _layout(read_tables(data, LAYOUT_TABLES))

@@ -75,7 +75,7 @@ class Commit:
     framework: str  # name of the planner that read the state
     codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order
     part_bytes: int  # data files were staged and encoded in parts of this size
-    version: str  # of the bcp that wrote it
+    version: str  # version of the bcp that wrote the commit
     receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
 
     def receipt(self, rank: int) -> bytes:
@@ -99,8 +99,7 @@ def data_key(kind: int, rank: int, operation: str, *, encoded: bool) -> str:
 
     ``kind`` is a code in ``KINDS``: a name from a checkpoint never becomes part of a path.
 
-    Raises:
-        InputError: an argument is out of range, or of another form.
+    Raises InputError if an argument is out of range, or of another form.
     """
     if not 0 <= kind < len(KINDS):
         raise InputError(f"kind {kind!r} is not one of the codes 0 to {len(KINDS) - 1}")
@@ -130,7 +129,7 @@ def _stem(rank: int, operation: str) -> str:
 
 
 def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
-    """Make the contents of ``metadata.arrow``; ``layout_bytes``: from :func:`encode_layout`."""
+    """Make the contents of ``metadata.arrow``; ``layout_bytes`` is the result of :func:`encode_layout`."""
     about = {
         "operation": commit.operation,
         "created": commit.created,

@@ -1,7 +1,7 @@
 """The receipt of one rank in one save: its data files, the checksum of every block, and its objects.
 
 Checksums change with every save and do not compress, so ``metadata.arrow`` holds one checksum per receipt instead.
-Together they are a chain of trust from the metadata to every stored byte. See ``docs/format.md``.
+Together, these checksums are a chain of trust from the metadata to every stored byte. See ``docs/format.md``.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Family:
     """Names of one sort of model."""
 
     layers: str  # the prefix of a layer's number
-    outside: Sequence[tuple[str, str]]  # (Megatron's name, name) outside of the layers; several have several names
+    outside: Sequence[tuple[str, str]]  # (Megatron's name, name) outside of the layers; a tensor may have several
     inside: Sequence[tuple[str, str]]  # the same within a layer; the name of a module, or the whole name of a tensor
     transposed: Sequence[str] = ()  # modules whose weights have inputs in front
 

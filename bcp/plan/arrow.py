@@ -20,8 +20,8 @@ __all__ = ["arrow_array", "numbers_of"]
 def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
     """Return an array without missing values, the same as ``pyarrow.array(values, kind)``.
 
-    ``kind`` is an integer or float type, ``string()``, ``list_(string())`` or ``binary(length)``, and ``values`` are
-    numbers, strings, lists of strings or bytes. Numpy arrays are cast unchecked; bytes may be one of dtype ``V``.
+    ``kind`` is an integer or float type, ``string()``, ``list_(string())`` or ``binary(length)``; ``values`` are
+    numbers, strings, lists of strings, or bytes. Numpy arrays are cast unchecked; those of bytes have dtype ``V``.
 
     Raises:
         OverflowError: a Python number does not fit into ``kind``.

@@ -91,8 +91,9 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
     """Sweep overlapping intervals: split them at every boundary, and sum the weights that cover each interval.
 
-    ``runs`` are int64[n, 2] in any order, ``weights`` int64[n] each. Returns int64[k, 2], all intervals between the
-    first and the last boundary, gaps included; then int64[k] for each column of weights. Sums wrap around.
+    ``runs`` has rows (first, stop) in any order, int64[n, 2]; each of ``weights`` is int64[n]. Returns all intervals
+    between the first and the last boundary, in order and with gaps, int64[k, 2]. Then, for each column of weights,
+    int64[k] follows: the sum over the runs that hold the interval. Sums wrap around.
     """
     at = runs.T.ravel()
     order = np.argsort(at, kind="stable")

@@ -53,7 +53,7 @@ class Layout:
     world_size: int  # how many ranks saved
     block_bytes: int  # data files are checksummed and read in blocks of this many bytes of their data section
     tensors: TensorTable  # n tensors, sorted by (kind, fqn)
-    leader: Ints  # int64[n], row of the tensor whose boxes this one shares: of the same kind and shape; leads itself
+    leader: Ints  # int64[n], row of the tensor whose boxes this one shares, of the same kind and shape; maybe itself
     plane: Ints  # int64[n], column in ``file_planes``; the members of a family lie in different planes
     box_tensor: Ints  # int64[b], row in ``tensors``, of a leader; not decreasing
     offset: Ints  # int64[b, D], first corner of each box
@@ -94,7 +94,10 @@ def find_all(layout: Layout, wanted: TensorTable) -> Ints:
 
 
 def resolve(layout: Layout, row: int) -> int:
-    """Return the row of the tensor that is stored for this one: its own, or that of its tie. Raises CorruptError."""
+    """Return the row of the tensor that is stored for this one: its own row, or that of the tensor it is tied to.
+
+    Raises CorruptError if the tensor is tied to a name that the checkpoint does not have.
+    """
     tied_to = layout.tensors.tied_to[row]
     if not tied_to:
         return row
@@ -138,8 +141,7 @@ def check_layout(layout: Layout) -> None:
     These facts are: ``box_tensor`` and ``segments.begin`` count up, and ``segments.line`` is a running sum. A load
     checks by itself that the segments that it needs lie inside their files; :func:`check_segments` checks all.
 
-    Raises:
-        ValueError: names the fault and its first row.
+    Raises ValueError, which names the fault and its first row.
     """
     if not 1 <= layout.world_size <= LARGEST_WORLD:
         raise ValueError(f"world_size is {layout.world_size}")
@@ -292,7 +294,10 @@ def _check_patterns(segments: Segments, volume: Ints, files: int) -> None:
 
 
 def check_segments(layout: Layout) -> None:
-    """Check that all segments of a sound layout lie in their files, in all planes. Raises ValueError."""
+    """Check that all segments of a sound layout lie in their files, in all planes of their family.
+
+    The check takes as long as opening the checkpoint. Raises ValueError if a segment lies outside its file.
+    """
     stored = ~layout.tensors.tied & (layout.tensors.numel > 0)
     segments = layout.segments
     room, group = _room(layout, stored)

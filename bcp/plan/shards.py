@@ -43,8 +43,8 @@ class Segments:
     def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
         """Build segments with one pattern for each box.
 
-        ``number``, int64[b], is how many segments each box consists of, at least one. The others are int64[n], of
-        each segment; those of a box tile it, in row-major order.
+        ``number``, int64[b], has the number of segments of each box, at least one. The others are int64[n], one row a
+        segment. The segments of a box tile it in row-major order.
         """
         begin = begins(number)
         first = file[begin[:-1]]
@@ -67,7 +67,7 @@ class Segments:
         return np.repeat(boxes, number), runs(self.begin[pattern], number)
 
     def folded(self) -> Segments:
-        """Return the same with equal patterns once, in the order of the boxes."""
+        """Return the same segments with each distinct pattern once, in the order of the boxes."""
         number, length = np.diff(self.begin), self.length
         inside = np.arange(len(self)) - np.repeat(self.begin[:-1], number)
         columns = [length, self.step, self.at, inside]

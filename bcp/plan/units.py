@@ -36,7 +36,7 @@ def unit_path(name: str, unit: str = "") -> str:
 
 
 def encode_claims(claims: Sequence[Claim]) -> str:
-    """Return the claims of a rank as text; empty for nothing. Equal claims give equal texts. Raises StateError."""
+    """Return the claims of a rank as text, equal for equal claims. Raises StateError if a name is no Unicode."""
     try:
         return msgspec.json.encode(claims, enc_hook=plain).decode() if claims else ""
     except UnicodeEncodeError as error:
@@ -44,7 +44,7 @@ def encode_claims(claims: Sequence[Claim]) -> str:
 
 
 def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
-    """Undo :func:`encode_claims`. Raises MessageError."""
+    """Undo :func:`encode_claims`. Raises MessageError if the text has no claims."""
     try:
         return msgspec.json.decode(text, type=list[Claim]) if text else []
     except (*DECODE_ERRORS, UnicodeEncodeError) as error:
@@ -59,7 +59,7 @@ def encode_shared(digests: Mapping[str, str]) -> bytes:
 def check_shared(messages: Sequence[bytes]) -> None:
     """Check that the ranks' shared parts are equal; ``messages``: :func:`encode_shared` of every rank.
 
-    Raises StateError, which names two ranks that differ, or MessageError.
+    Raises StateError, which names two ranks, if these differ. Raises MessageError if a message cannot be decoded.
     """
     if len(set(messages) - {b""}) < 2:  # noqa: PLR2004 -- as a rule all are equal
         return
@@ -76,12 +76,10 @@ def check_shared(messages: Sequence[bytes]) -> None:
 
 
 def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
-    """Choose the rank that writes each unit, and each state's shared part: path (:func:`unit_path`) to rank.
+    """Return the rank that writes each unit and each state's shared part, by path (:func:`unit_path`).
 
-    Ranks of one reader, which differ in other coordinates of the mesh, hold the same units: they write one in turn.
-
-    Raises:
-        StateError: a reader is missing, readers disagree about their number, or two of them have one unit.
+    Ranks of one reader, which differ in other coordinates of the mesh, hold the same units: they write them in turn.
+    Raises StateError if a reader is missing, readers disagree about their number, or two readers have one unit.
     """
     by_name: dict[str, dict[int, Claim]] = {}
     for rank in sorted(claims):
@@ -99,8 +97,7 @@ def divide_units(claims: Mapping[int, Sequence[Claim]]) -> dict[str, int]:
 def check_readers(held: Mapping[int, Claim]) -> None:
     """Check that the ranks of one state are readers 0, 1, 2 ..., and that none is left out.
 
-    Raises:
-        StateError: they are not; the message names ranks and numbers.
+    Raises StateError, which names ranks and numbers, if they are not.
     """
     first_rank, first = next(iter(held.items()))
     for rank, claim in held.items():

@@ -66,7 +66,7 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
 def planner(framework: str | None, states: States) -> Planner:
     """Return the planner of a framework; None finds out which one the states are of.
 
-    Raises InputError: no planner of that name is known, or it cannot work with the installed versions.
+    Raises InputError if no planner of that name is known, or if it cannot work with the installed versions.
     """
     seen = InspectedStates(states)
     name = framework or next(name for name in reversed(_KNOWN) if _KNOWN[name][1](seen))

@@ -42,7 +42,10 @@ _PARALLEL_SIZES = (
 
 
 def check_readable(engine: Any, optimizer: Any, module: nn.Module | None) -> None:
-    """Raise StateError, with the remedy, for a setting that is not supported; parts that were not passed are None."""
+    """Refuse settings whose state cannot be read; arguments that the caller does not have are None.
+
+    Raises StateError, which names the setting and the remedy.
+    """
     for reason in (*_engine(engine), *_optimizer(optimizer), *_parameters(module)):
         raise StateError(f"DeepSpeed: {reason}")
 
@@ -106,7 +109,7 @@ class Held:
     # the tensor that the inner optimizer steps, key of its states: a partition of many parameters in a row, or the
     # parameter's own fp32 copy
     fp32: torch.Tensor
-    placement: Placement | None  # where in the parameter ``fp32`` lies; None where it is all of it
+    placement: Placement | None  # place of ``fp32`` in the parameter; None if it is all of the parameter
     group: dict[str, Any]  # the inner optimizer's group with the hyper-parameters
 
     @property
@@ -129,7 +132,10 @@ def is_marked(parameter: nn.Parameter) -> bool:
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
-    """Yield the states of all parameters of a DeepSpeed optimizer, here or not. Raises StateError for another one."""
+    """Yield the states of every parameter that a DeepSpeed optimizer steps, also if this rank has no part of it.
+
+    Raises StateError if it is not known where an optimizer of this type keeps its states.
+    """
     for mark, read in _READERS.items():
         if hasattr(optimizer, mark):
             return read(optimizer)
@@ -140,10 +146,10 @@ def held_by(optimizer: Any) -> Iterator[Held]:
 
 
 def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
-    """Take the leaves of a module under ZeRO-3: of parameters this rank's run, of buffers everything.
+    """Take the leaves of a module under ZeRO-3: this rank's run of each parameter, and whole buffers.
 
     A parameter that is whole at the moment, as small (persistent) ones always are between steps, is loaded there too.
-    Raises StateError: a parameter is being gathered, or two leaves have one name.
+    Raises StateError if a parameter is being gathered, or two leaves have one name.
     """
     clean, placed, names = cleaner(module), {}, {}
     for raw, value in state_dict_of(module, "states['model']", keep_vars=True).items():
@@ -293,7 +299,7 @@ class DeepSpeedPlanner(PlainPlanner):
     name = "deepspeed"
 
     def probe(self) -> str:
-        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
+        """Return the running and the tested versions. Raises InputError if DeepSpeed or an attribute is missing."""
         super().probe()
         try:
             version = metadata.version("deepspeed")

@@ -64,7 +64,7 @@ class Fsdp1Planner(PlainPlanner):
     name = "fsdp1"
 
     def probe(self) -> str:
-        """Check torch's attributes; return which versions run and were tested. Raises InputError if one is missing."""
+        """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
         super().probe()
         try:
             from torch.distributed.fsdp import _flat_param as flat  # noqa: PLC0415 -- where nobody uses it, not at all
@@ -139,7 +139,7 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
 
 
 def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str, Any]:
-    """Return the leaves of one module itself, but for ``without``. Raises StateError from an error of the module."""
+    """Return one module's own leaves except ``without``. Raises StateError, from its error, if the module raised."""
     own: dict[str, Any] = {}
     try:
         part._save_to_state_dict(own, here, keep_vars=True)
@@ -200,7 +200,7 @@ def _managed(module: nn.Module) -> _Managed:
 def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
     """Return the local interval of one original parameter, as a part of the tensor that the optimizer steps.
 
-    Raises StateError: this cannot be told, or FSDP1 is at work right now.
+    Raises StateError if the interval cannot be told, or FSDP1 is at work right now.
     """
     _check_readable(handle, index)
     flat = handle.flat_param

@@ -32,7 +32,7 @@ class Fsdp2Planner(PlainPlanner):
     name = "fsdp2"
 
     def probe(self) -> str:
-        """Check torch's attributes; return which versions run and were tested. Raises InputError if one is missing."""
+        """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
         super().probe()
         return probe({DTensor: ["_spec", "_local_tensor", "device_mesh", "placements"]}, self.name)
 
@@ -70,9 +70,9 @@ def holds_ddp(states: States) -> bool:
 
 
 def _stated(slot: Slot) -> Placement | None:
-    """Return where a parameter says that it lies, other than by placements that its states have as well.
+    """Return the placement that a parameter states in another way than by placements that its states have as well.
 
-    Raises StateError: it is Megatron-FSDP's, and does not say where it lies.
+    Raises StateError if the parameter is Megatron-FSDP's, and does not say where it lies.
     """
     name = f"the parameter {slot.fqn!r}"
     if slot.placement is None and (reason := unstated(slot.parameter)):

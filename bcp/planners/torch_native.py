@@ -33,7 +33,7 @@ class PlainPlanner:
     name = "plain"
 
     def probe(self) -> str:
-        """Check torch's attributes; return which versions run and were tested. Raises InputError if one is missing."""
+        """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
         return probe({torch.Tensor: ["_version"], torch.UntypedStorage: ["_cdata"]}, self.name)
 
     def local_shards(self, states: States) -> LocalShards:

@@ -59,8 +59,8 @@ class Loop:
 
     def __init__(self, name: str = "bcp-loop") -> None:
         self.asyncio_loop = asyncio.new_event_loop()
-        self.running: set[Running] = set()  # sets change atomically under the interpreter, so any thread may
-        self.failed: WeakSet[Running] = WeakSet()  # those that still have somebody who may ask for the error
+        self.running: set[Running] = set()  # not ended; any thread may change it: sets change atomically
+        self.failed: WeakSet[Running] = WeakSet()  # failed, and somebody may still ask for the error
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 

@@ -1,4 +1,4 @@
-"""Calls in other threads, which are never left alone and may give way to others; and pauses of garbage collection."""
+"""Calls in worker threads, which are always waited for and may have low priority; pauses of garbage collection."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ _first: ContextVar[Callable[[], None]] = ContextVar("bcp thread beginning", defa
 def low_priority_threads(*, nice: int = 0, io: str | None = None) -> Iterator[None]:
     """Let calls of :func:`in_thread` inside of the block run in threads that let other work go first.
 
-    ``nice``, 0 to 19, is added to the process's niceness. ``io`` is ``"best-effort"`` with the least of its levels,
-    ``"idle"``, or None for that of the process. It does nothing but on local disks with bfq or mq-deadline.
+    ``nice``, 0 to 19, is added to the process's niceness. ``io`` is ``"best-effort"`` (its lowest level), ``"idle"``,
+    or None for the priority of the process. It has an effect only on local disks whose scheduler knows priorities: bfq
+    and mq-deadline.
     """
     token = _priority.set((nice, 0 if io is None else _CLASSES[io] | (7 if io == "best-effort" else 0)))
     try:

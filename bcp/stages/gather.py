@@ -20,7 +20,7 @@ _TOGETHER_BYTES = 1 << 22
 """Most bytes of small tensors in one transfer: what they are gathered in is free device memory."""
 
 Copy = tuple[torch.Tensor, int, int, int]
-"""The live memory of a row, its first and last element that go into the part, and the byte of the part to go to."""
+"""The live memory of a row, the flat interval [start, stop) of its elements, and their first byte in the part."""
 
 
 def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:

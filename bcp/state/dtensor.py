@@ -64,8 +64,8 @@ class AmbiguousCutsError(ValueError):
 def runs_of(length: int, cuts: Sequence[DimensionCut], order: Sequence[int] | None) -> list[Run]:
     """Return the indices of a dimension that are left after the cuts, which are in mesh order.
 
-    ``order`` has their :func:`decoded` places. It is None if those of any dimension of the tensor cannot be decoded:
-    torch then decodes none. Raises AmbiguousCutsError if torch distributes and gathers such a dimension in different
+    ``order`` has their :func:`decoded` places. It is None if torch cannot decode those of any dimension of the tensor:
+    it then decodes none. Raises AmbiguousCutsError if torch distributes and gathers such a dimension in different
     ways, or cannot gather it.
     """
     if all(cut.factor is None for cut in cuts):
@@ -214,9 +214,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def dtensor_blocks(tensor: DTensor, name: str) -> list[tuple[Box, torch.Tensor]]:
     """Return the non-empty blocks that this rank holds, each with its view of the local tensor.
 
-    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing. Raises StateError: a
-    placement is a pending reduction or unknown, placements and local shape disagree, or torch itself has more than one
-    reading of the placements.
+    Replicas give equal blocks on several ranks. A rank outside of the mesh holds nothing. Raises StateError if a
+    placement is a pending reduction or unknown, or if placements and local shape disagree. The same goes for placements
+    of which torch itself has more than one reading.
     """
     if (traced := mesh_blocks(tensor, tensor.placements, name, stated_orders(tensor))) is None:
         return []
@@ -289,11 +289,11 @@ def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Seque
 
 @lru_cache(maxsize=4096)
 def _traced(
-    shape: tuple[int, ...],  # of the global tensor
-    splits: tuple[Split | None, ...],  # of each mesh dimension; None if it replicates
+    shape: tuple[int, ...],  # shape of the global tensor
+    splits: tuple[Split | None, ...],  # split of each mesh dimension; None if it replicates
     parts: tuple[int, ...],  # the number of parts of each mesh dimension
-    coordinate: tuple[int, ...],  # of this rank
-    orders: tuple[Order, ...],  # as far as the tensor states them
+    coordinate: tuple[int, ...],  # this rank's place in the mesh
+    orders: tuple[Order, ...],  # orders of cuts, as far as the tensor states them
 ) -> Traced:
     """Return the local shape, and the blocks with the local index where each starts.
 

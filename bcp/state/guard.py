@@ -44,7 +44,7 @@ def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def check_not_loading(shards: LocalShards, rank: int) -> None:
-    """Raise StateChangedError, which names the first shard, if a load of this process is filling the memory of one."""
+    """Check that no load of this process is filling a shard. Raises StateChangedError, which names the first shard."""
     filled = {tensor.untyped_storage().data_ptr() for tensors in list(_loads.values()) for tensor in tensors} - {0}
     for row, tensor in enumerate(shards.tensors if filled else ()):
         if tensor.untyped_storage().data_ptr() in filled:
@@ -68,7 +68,7 @@ def versions(shards: LocalShards) -> list[int]:
 
 
 def check_unchanged(shards: LocalShards, before: list[int], rank: int) -> None:
-    """Raise StateChangedError, which names the first tensor, if one was written to since earlier :func:`versions`."""
+    """Compare with earlier :func:`versions`. Raises StateChangedError, which names the first changed tensor."""
     if versions(shards) == before:  # as a rule
         return
     for row, (tensor, version) in enumerate(zip(shards.tensors, before, strict=True)):
@@ -94,7 +94,7 @@ def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
 
     Megatron-LM's optimizers, DeepSpeed's and Accelerate's keep theirs in ``optimizer``, chained ones in
     ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any
-    was in a wrapper. Raises InputError: there is something in it whose steps, or a part of them, cannot be held back.
+    was in a wrapper. Raises InputError if an object's steps, or a part of them, cannot be held back.
     """
     found = dict(_optimizers(given, wrapped=False))
     for one, wrapped in found.items():
@@ -137,9 +137,9 @@ class _Gate:
     """The hook of one optimizer: its steps wait here while somebody holds them."""
 
     def __init__(self) -> None:
-        self.changed = Condition()  # guards the others
+        self.changed = Condition()  # guards the fields below
         self.holds: set[StepHold] = set()
-        self.waiting: list[float] = []  # since when each waiting step does so
+        self.waiting: list[float] = []  # start time of each step that waits
         self.captured = False  # whether a step was captured into a CUDA graph: its replay calls no hook
 
     def __call__(self, *_: object) -> None:
@@ -194,8 +194,8 @@ class StepHold:
     """Keeps the steps of some optimizers from beginning, from now until ``release``."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
-        """Hold them from now on. Raises InputError if a step of one was captured into a graph since its first hold."""
-        self.waited_seconds = 0.0  # of the steps that waited for it
+        """Hold the steps from now on. Raises InputError if a CUDA graph has captured a step since the first hold."""
+        self.waited_seconds = 0.0  # how long steps have waited for the release, in all
         self._gates = [_gate(optimizer) for optimizer in optimizers]
         for gate, optimizer in zip(self._gates, optimizers, strict=True):
             if gate.captured:

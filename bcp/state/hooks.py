@@ -88,7 +88,7 @@ def hooked_blocks(tensor: Any, name: str, shape: tuple[int, ...]) -> list[tuple[
     """Return the non-empty blocks of a tensor that says itself which they are, each with its view as it is.
 
     The tensor may be the local one of a DTensor; ``shape`` is that of the logical tensor. Raises StateError if a block
-    lies outside of it, a view has another size, or one of the methods raised.
+    lies outside of the logical tensor, a view has another size, or a method of the tensor raised.
     """
     try:
         stated = list(_stated(tensor, name))
@@ -118,7 +118,7 @@ def hooked_placement(tensor: torch.Tensor, name: str) -> Placement | None:
     """Return where the local tensor of a DTensor lies that says so itself; None for any other tensor.
 
     Optimizer states that are made like such a parameter are DTensors too, but do not say it: they lie where it does.
-    Raises StateError: as :func:`hooked_blocks`.
+    Raises StateError as :func:`hooked_blocks` does.
     """
     local = local_tensor(tensor)
     if not is_hooked(local) or hasattr(local, HOOKS[1]):
@@ -146,11 +146,11 @@ def _stated(tensor: Any, name: str) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def ragged_placement(tensor: Any, name: str) -> Placement:
-    """Return where the local tensor of a DTensor lies of which one placement is ragged.
+    """Return where the local tensor of a DTensor lies, if one of the DTensor's placements is ragged.
 
     ``dims`` are the dimensions whose rows are the unit of the cut: ``(0, ..., k-1)``, or ``()`` for a tensor that is
-    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order. Raises StateError:
-    the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
+    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order. Raises StateError
+    if the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
     """
     at, ragged = next((at, p) for at, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"

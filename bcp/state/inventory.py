@@ -42,11 +42,11 @@ def _rank() -> int:
 class Leaves:
     """The leaves of one rank's state, by kind and name."""
 
-    # by kind, by FQN: as the user has it, or as a planner placed it; local shards of a ``ShardedTensor`` are placed
+    # tensor leaves by kind, by FQN: the user's, or as a planner placed them; shards of a ``ShardedTensor`` are placed
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # every other leaf, by kind, by FQN
     groups: list[Group] = field(default_factory=list)  # further values, many of them equal
-    # further names of ``tensors``, to the FQN there; a load wants them
+    # further names of tensors, each with the FQN in ``tensors``; a load asks for these names as well
     aliases: dict[Name, str] = field(default_factory=dict)
     copies: dict[Name, list[Leaf]] = field(default_factory=dict)  # more memory that a load fills; a save ignores it
     rank: int = field(default_factory=_rank)  # for messages
@@ -54,7 +54,10 @@ class Leaves:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def add(self, kind: str, fqn: str, value: object) -> None:
-        """Add one leaf; a :class:`ShardedLeaf` under two names is tied. Raises StateError if its name is taken."""
+        """Add one leaf; a :class:`ShardedLeaf` under two names is tied.
+
+        Raises StateError if the name is taken, or the tensor cannot be read.
+        """
         self.add_all(kind, ((fqn, value),))
 
     def add_all(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
@@ -76,7 +79,7 @@ class Leaves:
                 objects[fqn] = value
 
     def add_object(self, kind: str, fqn: str, value: object) -> None:
-        """Take one leaf that is stored as an object even if it is a tensor. Raises StateError if its name is taken."""
+        """Take one leaf that is stored as an object even if it is a tensor. Raises StateError if the name is taken."""
         objects = self.objects.setdefault(kind, {})
         if fqn in objects or fqn in self.tensors.get(kind, ()):
             raise self._named_twice((kind, fqn))
@@ -98,7 +101,7 @@ class Leaves:
     def join(self, kind: str, fqn: str, part: ShardedLeaf) -> None:
         """Add a further local tensor to a placed tensor: another part of the same logical tensor.
 
-        Raises StateError: the part has another global shape or dtype than the tensor, or it cannot be read.
+        Raises StateError if the part has another global shape or dtype than the tensor, or cannot be read.
         """
         first = self.tensors[kind][fqn]
         if not isinstance(first, ShardedLeaf):
@@ -118,7 +121,7 @@ class Leaves:
         """Return the shards of this rank. The first name of tensors that share all their memory holds the data.
 
         A table that was made of the same names, forms and ties before is used again; views and values are always new.
-        Raises StateError: a leaf cannot be saved, or two leaves have one name.
+        Raises StateError if a leaf cannot be saved, or two leaves have one name.
         """
         names, leaves = self._listed()
         looks = inspect_leaves(leaves, lambda number: self._label(names[number]))
@@ -150,8 +153,8 @@ class Leaves:
 
         The first in sorted order of the names that the checkpoint has gets the memory. The others are in the table
         without shards: they are known to be wanted, and a load compares their values with those of the first. Names
-        that the checkpoint lacks are left out as long as it has one of the same memory. Raises StateError: a leaf
-        cannot be written to, or two leaves have one name.
+        that the checkpoint lacks are left out as long as it has one of the same memory. Raises StateError if a
+        leaf cannot be written to, or two leaves have one name.
         """
         names, leaves = self._listed()
         seconds = [(name, copy) for name, copies in self.copies.items() for copy in copies]
@@ -249,7 +252,7 @@ class Leaves:
 
 
 def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
-    """Return ``owner.state_dict(**how)``. Raises StateError from its error; ``where`` is its place in the states."""
+    """Return the state dict of the owner at ``where`` in the states. Raises StateError if the owner's method raised."""
     try:
         return owner.state_dict(**how)
     except Exception as error:
@@ -260,9 +263,9 @@ def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
 
 
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:
-    """Check torch's private attributes that a planner reads; return which versions run and were tested.
+    """Check that torch has the private attributes that a planner reads; return the running and the tested versions.
 
-    Raises InputError, which names the attribute, if one is gone.
+    Raises InputError, which names the missing attributes, if there are any.
     """
     tested = f"planner {planner!r} was tested with torch 2.13.0; this is torch {torch.__version__}"
     for owner, names in needed.items():

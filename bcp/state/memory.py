@@ -47,7 +47,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parts_of(leaf: Leaf, label: str) -> Iterator[LocalShard]:
-    """Yield the parts that are here, as plain detached views. Raises StateError for none stated, or impossible ones."""
+    """Yield the parts of the logical tensor that this rank holds, as plain detached views.
+
+    Raises StateError if the leaf does not state its local shards, or states impossible ones.
+    """
     if isinstance(leaf, torch.Tensor) and is_ragged(leaf):
         leaf = ShardedLeaf(local_tensor(leaf), ragged_placement(leaf, label))
     if isinstance(leaf, ShardedLeaf):

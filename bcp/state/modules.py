@@ -115,7 +115,7 @@ class ParamNames:
         return self._sorted(found)
 
     def __call__(self, parameter: torch.Tensor) -> list[str]:
-        """Return the parameter's FQNs: its own, and those tied to it. Raises StateError if it is not in the model."""
+        """Return the parameter's FQN, and the FQNs tied to it. Raises StateError if the model lacks the parameter."""
         names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):
             names = self._by_memory.get(memory(parameter))
@@ -128,9 +128,10 @@ class ParamNames:
 
 
 def put(container: Any, path: Path, value: object, where: str) -> Any:
-    """Set a leaf at a path of nested containers; return the container, or a new tuple for one with a changed item.
+    """Set a leaf at a path of nested containers, and return the outermost container.
 
-    Raises StateError if a container on the way can neither be changed nor rebuilt.
+    A tuple with a changed item is replaced by a new tuple. Raises StateError if a container on the path can neither be
+    changed nor rebuilt.
     """
     if not path:
         return value

@@ -104,7 +104,7 @@ def _check_keys(value: Any, where: str, path: Path) -> None:
 
 
 def split(name: str, fqns: Collection[str]) -> tuple[str, str, str] | None:
-    """Take ``<section>.<fqn>.<key>`` apart; the longest of ``fqns`` that fits; None for a name of no section or FQN."""
+    """Return (section, fqn, key) of a name, with the longest of ``fqns`` that fits; None if no section or FQN fits."""
     section, _, rest = name.partition(".")
     cut = rest.rfind(".") if section in _SECTIONS else -1
     while cut > 0:

@@ -52,7 +52,7 @@ def take_apart(value: Any) -> Parts | None:
 
 
 def together(name: str, content: Any) -> Any:
-    """Return the value of a form. Raises CheckpointError: no form has this name."""
+    """Return the value of a form. Raises CheckpointError if no form has this name."""
     if name not in _TOGETHER:
         raise CheckpointError(f"a value has the form {name!r}, which this bcp does not know; upgrade bcp")
     return _TOGETHER[name](content)
@@ -203,7 +203,7 @@ def _words(dtype: Any) -> Any:
 
 
 def _dtype(described: Any) -> Any:
-    """Return the dtype of a description. Raises CheckpointError for objects: pointers that are read from a file."""
+    """Return the dtype of a description. Raises CheckpointError if it has objects: pointers would come from a file."""
     if isinstance(described, list):
         names, words, offsets, titles, itemsize, aligned = described
         fields: Any = {"names": names, "formats": [*map(_dtype, words)], "offsets": offsets, "itemsize": itemsize}

@@ -104,7 +104,7 @@ def restore(
 
 
 def check_changeable(target: object, where: str) -> None:
-    """Check that :func:`restore` may put a value into ``target``, before it is known. Raises StateError otherwise."""
+    """Check, before a value is known, that :func:`restore` may put it into ``target``. Raises StateError otherwise."""
     if not isinstance(target, (Stateful, MutableMapping, list, torch.Tensor)) and not is_generator(target):
         raise _unchangeable(target, where, "what is loaded")
 
@@ -187,8 +187,8 @@ def _give_state(target: Stateful, loaded: Any, where: str) -> None:
 def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:
     """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
 
-    Raises StateError: the target is a DTensor or a ShardedTensor; a loaded tensor is this rank's part of it, or all of
-    it.
+    Raises StateError if the target is a DTensor or a ShardedTensor: the loaded tensor may be this rank's part of the
+    target, or the whole.
     """
     if is_sharded_tensor(target) or isinstance(target, DTensor):
         kind = type(target).__name__

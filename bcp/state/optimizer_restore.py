@@ -114,9 +114,9 @@ class _There:
     """The entries of a checkpoint for the target's parameters."""
 
     slots: Mapping[str, Slot]
-    states: defaultdict[str, list[str]]  # keys of the states of each, by FQN
-    hypers: defaultdict[str, list[str]]  # keys of its hyper-parameters
-    tensors: defaultdict[str, list[str]]  # keys of those of its hyper-parameters that were saved as tensors
+    states: defaultdict[str, list[str]]  # by FQN, keys of the states
+    hypers: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as objects
+    tensors: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as tensors
     places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key
 
     @classmethod
@@ -138,7 +138,10 @@ class _There:
 
 
 def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: CheckpointNames) -> bool:
-    """Make a parameter's missing states, all zeros, and return whether; those that are no tensors are only wanted."""
+    """Make the states of a parameter that has none, all zeros; return whether any state was made.
+
+    A state that is no tensor is not made: the checkpoint is only asked for it.
+    """
     if slot.state is None or any(value is not None for value in slot.values.values()):
         return False
     for key in keys:

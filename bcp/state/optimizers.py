@@ -45,9 +45,9 @@ class Slot:
     # it, as an FSDP1 flat parameter or a 1-D fp32 shard. Several slots may share such memory.
     parameter: torch.Tensor
     group: dict[str, Any]  # the group it is in, of which ``params`` and ``param_names`` are no hyper-parameters
-    state: MutableMapping[torch.Tensor, dict[str, Any]] | None  # all parameters'; None: another rank has it (ZeRO-1)
+    state: MutableMapping[torch.Tensor, dict[str, Any]] | None  # all parameters' states; None: another rank's (ZeRO-1)
     tied: Sequence[str] = ()  # its further names
-    # where in the logical parameter ``parameter`` lies, and states of its shape; None: they are whole, or DTensors
+    # place of ``parameter``, and of states of its shape, in the logical parameter; None if they are whole, or DTensors
     placement: Placement | None = None
     master: Leaf | None = None  # its fp32 master, where that is memory of its own
     master_saved: bool = True  # False where the model's tensor has the same values: then the master is not stored
@@ -83,7 +83,7 @@ class Slot:
     def leaves(self, rank: int) -> Iterator[tuple[Path, Any]]:
         """Yield (path, leaf) of the states. A container without tensors is one leaf: nothing in it is placed.
 
-        Raises StateError: a state cannot be placed; the message names this ``rank``.
+        Raises StateError, which names this ``rank``, if a state cannot be placed.
         """
         for name, value in self.values.items():
             if isinstance(value, torch.Tensor):
@@ -124,7 +124,7 @@ def slots_of(
     """Yield every parameter of every group; ``names`` gives its FQN, and those that are tied to it.
 
     ``ZeroRedundancyOptimizer`` keeps the states of this rank's parameters in an optimizer of its own, ``optim``. Raises
-    StateError: a parameter is not in the model, or the states of an optimizer are not where they could be read.
+    StateError if a parameter is not in the model, or if the states of an optimizer cannot be read.
     """
     for optimizer in optimizers:
         if getattr(optimizer, "_overlap_with_ddp", False):
@@ -149,7 +149,10 @@ def counts_in_group(optimizer: object) -> bool:
 
 
 def add_slots(leaves: Leaves, slots: Iterable[Slot]) -> None:
-    """Take states, masters and hyper-parameters. Raises StateError for a parameter twice, or an unplaceable state."""
+    """Take the states, masters and hyper-parameters that exist.
+
+    Raises StateError if a parameter is in two optimizers, or a state cannot be placed.
+    """
     groups: dict[int, tuple[dict[str, Any], list[str]]] = {}
     leaves.add_all(OPTIMIZER, _states(slots, groups, leaves.rank))
     for hyper, prefixes in groups.values():

@@ -33,7 +33,7 @@ def check_archive(data: io.BytesIO) -> None:
     """Check that the records of an archive are stored as they are, as ``torch.save`` does, and fit into it.
 
     torch inflates compressed records as well: 300 KB become 300 MB before it compares their size with the tensor's.
-    Raises ValueError: a record is compressed, or records overlap.
+    Raises ValueError if a record is compressed, or records overlap.
     """
     if not zipfile.is_zipfile(data):
         return  # torch says what is wrong with it
@@ -73,8 +73,8 @@ def pack(
     Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
     ``Parameter`` is kept. Two references to one object become two objects. ``trust`` pickles objects of any class as
     well, which only :func:`unpack` with ``trust`` reads. ``outside`` takes the large tensors, contiguous ones of the
-    CPU and not copied, which are then not in the bytes. Raises StateError, which names the value, if something cannot
-    be serialized, or not be read again.
+    CPU, without a copy; the bytes then lack these. Raises StateError, which names the value, if anything cannot be
+    serialized, or could not be read again.
     """
     packer = _Packer(trust=trust, outside=outside)
     try:
@@ -93,7 +93,7 @@ def pack(
 def unpack(
     data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
 ) -> Any:
-    """Read an image that :func:`pack` wrote; tensors are on the CPU, those that it left ``outside`` are given.
+    """Read an image that :func:`pack` wrote; tensors are on the CPU. ``outside`` has the tensors that it left outside.
 
     ``trust`` unpickles anything, which may run code: only for checkpoints that you wrote. Raises CheckpointError if the
     bytes are damaged, or hold objects that only ``trust=True`` reads.
@@ -166,7 +166,7 @@ class _Packer:
         return self._opaque(value, where) if parts is None else (_MARK, parts[0], self.plain(parts[1], where))
 
     def check(self) -> None:
-        """Raise StateError, which names value and class, for a doubtful value that only ``trust`` would read again."""
+        """Check that untrusted values can be read again. Raises StateError, which names the value and its class."""
         for where, value in () if self._trust else self._doubtful:
             try:
                 kind = type(_loaded(_saved(value), trust=False))
@@ -265,7 +265,7 @@ def hex_text(number: int, where: str) -> str:
 
 
 def hex_number(text: str) -> int:
-    """Undo :func:`hex_text`. Raises ValueError: the text is no integer, or has too many digits."""
+    """Undo :func:`hex_text`. Raises ValueError if the text is no integer, or has too many digits."""
     if len(text) > _MOST_HEX_DIGITS + len("-0x"):
         raise ValueError(f"an integer has {len(text)} hexadecimal digits, at most {_MOST_HEX_DIGITS} are read")
     return int(text, 16)
@@ -276,7 +276,7 @@ def _looks_marked(value: tuple[Any, ...]) -> bool:
 
 
 def _check_memory(tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor whose values are not here. Raises StateError: the message tells the reason and the remedy."""
+    """Refuse a tensor whose values are not in memory here. Raises StateError, which tells the reason and the remedy."""
     if is_sharded_tensor(tensor) or isinstance(tensor, DTensor):
         kind = type(tensor).__name__
         raise StateError(

@@ -89,7 +89,7 @@ def _leaves(value: object) -> Iterator[object]:
 class LocalInterval:
     """A flat interval of a block of a logical tensor, and where it lies in local memory."""
 
-    box: Box  # of the logical tensor
+    box: Box  # a block of the logical tensor
     start: int  # first flat position inside the box that is here
     # one past the last. ``start == stop``: nothing is here. A rank states that too, so that all ranks of a sharding
     # group state the same boxes and are planned for as one.
@@ -111,9 +111,9 @@ class LocalInterval:
 class Placement:
     """Which intervals of which blocks of a logical tensor lie where in a local tensor."""
 
-    shape: tuple[int, ...]  # of the logical tensor: unsharded, without padding
-    local: tuple[int, ...]  # of the local tensor
-    spans: tuple[LocalInterval, ...]  # those of the logical tensor; the rest (padding, others) is never touched
+    shape: tuple[int, ...]  # shape of the logical tensor: unsharded, without padding
+    local: tuple[int, ...]  # shape of the local tensor
+    spans: tuple[LocalInterval, ...]  # its elements of the logical tensor; others (as padding) are never touched
 
     @property
     def numel(self) -> int:
@@ -125,10 +125,10 @@ class Placement:
 class LocalShard:
     """One shard: a flat interval of a box, and the live memory where it is."""
 
-    box: Box  # of the logical tensor
+    box: Box  # a block of the logical tensor
     start: int  # first flat position inside the box
     stop: int  # one past the last
-    view: torch.Tensor  # of the box's shape if the interval is all of the box, else 1-D with ``stop - start`` elements
+    view: torch.Tensor  # has the box's shape if the interval is all of the box, else 1-D: ``stop - start`` elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class ShardedLeaf:
     """A leaf of which a framework keeps parts in a local tensor, or in several."""
 
     tensor: torch.Tensor  # the live local memory
-    placement: Placement  # where in the logical tensor it lies
+    placement: Placement  # its place in the logical tensor
     more: tuple[ShardedLeaf, ...] = ()  # other local tensors of the same logical tensor; these have no ``more``
 
     @classmethod
@@ -146,7 +146,7 @@ class ShardedLeaf:
         return cls(first.tensor, first.placement, tuple(others))
 
     def parts(self, label: str) -> Iterator[LocalShard]:
-        """Yield a view per span. Raises StateError if local memory contradicts its placement, or is not in a row."""
+        """Yield a part for each span. Raises StateError if memory contradicts the placement, or is not contiguous."""
         for leaf in (self, *self.more):
             yield from leaf._own_parts(label)  # noqa: SLF001 -- of the same class
 

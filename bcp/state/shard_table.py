@@ -36,17 +36,17 @@ class TableRows:
     tied_to: list[str]  # the FQN of the tensor that is stored in its stead, or ""
     owners: list[int]  # the tensor of each leaf that has shards
     stored: list[int]  # the number of each such leaf
-    held: list[TensorSpec]  # its form
+    held: list[TensorSpec]  # the form of each such leaf
 
     @classmethod
     def of(
         cls,
         names: Sequence[tuple[str, str]],  # (kind, FQN) of each leaf
-        forms: Sequence[TensorSpec],  # of each leaf, and behind these of the copies
-        firsts: Mapping[int, int],  # of each leaf that goes by another one's memory, that one; or LEFT_OUT
-        copies: Mapping[int, Sequence[int]],  # of some leaves, the numbers of their copies
+        forms: Sequence[TensorSpec],  # the form of each leaf, then of each copy
+        firsts: Mapping[int, int],  # leaf to the leaf that stores the same memory, or to LEFT_OUT
+        copies: Mapping[int, Sequence[int]],  # leaf to the numbers of its copies
     ) -> TableRows:
-        """Take leaves. A tensor of which nothing is here is left out, unless there is nothing of it anywhere."""
+        """Take leaves. A tensor without an element on this rank is left out, unless it has no elements at all."""
         own: dict[int, Sequence[int]] = {
             n: [each for each in (n, *more) if forms[each].spans] for n, more in copies.items()
         }
@@ -137,10 +137,10 @@ Seen = tuple[object, ...]
 class ShardTableCache:
     """Results that follow from names, specs and ties."""
 
-    seen: Seen
+    seen: Seen  # the names, specs and ties
     table: ShardTable
     stored: Sequence[int]  # numbers of the leaves whose memory is the table's shards, in the order of its rows
-    keys: Sequence[ObjectKey]  # of the objects, in the order in which their values are found
+    keys: Sequence[ObjectKey]  # keys of the objects, in the order in which their values are found
     plain: bool  # whether each of these leaves is one shard, and bytes of the CPU's memory in row-major order
     tracked: bool  # whether autograd tracks the memory of any of them
 

@@ -55,12 +55,12 @@ class TensorSpec:
     """All of a leaf but its name, its values, and where they are in memory."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the logical tensor
-    stride: tuple[int, ...]  # of the logical tensor in elements; () where its parts do not tell
-    device: str  # its type
+    shape: tuple[int, ...]  # shape of the logical tensor
+    stride: tuple[int, ...]  # stride of the logical tensor in elements; () if its parts do not tell
+    device: str  # device type
     requires_grad: bool
     tracked: bool  # whether autograd tracks its memory here, which is another tensor in a DTensor
-    spans: tuple[LocalInterval, ...]  # the shards that are here; ``at`` means nothing
+    spans: tuple[LocalInterval, ...]  # the shards on this rank; their ``at`` means nothing
     whole: bool  # whether there is one shard only, and its elements are those of the local tensor as it is
     plain: bool  # whether they are also bytes of the CPU's memory in row-major order
 
@@ -90,7 +90,10 @@ def is_flat(state: object) -> TypeGuard[Mapping[str, torch.Tensor]]:
 
 
 def inspect_leaves(leaves: Sequence[Leaf], label: Callable[[int], str]) -> LeafInspection:
-    """Look at leaves; ``label`` names one by its number. Raises StateError without plain memory or possible shards."""
+    """Inspect leaves; ``label`` returns the name of a leaf for messages, by its number.
+
+    Raises StateError if a leaf has no plain memory on this rank, or states impossible shards.
+    """
     meshes, parts, memory = Meshes(), dict[int, Sequence[LocalShard]](), list[torch.Tensor]()
     forms, placed = [], dict[object, TensorSpec]()
     for number, leaf in enumerate(leaves):

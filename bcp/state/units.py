@@ -122,8 +122,8 @@ _latest: list[weakref.ref[ShardedState]] = []
 class Units:
     """The units of the sharded states of this rank."""
 
-    claims: Sequence[Claim]  # one of each state
-    images: Mapping[str, UnitImage]  # of every path in the claims (see bcp.plan.units.claimed_paths)
+    claims: Sequence[Claim]  # one claim for each state
+    images: Mapping[str, UnitImage]  # by path in the claims (see bcp.plan.units.claimed_paths)
 
     def shared_digests(self) -> dict[str, str]:
         """Return the digest of each state's shared part, which is the same on all ranks, by the state's name."""
@@ -133,7 +133,8 @@ class Units:
 def sharded_states(states: States) -> dict[str, ShardedState]:
     """Find the sharded states by name: ``states["dataloader"]`` itself, or values of its mappings.
 
-    A name is keys joined by ``/``, empty for ``states["dataloader"]`` itself. Raises InputError if two have one name.
+    A name is keys joined by ``/``, empty for ``states["dataloader"]`` itself. Raises InputError if two states
+    would have one name.
     """
     found: dict[str, ShardedState] = {}
     _find(states.get(DATALOADER), "", found)
@@ -228,8 +229,8 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
 def collect_units(states: States, *, trust: bool) -> Units:
     """Ask the sharded states for their units.
 
-    Raises InputError: an id is no text, or is empty, or has a slash. Raises StateError: a state raised, or something in
-    a unit cannot be serialized.
+    Raises InputError if an id is no text, is empty, or has a slash. Raises StateError if a state raised, or if a value
+    in a unit cannot be serialized.
     """
     claims, images = [], {}
     found = sharded_states(states)

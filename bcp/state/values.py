@@ -28,8 +28,8 @@ def encode_value(value: Any, *, where: str = "a value", trust: bool = False) -> 
 
     None, bools, ints, finite floats, strings and lists of them are themselves. Any other type is an object with one
     key, its type: nan and infinities, huge ints, bytes, tuples, dicts, dtypes, devices, sizes. Other types are stored
-    by :func:`~bcp.state.packed.pack`, in base64. Raises StateError, which names ``where``, for a value that contains
-    itself, or cannot be serialized or read again. The same goes for an integer of more than 65,536 hexadecimal digits.
+    by :func:`~bcp.state.packed.pack`, in base64. Raises StateError, which names ``where``, if the value contains
+    itself, or could not be serialized or read again. Integers of more than 65,536 hexadecimal digits raise it too.
     """
     try:
         return json.dumps(_encoded(value, where, trust), separators=(",", ":"))

@@ -35,7 +35,10 @@ class GrpcChannel:
     def __init__(
         self, node: Node, loop: CoordinatorLoop, number: int, info: PeerInfo, world_size: int, timeout: float
     ) -> None:
-        """Prepare the channel; nothing is sent before :meth:`join`. A rank may be late or silent for ``timeout`` s."""
+        """Prepare the channel; nothing is sent before :meth:`join`.
+
+        A rank may be late to join, or silent, for ``timeout`` seconds.
+        """
         self.error: Exception | None = None
         self._node = node
         self._loop = loop

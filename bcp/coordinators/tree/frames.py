@@ -138,7 +138,7 @@ class Kind(IntEnum):
     UP = 4  # the payloads of the ranks of a subtree in a step; body: a digest of the step's verb, and Values
     DOWN = 5  # the answer to a step, the same for all
     EACH = 6  # the answers to a step, for the ranks of a subtree; body: Values
-    SAY = 7  # this rank's own words for the step, for one that differs; step 0 is the operation
+    SAY = 7  # this rank's name of the step, for a neighbour that has another one; step 0 is the operation
     ABORT = 8  # the operation has ended; body: an encoded bcp._messages.coordination.Abort
     OLD = 9  # the operation is over on this rank; body: the number of the next one
     BYE = 10  # this rank talks no more

@@ -63,7 +63,7 @@ class _Step:
 
     verb: str | None = None  # the verb of this node's rank; None until the rank has come as far
     mine: bytes = b""  # the payload of this node's rank
-    # by child: digest of its verb, payloads of its subtree
+    # by child, the digest of its verb and the payloads of its subtree
     given: dict[int, tuple[bytes, Values]] = field(default_factory=dict)
     sent: bool = False  # whether all payloads are on their way up
 

@@ -55,7 +55,7 @@ class Tree:
     """
 
     parents: tuple[int | None, ...]  # the rank above each rank; None for rank 0
-    children: tuple[tuple[int, ...], ...]  # of each rank, ascending in each of the two kinds
+    children: tuple[tuple[int, ...], ...]  # the ranks below each rank; each of the two kinds ascends
 
     @classmethod
     def of(cls, hosts: Sequence[str], fanout: int) -> Tree:
@@ -151,7 +151,7 @@ class Rendezvous(Protocol):
 
 
 class _KnownPlaces:
-    """The part of a rendezvous that ranks need whose places are known beforehand."""
+    """The methods of a rendezvous whose ranks know their places beforehand."""
 
     _invitation: Invitation
 
@@ -280,12 +280,12 @@ class StoreRendezvous:
 
     def __init__(
         self,
-        store: Store | StoreClient,  # no other call waits on it
-        prefix: str,  # of our keys
+        store: Store | StoreClient,  # a connection on which no other call waits
+        prefix: str,  # prefix of our keys
         rank: int,
         world_size: int,
         fanout: int,
-        address: str | None = None,  # this host's in the job's network; None: see bcp.coordinators.hosts
+        address: str | None = None,  # this host's address in the job's network; None: see bcp.coordinators.hosts
     ) -> None:
         """Prepare the rendezvous; nothing is sent before :meth:`invitation`."""
         self._client = StoreClient.of(store)

@@ -108,9 +108,9 @@ def info_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
 
 
 def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
-    """Return the proof of a side, "child" or "parent", of a new stream that it knows the job's token.
+    """Return the proof that one side of a new stream knows the job's token.
 
-    ``said`` is the child's metadata, with its nonce; ``challenge`` is the parent's nonce.
+    ``side`` is "child" or "parent", ``said`` the child's metadata with its nonce, ``challenge`` the parent's nonce.
     """
     facts = [said.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
     return proof(token.encode(), side, parent, challenge, *facts)
@@ -165,10 +165,10 @@ class Link:
     def __init__(self, rank: int, host: str = "") -> None:
         self.rank = rank
         self._host = host
-        self.peer: PeerInfo | None = None  # the neighbour's, once it has been connected
+        self.peer: PeerInfo | None = None  # the neighbour's info, once it has been connected
         self.connection: object | None = None  # the present one, an object of the transport's own
         self.trouble = ""  # the reason why there is no connection, for messages, if one is known
-        self.awaited: object | None = None  # for the latest break, while the neighbour may come back
+        self.awaited: object | None = None  # stands for the latest break, while the neighbour may come back
         self.given_up = ""  # the cause of errors if the neighbour has not come back
         self._sent, self._received = [0, 0], [0, 0]
         self._waiting: deque[tuple[int, bytes]] = deque()

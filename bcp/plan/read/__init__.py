@@ -29,11 +29,10 @@ def divide_load(
 ) -> SharedReads:
     """Divide the blocks that several ranks need among these ranks; runs on rank 0.
 
-    ``messages`` are :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks; the others are as in
-    :func:`plan_load`.
+    ``messages`` are :meth:`~bcp.plan.read.share.BlockIndex.encode` of every rank's blocks; the options are as
+    in :func:`plan_load`.
 
-    Raises:
-        MessageError: a message names blocks that do not exist.
+    Raises MessageError if a message names blocks that do not exist.
     """
     runs = [blocks.decode(message, rank) for rank, message in enumerate(messages)]
     blocks.check(np.concatenate(runs))

@@ -2,7 +2,7 @@
 
 :func:`assign` lists the chunks. Shared chunks travel in rounds of an all-to-all while reading goes on; every rank takes
 part in every round. :func:`copies` finds the destination of each byte, for all chunks at once. Most copies are *runs*:
-contiguous in the file and in the shard. :func:`zero_copy_reads` chooses the chunks that are read straight there.
+contiguous in the file and in the shard. :func:`zero_copy_reads` chooses chunks that are read into shards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Runs of 8 KiB: 9.0 against 14.3, but Python takes most of the time, in one threa
 class ZeroCopyReads:
     """Destinations of the zero-copy chunks among c chunks: their bytes are read straight into shards."""
 
-    begin: Ints  # int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``. None: it is no zero-copy chunk.
+    begin: Ints  # int64[c + 1]; chunk i has the runs ``begin[i]`` to ``begin[i + 1]``; a zero-copy chunk has some
     runs: ByteRuns  # in file order within each chunk; they do not overlap, and no rank needs the bytes between them
 
     @property
@@ -60,10 +60,10 @@ class ZeroCopyReads:
 
 
 def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
-    """Choose the zero-copy chunks: those of few runs, without a byte that goes to two places, into plain memory.
+    """Choose the zero-copy chunks: few runs into plain memory, and no byte that goes to two places.
 
-    ``private``, bool[c]: no other rank needs the chunk, and nothing has to be done to its bytes. ``plain``, bool[n]:
-    the elements of the shard can be written as bytes, as they lie in the file.
+    ``private``, bool[c], says that no other rank needs the chunk, and that nothing has to be done to its bytes.
+    ``plain``, bool[n], says that the elements of the shard can be written as bytes, as they lie in the file.
     """
     chunk, counts = found.chunk, found.numel // found.run
     number = np.bincount(chunk, weights=counts, minlength=len(private))
@@ -176,7 +176,8 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
     """Return the copies from these chunks into this rank's shards.
 
     Irregular intervals are decomposed into boxes here (paper sec. 4.4), for all chunks at once. Rows of ``chunks`` are
-    (file, first byte in its data section, last byte + 1), at element boundaries: int64[c, 3].
+    (file, first byte in its data section, last byte + 1), at element boundaries: int64[c, 3]. ``wanted`` is
+    :func:`~bcp.plan.read.reads.wants` of ``layout`` and ``table``.
     """
     chunk, want, lo, hi = _cut(layout, wanted, chunks)
     itemsize = layout.tensors.itemsize[wanted.tensor[want]]
@@ -277,9 +278,9 @@ class Assignment:
     """The reads, sends and receives of one rank."""
 
     rank: int
-    rounds: int  # every rank takes part in so many
+    rounds: int  # number of rounds; every rank takes part in all
     private: tuple[Chunk, ...]  # chunks that only this rank reads, in file order
-    # these five: int64[c], chunks that it shares with others, as in :class:`Chunk`, by round
+    # the next five: int64[c], fields of the :class:`Chunk` records that the rank shares with others, by round
     file: Ints
     start: Ints
     stop: Ints
@@ -310,7 +311,10 @@ class Assignment:
         return int(nbytes.max(initial=0))
 
     def items(self) -> list[Chunk]:
-        """Return the chunks that the rank reads: one a round, maybe empty, and private ones spread evenly between."""
+        """Return the chunks that the rank reads, in order: one for each round, private ones spread evenly between.
+
+        A rank that has no chunk left for a round takes part in it with an empty chunk.
+        """
         shared = [self._chunk(row) for row in np.flatnonzero(self.reader == self.rank).tolist()]
         shared += [Chunk(-1, 0, 0, self.rank, number) for number in range(len(shared), self.rounds)]
         total, done, taken = sum(chunk.nbytes for chunk in (*shared, *self.private)), 0, 0
@@ -348,9 +352,10 @@ class Assignment:
 
 
 def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read_bytes: int) -> Assignment:
-    """List the chunks that a rank reads, sends and receives. It reads by itself all blocks that it does not receive.
+    """List the chunks that a rank reads, sends and receives: it reads by itself all blocks that it does not receive.
 
-    ``runs`` are the blocks that it needs, ``shared`` those that ranks read for each other, the same on all ranks.
+    ``runs`` are the blocks that the rank needs. ``shared`` has the blocks that ranks read for each other, the same on
+    all ranks.
     ``read_bytes`` is the largest read, but never less than one block.
     """
     rows = shared.of_rank(rank)

@@ -49,9 +49,8 @@ class BoxIndex:
     def candidates(self, tensor: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
         """Return the boxes [first, stop) that may share elements with given ones, by the first dimension alone.
 
-        ``tensor`` is the row of the leader. ``low`` and ``high`` bound the first dimension of the given boxes: int64[m]
-        each. All boxes that share elements are among those returned. Few others are, if tensors are cut along the
-        first dimension.
+        ``tensor`` is the row of the leader; ``low`` and ``high``, one past the last, bound the first dimension: all
+        are int64[m]. The result has all boxes that share elements, and few others if boxes are cut along it.
         """
         base = self.base[tensor]
         return np.searchsorted(self.reach, base + low, side="right"), np.searchsorted(self.begin, base + high)
@@ -115,8 +114,7 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
     Shapes are assumed to be equal (checked before). Dtypes may differ: sizes are those of the saved one. ``saved`` is
     ``find_all(layout, table.tensors)``, if it is known already.
 
-    Raises:
-        CorruptError: a needed element lies outside its file, or in a file of another kind.
+    Raises CorruptError if a needed element lies outside its file, or in a file of another kind.
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments
@@ -139,7 +137,10 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
 
 
 def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: Ints) -> None:
-    """Raise CorruptError if elements up to ``stop`` of a plane, which begins at byte ``base``, lie outside the file."""
+    """Raise CorruptError if needed elements lie outside their file, or in a file of another kind.
+
+    ``stop`` is one past the last needed element of a plane, which begins at byte ``base``.
+    """
     itemsize = layout.tensors.itemsize[tensor]
     wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
     wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
@@ -160,10 +161,10 @@ class _Regions:
     leader: Ints  # int64[m], row in the layout
     offset: Ints  # int64[m, D], the box
     length: Ints
-    start: Ints  # int64[m], the flat interval of it; not empty
+    start: Ints  # int64[m], the flat interval [start, stop) of the box; not empty
     stop: Ints
-    begin: Ints  # int64[m], first of the rows below that ask for it
-    count: Ints  # int64[m], how many do: one for each state
+    begin: Ints  # int64[m], first of the rows below that ask for the region
+    count: Ints  # int64[m], how many rows ask for it: one for each state
     row: Ints  # int64[n], row of the target shard
     tensor: Ints  # int64[n], row of its tensor in the layout
 

@@ -83,10 +83,10 @@ class RenamedLayout:
     """The leaves of a checkpoint, by the names of the target."""
 
     layout: Layout  # the checkpoint, by its own names
-    # the same for planners. Rows of ``saved.tensors`` below ``len(layout.tensors)`` are those of the layout; behind
-    # them are the tensors that are made of blocks.
+    # the names that planners see. Rows of ``saved.tensors`` below ``len(layout.tensors)`` are those of the layout;
+    # behind these rows are the tensors that are made of blocks.
     saved: CheckpointNames
-    # for each of those behind: its blocks, and the row in the layout of each of its sources
+    # for each tensor that is made of blocks: its blocks, and the rows of its sources in the layout
     joined: Sequence[tuple[AssembledTensor, Sequence[int]]]
     objects: Mapping[tuple[str, str], int]  # (kind, path) in the target, to the row in ``layout.objects``
     # rows of the layout's tensors, and behind these of its objects, that no target is expected to want
@@ -130,15 +130,15 @@ class _Work:
 
     layout: Layout
     blocks: Blocks  # the rename
-    kinds: Collection[str]  # those that are loaded
-    # the moves of each name of the model, tensors and other leaves; and of parameters that it lacks
+    kinds: Collection[str]  # the kinds that are loaded
+    # by name, the moves of the model's tensors and other leaves, and of parameters that the model lacks
     moved: dict[str, Sequence[Moved]] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors among them, and these parameters
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of these tensors and parameters
     model: dict[str, int] = field(default_factory=dict)  # rows of the model's tensors, by name
     others: dict[str, int] = field(default_factory=dict)  # rows of the model's other leaves in ``layout.objects``
-    # the optimizer's leaves of each parameter: rows, as in ``RenamedLayout.left_out``
+    # by parameter, the optimizer's leaves with their rows, as in ``RenamedLayout.left_out``
     parameters: dict[str, dict[Key, int]] = field(default_factory=dict)
-    # the others are of the result
+    # the fields of the result
     rows: dict[tuple[str, str], int] = field(default_factory=dict)
     objects: dict[tuple[str, str], int] = field(default_factory=dict)
     joined: list[tuple[AssembledTensor, Sequence[int]]] = field(default_factory=list)

@@ -105,13 +105,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AssembledTensor:
-    """A tensor of the target that is put together of k blocks; its optimizer states are, too."""
+    """A tensor of the target that is assembled from k blocks, as are its optimizer states."""
 
     fqn: str  # its name
     shape: tuple[int, ...]  # its shape
     sources: Sequence[str]  # names of the saved tensors, each once, in the order in which the checkpoint has them
     moved: Sequence[Moved]  # the k blocks
-    source: Ints  # int64[k], which of ``sources`` each is of
+    source: Ints  # int64[k], index in ``sources`` of each block's tensor
     low: Ints  # int64[k, D], first corners in the target's tensor
     high: Ints  # int64[k, D], one past the last
 
@@ -229,8 +229,7 @@ Blocks = Callable[[str, tuple[int, ...]], Sequence[Moved]]
 def blocks_of(rename: Rename) -> Blocks:
     """Return any rename as one function; a rename that only changes names moves each tensor whole.
 
-    Raises:
-        InputError: it has none of the forms of a rename.
+    Raises InputError if it has none of the forms of a rename.
     """
     if isinstance(rename, Moves):
         return rename.blocks

@@ -53,7 +53,7 @@ class BlockIndex:
         return cls(block, base, layout.file_nbytes, kinds)
 
     def runs(self, ranges: Ints) -> Ints:
-        """Return int64[k, 2]: the longest runs of blocks that hold some byte of sorted (file, start, stop) rows."""
+        """Return int64[k, 2]: longest runs of blocks with bytes of ``ranges``, sorted (file, start, stop)."""
         file, start, end = ranges.T
         first, stop = self.base[file] + start // self.block_bytes, self.base[file] - (-end // self.block_bytes)
         new = np.diff(file, prepend=-1) != 0
@@ -78,7 +78,7 @@ class BlockIndex:
         return BlockRuns(len(runs), packed).encode()
 
     def decode(self, data: bytes, sender: int | None = None) -> Ints:
-        """Undo :meth:`encode`. The runs are not checked yet: see :meth:`check`. Raises MessageError."""
+        """Undo :meth:`encode`; :meth:`check` checks the runs. Raises MessageError if ``data`` is no such message."""
         message = BlockRuns.decode(data, sender)
         nbytes = 2 * min(message.count, int(self.base[-1])) * self.word.itemsize  # no more is allocated
         try:
@@ -88,7 +88,7 @@ class BlockIndex:
         return np.cumsum(steps.reshape(2, -1).T, dtype=np.int64).reshape(-1, 2)
 
     def check(self, runs: Ints) -> None:
-        """Check rows that come from another rank. Raises MessageError."""
+        """Check rows that come from another rank. Raises MessageError if a row is no run of this line."""
         first, stop = runs.T
         bad = (first < 0) | (stop <= first) | (stop > self.base[-1])
         if not bad.any():
@@ -158,9 +158,9 @@ class WantedBlocks:
 def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> Ints:
     """Divide the wanted blocks: each member of a set reads some of the set's blocks, in the order of its members.
 
-    ``load`` is float64[world size], the bytes that each rank has to read anyway; the bytes that it is given are added.
-    ``speed`` is above 0: a rank of half the speed has as much to do with half the bytes. Returns int64[m + 1]: the
-    first block of the strip of each member; then the end of the last one.
+    ``load``, float64[world size], has the bytes that each rank has to read anyway; the assigned bytes are added to it.
+    ``speed``, float64[world size], is above 0: a rank of half the speed has as much to do with half the bytes. Returns
+    the first block of the strip of each member, and the end of the last one: int64[m + 1].
     """
     cut = np.append(np.zeros(len(sets.rank), dtype=np.int64), strip.blocks[-1])
     given = np.zeros(len(sets.rank))
@@ -188,7 +188,7 @@ class _DisjointSets:
     first: Ints  # int64[b], first member of each in the columns below
     member: Ints  # int64[n], rows in ``RankSets.rank``
     rank: Ints  # int64[n], the ranks
-    owner: Ints  # int64[n], which of ``sets`` each is in
+    owner: Ints  # int64[n], index in ``sets`` of each member's set
 
     @classmethod
     def of(cls, sets: RankSets, rows: Ints) -> _DisjointSets:
@@ -302,8 +302,7 @@ class SharedReads:
     def decode(cls, data: bytes, line: BlockIndex, world_size: int) -> SharedReads:
         """Undo :meth:`encode`.
 
-        Raises:
-            MessageError: this is no such table, or it names blocks or ranks that do not exist.
+        Raises MessageError if this is no such table, or if it names blocks or ranks that do not exist.
         """
         message = SharedRuns.decode(data, sender=0)
         count, groups, members = message.count, message.groups, message.members
@@ -347,7 +346,7 @@ def share_reads(
 
     A rank with much to read for itself reads less for others. So does a slow one, which also sends less in each round.
     A rank receives at most ``exchange_bytes`` in a round, but never less than one block from each rank that it shares
-    with. ``speed`` is float64[world size] in (0, 1], how fast each rank sends; None: all the same.
+    with. ``speed``, float64[world size] in (0, 1], is how fast each rank sends; None: all are equally fast.
     """
     speed = np.ones(len(runs)) if speed is None else speed
     wanted = _Wanted.of(line, _parties(line, runs))

@@ -63,8 +63,7 @@ class RankTable:
     def plan(self, share: bytes) -> RankPlan:
         """Read the rank's share of a save, one of :func:`~bcp.plan.write.survey.encode_shares`.
 
-        Raises:
-            MessageError: the bytes are no share, or it names what the rank does not have.
+        Raises MessageError if the bytes are no share, or if the share names parts that the rank does not have.
         """
         answer = decode_share(share)
         paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]

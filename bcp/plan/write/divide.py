@@ -67,8 +67,8 @@ def split(shards: DistinctShards, weight: Ints, world_size: int) -> WriterInterv
     many ranks, none of which is in two of them, are cut together.
 
     Cuts avoid splinters. A cut close to the end of a shard moves there, and small shards stay whole. Other cuts fall
-    between whole rows, or between the largest contiguous blocks that are small enough. ``weight`` is int64[s], bytes of
-    one element of each shard, in all tensors that it stands for.
+    between whole rows, or between the largest contiguous blocks that are small enough. ``weight``, int64[s], has the
+    bytes of one element of each shard, in all tensors that the shard stands for.
     """
     nbytes = (shards.stop - shards.start) * weight
     single = np.flatnonzero(shards.holder < world_size)
@@ -232,10 +232,10 @@ class WriteDivision:
 
     layout: Layout  # the place of every element
     rows: npt.NDArray[np.void]  # :data:`~bcp.plan.write.divide.SHARE` rows of all ranks, by rank
-    begin: Ints  # int64[N + 1]; those of rank r are ``rows[begin[r]]`` to ``rows[begin[r + 1]]``
-    # rank -> the objects of its own table whose values it writes down; ranks that own none are left out
+    begin: Ints  # int64[N + 1]; rank r has the rows ``rows[begin[r]]`` to ``rows[begin[r + 1]]``
+    # by rank, the objects of its own table whose values it writes; ranks without any are left out
     owned: Mapping[int, Ints]
-    # rank -> which of the paths that its claims name it writes; ranks that write none are left out
+    # by rank, numbers of the paths that it writes, among the paths of its claims; ranks without any are left out
     units: Mapping[int, Ints]
 
 
@@ -295,7 +295,7 @@ class _Files:
 def _plane_bases(elements: Ints, itemsize: Ints, owner: Ints) -> tuple[Ints, Ints]:
     """Return the first byte of each plane, int64[f, P], and the bytes of each file, int64[f].
 
-    ``elements`` is int64[f, C], how many a file has in each plane of a class; ``owner`` is int64[P], a plane's class.
+    ``elements``, int64[f, C]: elements of a file in each plane of a class. ``owner``, int64[P]: the class of a plane.
     """
     nbytes = elements[:, owner] * itemsize
     ends = np.cumsum(nbytes, axis=1)
@@ -448,7 +448,7 @@ class RankShare:
     """Rank 0's answer to one rank."""
 
     owned: Ints  # int64[o], rows in its table's ``objects`` whose values it writes down
-    units: Ints  # int64[u], which of the paths that its claims name it writes, counted through all claims
+    units: Ints  # int64[u], numbers of the paths that it writes, counted through all its claims
     rows: npt.NDArray[np.void]  # its intervals, :data:`SHARE`, in the order of its files
 
 
@@ -483,7 +483,8 @@ def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.voi
     """Return the writes of a rank, in terms of its own table.
 
     The order inside a file follows from the written tensors alone: planes of wide elements first, then by the family's
-    signature and the member's number. In a plane the order is that of the share. ``_files`` uses the same rule.
+    signature and the member's number. In a plane the order is that of the share. :func:`divide_writes` lays out
+    files by the same rule.
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
     size = np.where(member < 0, factored.row_begin[slot + 1] - factored.row_begin[slot], 1)

@@ -169,8 +169,7 @@ def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int)
     A large tensor spans several parts and small ones share one; no element straddles two. Each part has ``part_bytes``
     bytes of data; the last part of a file may be smaller. The headers note the rank.
 
-    Raises:
-        InputError: ``part_bytes`` is not a positive multiple of 4096.
+    Raises InputError if ``part_bytes`` is not a positive multiple of 4096.
     """
     if part_bytes <= 0 or part_bytes % ALIGNMENT:
         raise InputError(f"part_bytes={part_bytes} must be a positive multiple of {ALIGNMENT}; round it")

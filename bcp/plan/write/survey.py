@@ -62,8 +62,7 @@ def encode_catalogue(catalogue: Catalogue) -> bytes:
 def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
     """Decode a catalogue of :func:`encode_catalogue`, of the rank ``sender``.
 
-    Raises:
-        MessageError: these are not the bytes of a catalogue, or another version of bcp made them.
+    Raises MessageError if these are not the bytes of a catalogue, or another version of bcp made them.
     """
     columns = _decode(data, sender)
     try:
@@ -87,7 +86,7 @@ def encode_slots(slots: Slots) -> bytes:
 
 
 def decode_slots(data: bytes, sender: int | None = None) -> Slots:
-    """Decode the slots of :func:`encode_slots`, of the rank ``sender``. Raises MessageError."""
+    """Undo :func:`encode_slots` of the rank ``sender``. Raises MessageError if the bytes are no slots."""
     columns = SlotColumns.decode(data, sender)
     family = numbers(columns.family)
     offset, length = (numbers(each).reshape(len(family), columns.width) for each in (columns.offset, columns.length))
@@ -103,7 +102,7 @@ def encode_flat(flat: Ints) -> bytes:
 
 
 def decode_flat(data: bytes) -> tuple[Ints, Ints, Ints]:
-    """Decode :func:`encode_flat` of one rank or of several joined: slots, starts, stops. Raises MessageError."""
+    """Decode slots, starts and stops of one rank or several. Raises MessageError if the last interval is cut off."""
     rows = _records(data, FLAT, "of flat intervals")
     slot, start, stop = (rows[name].astype(np.int64) for name in FLAT.fields or ())
     return slot, start, stop
@@ -122,7 +121,7 @@ def encode_shares(division: WriteDivision) -> list[bytes]:
 
 
 def decode_share(data: bytes) -> RankShare:
-    """Decode one answer of :func:`encode_shares`. Raises MessageError."""
+    """Decode one answer of :func:`encode_shares`. Raises MessageError if it is no such answer."""
     share = Share.decode(data, sender=0)
     owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
     return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
@@ -137,7 +136,7 @@ def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = 
 def digest(table: ShardTable) -> bytes:
     """Return 16 bytes (xxh3-128) that change whenever anything in the table does, the order of its rows included.
 
-    They do not depend on machine, process and library versions. They are computed once for a table.
+    The digest does not depend on machine, process and library versions. It is computed once for a table.
     """
     if (known := _digests.get(table)) is None:
         known = _digests[table] = _digest(table)
@@ -283,9 +282,9 @@ class Survey:
     key: bytes  # :func:`plan_id` of all ranks' tables
     catalogue_leaders: Ints  # int64[c], the lowest rank that has each distinct catalogue, ascending
     slots_leaders: Ints  # int64[s], the same for slots
-    template: Ints  # int64[N], number of each rank's distinct pair of both; counted by the lowest rank that has it
-    template_catalogue: Ints  # int64[K], the distinct catalogue of each pair
-    template_slots: Ints  # int64[K], its distinct slots
+    template: Ints  # int64[N], each rank's pair of catalogue and slots; pairs are in the order of their lowest ranks
+    template_catalogue: Ints  # int64[K], number of each pair's distinct catalogue
+    template_slots: Ints  # int64[K], number of each pair's distinct slots
     claiming: Ints  # int64[u], the ranks that have units
 
     def encode(self) -> bytes:
@@ -295,7 +294,7 @@ class Survey:
 
     @classmethod
     def decode(cls, data: bytes) -> Survey:
-        """Undo :meth:`encode`; the rest is empty. Raises MessageError."""
+        """Undo :meth:`encode`; the other fields are empty. Raises MessageError if ``data`` is no survey."""
         answer, none = SurveyAnswer.decode(data, sender=0), np.empty(0, dtype=np.int64)
         catalogue, slots = (numbers(column, "<i4") for column in (answer.catalogue_leaders, answer.slots_leaders))
         return cls(answer.key, catalogue, slots, none, none, none, none)
@@ -304,8 +303,7 @@ class Survey:
 def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) -> Survey:
     """Find the distinct catalogues and slots; ``hellos``: :attr:`EncodedTable.hello` of every rank, by rank.
 
-    Raises:
-        MessageError: a hello has another size; the ranks run different versions of bcp.
+    Raises MessageError if a hello has another size: the ranks run different versions of bcp.
     """
     nbytes = _DIGESTS * DIGEST_BYTES
     if set(map(len, hellos)) != {nbytes}:
@@ -324,8 +322,7 @@ def survey_tables(hellos: Sequence[bytes], *, balance: str, block_bytes: int) ->
 def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
     """Assemble the tables of all ranks.
 
-    Raises:
-        MessageError: a message is no :meth:`EncodedTable.message` of its rank that answers the survey.
+    Raises MessageError if a message is no :meth:`EncodedTable.message` that answers the survey.
     """
     flats = list(messages)
     stating = {*plan.catalogue_leaders.tolist(), *plan.slots_leaders.tolist(), *plan.claiming.tolist()}

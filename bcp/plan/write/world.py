@@ -56,7 +56,7 @@ class FactoredTable:
     flat: Ints  # int64[k, 3], (slot, start, stop): this rank's intervals of slots that are not regular; none is empty
     row_begin: Ints  # int64[m + 1]; slot i stands for ``rows[row_begin[i]]`` to ``rows[row_begin[i + 1]]``
     rows: Ints  # rows of the table, in the order of the family's members
-    units: str  # of the table
+    units: str  # the table's claims of units, as text
 
 
 def factor(table: ShardTable) -> FactoredTable:
@@ -140,7 +140,7 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
 def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:
     """Return int64[families]: numbers that differ for families whose members differ in number or item sizes.
 
-    The columns are int64[n], one row a member. Item sizes are powers of two; members of a family count 0, 1, 2 ...
+    The columns are int64[n], one row a member. Item sizes are powers of two; ``number`` counts the members of a family.
     """
     digit = np.log2(itemsize).astype(np.int64) + 1
     out = np.zeros(families, dtype=np.int64)
@@ -154,13 +154,13 @@ class AllTables:
 
     catalogues: Sequence[Catalogue]  # the tensors by name; in the order of the lowest rank that has each
     template_catalogue: Ints  # int64[K], the catalogue of each template
-    template_slots: Sequence[Slots]  # K times the slots; templates are in the order of the lowest rank that has each
+    template_slots: Sequence[Slots]  # the slots of each of K templates, in the order of the lowest rank that has each
     template: Ints  # int64[N], the template of each rank
-    flat_rank: Ints  # int64[k], whose interval it is; not decreasing
+    flat_rank: Ints  # int64[k], the rank of each interval; not decreasing
     flat_slot: Ints  # int64[k], slot of that rank's template
     flat_start: Ints  # int64[k], first flat element, counted in the slot's box
     flat_stop: Ints  # int64[k], one past the last
-    # units of sharded states, of every rank that has any
+    # by rank, its claims of units of sharded states; ranks without any are left out
     claims: Mapping[int, Sequence[Claim]] = field(default_factory=dict)
 
     @property

@@ -32,10 +32,10 @@ _NUMBERED = frozenset({"layers", "experts"})
 class LogicalShard:
     """The shard of one logical tensor that a local tensor, or a part of it, holds."""
 
-    fqn: str  # of the logical tensor
-    shape: tuple[int, ...]  # of the logical tensor
-    spans: tuple[LocalInterval, ...]  # where its elements lie in the local tensor
-    main: bool  # whether no other pipeline or tensor parallel rank goes before this one in having them
+    fqn: str  # name of the logical tensor
+    shape: tuple[int, ...]  # shape of the logical tensor
+    spans: tuple[LocalInterval, ...]  # places of its elements in the local tensor
+    main: bool  # whether this pipeline and tensor parallel rank is the first that has these elements
     flexible: bool  # whether the first dimension is padded to a length that depends on the layout (the vocabulary)
 
     def fitted(self, shape: tuple[int, ...]) -> LogicalShard:
@@ -49,7 +49,7 @@ class LogicalShard:
 def logical_shards(leaf: Any) -> list[LogicalShard]:
     """Return the shards of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
 
-    Raises StateError: a factory's children are not made of runs of its tensor, or do not make up all of it.
+    Raises StateError if a factory's children are not made of runs of its tensor, or do not make up all of it.
     """
     if hasattr(leaf, "build"):
         return _built(leaf)
@@ -70,7 +70,7 @@ def fresh_placement(shard: LogicalShard, local: torch.Tensor, low: int, high: in
 def flat_placement(shard: LogicalShard, low: int, high: int, *, stated: bool = True) -> Placement:
     """Say where a shard lies in a 1-D tensor that has the elements [low, high) of the local tensor.
 
-    Nothing of it counts unless ``stated``, as another rank has the same.
+    Unless ``stated``, no element of the shard counts, because another rank has the same elements.
     """
     return Placement(shard.shape, (high - low,), _cut_all(shard, low, high if stated else low, low))
 

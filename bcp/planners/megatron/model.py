@@ -39,12 +39,12 @@ class LogicalShards:
     """The logical tensor, and the part of it, of every local tensor of a model."""
 
     saved: CheckpointNames | None = None  # the names of the checkpoint, in a load: padded tensors get its shapes
-    # in a save, by ``id`` of the local tensor: which of its elements are this step's; others are all
+    # in a save, by ``id`` of the local tensor: the interval of elements that are this step's; without an entry, all are
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     by_id: dict[int, list[LogicalShard]] = field(default_factory=dict)  # the shards by the ``id`` of the local tensor
 
     def of(self, parameter: torch.Tensor) -> list[LogicalShard]:
-        """Return the shards of a parameter. Raises StateError: the model does not have it."""
+        """Return the shards of a parameter. Raises StateError if the model does not have the parameter."""
         if id(parameter) not in self.by_id:
             raise StateError(
                 f"states['optimizer'] has a parameter of shape {list(parameter.shape)} that is not in the "

@@ -73,7 +73,7 @@ class MegatronPlanner(PlainPlanner):
         return f"MegatronPlanner({len(self._shards.by_id)} local tensors)"
 
     def probe(self) -> str:
-        """Check the private attributes; return which versions run and were tested. Raises InputError if one is gone."""
+        """Return the running and the tested versions. Raises InputError if Megatron or an attribute is missing."""
         super().probe()
         tested = _versions()
         for path, classes in _NEEDED.items():
@@ -152,7 +152,7 @@ def _optimizers(states: States) -> list[Any]:
 
 
 def _chunks_of(optimizers: Sequence[Any]) -> list[Any]:
-    """Return the model chunks that the optimizers know. Raises StateError: they know none."""
+    """Return the model chunks that the optimizers know. Raises StateError if they know none."""
     chunks = {id(chunk): chunk for optimizer in optimizers for chunk in getattr(optimizer, "model_chunks", ())}
     if optimizers and not chunks:
         raise StateError("states['optimizer'] does not know its model; pass it as states['model'] as well")

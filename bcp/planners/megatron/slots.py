@@ -54,8 +54,8 @@ _UNREADABLE = {
 def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     """Return Megatron's optimizers in a state, those inside of chains, without the empty ones of frozen models.
 
-    Raises StateError: there is something else, or a setting that cannot be read. Raises InputError: this Megatron lacks
-    an attribute that is read; ``tested`` says which versions have it.
+    Raises StateError if there is anything else, or a setting that cannot be read. Raises InputError if this Megatron
+    lacks a needed attribute; ``tested`` returns the versions that have it.
     """
     found = []
     for path, leaf in walk(state, _WHERE):
@@ -69,7 +69,7 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
 
 
 def slots_of(optimizers: Iterable[Any], shards: LogicalShards) -> Iterator[Slot]:
-    """Yield the slots of all optimizers. Raises StateError for a parameter without a name, or an impossible cut."""
+    """Yield the slots of all optimizers. Raises StateError if the model lacks a parameter, or a cut is impossible."""
     for optimizer in optimizers:
         if has_base(optimizer, ("DistributedOptimizer",)):
             yield from _flat_slots(optimizer, shards)
