@@ -12,7 +12,7 @@ from bcp.errors import StateChangedError
 from bcp.plan.columns import Ints
 from bcp.runtime.device import SMALL_BYTES, Fence, accelerators, on_side_stream
 from bcp.stages.items import WriteItem
-from bcp.stages.memcpy import flat_to_bytes, move, typed
+from bcp.stages.memcpy import bytes_row_of, flat_to_bytes, move, typed
 
 __all__ = ["gather"]
 
@@ -120,4 +120,4 @@ def _together(run: Sequence[Copy], buffer: torch.Tensor) -> None:
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of contiguous tensors of one device, one behind the other on the device."""
-    return torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+    return torch.cat([bytes_row_of(tensor) for tensor in tensors])

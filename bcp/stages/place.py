@@ -12,7 +12,7 @@ import torch
 from bcp.plan.columns import Ints
 from bcp.plan.read.copies import Chunk, Copies, ZeroCopyReads
 from bcp.runtime.device import SMALL_BYTES, Lanes, Mark
-from bcp.stages.memcpy import block_of, bytes_at, move, torch_dtype, typed, written
+from bcp.stages.memcpy import block_of, bytes_at, bytes_row_of, move, torch_dtype, typed, written
 
 __all__ = ["LoadBuffers"]
 
@@ -123,7 +123,7 @@ class LoadBuffers:
         sources = there.split(np.stack([runs.nbytes, gaps], axis=1).ravel().tolist())[::2]
         targets = []
         for row, to, nbytes in zip(runs.row.tolist(), runs.to.tolist(), runs.nbytes.tolist(), strict=True):
-            flat = self.tensors[row].flatten().view(torch.uint8)
+            flat = bytes_row_of(self.tensors[row])
             targets.append(flat if nbytes == len(flat) else flat[to : to + nbytes])
         torch._foreach_copy_(targets, sources, non_blocking=True)
 

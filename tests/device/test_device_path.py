@@ -157,6 +157,19 @@ def test_small_tensors_of_a_device_without_room(machine: late.Machine, tmp_path:
     assert not machine.defects
 
 
+def test_small_tensors_of_one_element_may_have_any_strides(machine: late.Machine, tmp_path: Path) -> None:
+    def model(values: float) -> dict[str, torch.Tensor]:
+        return {f"s{n}": torch.full((4, 2), values * n, device="cuda")[n % 4 :, 1:][:1] for n in range(20)}
+
+    saved, found = model(1.0), model(0.0)
+    assert {tensor.stride() for tensor in saved.values()} == {(2, 1)}
+    views = {name: tensor.t() for name, tensor in found.items()}
+    bcp.save(tmp_path, {"model": {name: tensor.t() for name, tensor in saved.items()}})
+    bcp.load(tmp_path, {"model": views})
+    assert [tensor.item() for tensor in found.values()] == [float(n) for n in range(20)]
+    assert not machine.defects
+
+
 def test_small_tensors_that_have_one_source_and_neighbours(machine: late.Machine, tmp_path: Path) -> None:
     class Tied(nn.Module):
         """Two names of one parameter, between others."""

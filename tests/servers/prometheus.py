@@ -77,11 +77,13 @@ class Prometheus:
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 -- ours
         assert self._process.stderr is not None
         said: list[str] = []
+        ready = False  # until then it answers with 503
         for line in self._process.stderr:
             said.append(line)
+            ready = ready or READY in line
             if found := LISTENING.search(line):
                 self.url = f"http://{found[1]}"
-            if READY in line:  # until then it answers with 503
+            if ready and self.url:  # these lines come in any order
                 break
         else:
             self._process.wait()
