@@ -290,7 +290,7 @@ def open_new(path: Path) -> int:
 
 def write_new(path: Path, data: memoryview) -> None:
     """Create a file with a unique name and these flat bytes, durably. Its name is not yet durable."""
-    fd = open_new(path)
+    fd = certain(path, partial(open_new, path))
     try:
         written = 0
         while written < len(data):
@@ -312,7 +312,7 @@ def _make_directory(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file that may be gone already."""
-    path.unlink(missing_ok=True)
+    certain(path, partial(path.unlink, missing_ok=True))
 
 
 def rename_written(temp: Path, final: Path, written: os.stat_result) -> None:
@@ -322,7 +322,7 @@ def rename_written(temp: Path, final: Path, written: os.stat_result) -> None:
     call twice.
     """
     try:
-        os.rename(temp, final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order
+        certain(final, partial(os.rename, temp, final))
     except FileNotFoundError:
         open_anew(final.parent)
         with suppress(OSError):

@@ -16,6 +16,7 @@ import errno
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def put_if(final: Path, data: memoryview, found: Version | None) -> Version | No
 def _create(temp: Path, final: Path) -> bool | None:
     """Give the temporary file its name if nobody has it; None if the file system has no hard links."""
     try:
-        os.link(temp, final)
+        certain(final, partial(os.link, temp, final))
     except FileExistsError:
         with suppress(FileNotFoundError):
             return temp.samefile(final)  # true if a file server ran the call twice: its first answer was lost
@@ -96,7 +97,7 @@ def _replace(temp: Path, final: Path, found: Version | None, version: Version) -
     now = version_of(final)
     if now == found:
         with suppress(FileNotFoundError):  # another writer has removed the temporary file, and this claim with it
-            os.rename(temp, final)  # noqa: PTH104 -- the tests record os.rename and os.fsync in their order
+            certain(final, partial(os.rename, temp, final))
             now = version
     if now == found:
         now = version_of(final)
@@ -114,7 +115,7 @@ def _claim_path(final: Path, found: Version | None, turn: int) -> Path:
 def _claim(claim: Path, temp: Path) -> bool:
     """Make a claim; False if another writer has it."""
     try:
-        claim.symlink_to(temp.name)
+        certain(claim, partial(claim.symlink_to, temp.name))
     except FileExistsError:
         return _claimant(claim) == temp.name  # true if a file server ran the call twice
     except OSError as error:
@@ -127,7 +128,7 @@ def _claim(claim: Path, temp: Path) -> bool:
 def _claimant(claim: Path) -> str | None:
     """Return the name of the temporary file that a claim names; None if the claim is gone."""
     try:
-        return os.readlink(claim)  # noqa: PTH115 -- kept as text: it has to be a name in this directory
+        return certain(claim, partial(os.readlink, claim))  # as text: it has to be a name in this directory
     except FileNotFoundError:
         return None
 

@@ -323,6 +323,34 @@ async def test_a_stale_handle_is_opened_anew(place: Place, call: str) -> None:
     assert [info.key for info in await place.b.list()] == ["folder/key"]
 
 
+@pytest.mark.parametrize("call", ["create", "link", "lookup", "readlink", "rename", "symlink", "unlink"])
+async def test_a_commit_over_stale_handles(place: Place, call: str) -> None:
+    place.client_a.fault(call, errno.ESTALE, times=2)  # the kernel makes the call once more by itself
+    first = await place.a.put_if("key", b"0", None)
+    assert first is not None
+    place.client_b.fault(call, errno.ESTALE, times=2)
+    second = await place.b.put_if("key", b"1", first)
+    assert second is not None
+    place.client_a.release()
+    place.client_a.fault(call, errno.ESTALE, times=2)
+    assert await place.a.put_if("key", b"2", first) is None
+    place.client_a.release()
+    place.client_b.release()
+    assert [bytes(await backend.get("key")) for backend in (place.a, place.b)] == [b"1"] * 2
+    assert on_server(place) == ["key"]
+
+
+@pytest.mark.parametrize("call", ["create", "fsyncdir", "lookup", "mkdir", "rename"])
+async def test_a_file_is_written_over_stale_handles(place: Place, call: str) -> None:
+    data = noise(2 * MIB)
+    for key in ("folder/key", "folder/other"):
+        place.client_a.fault(call, errno.ESTALE, times=2)
+        await store(place.a, key, data)
+        place.client_a.release()
+        await place.a.put(key + "-small", b"1")
+    assert on_server(place) == ["folder/key", "folder/key-small", "folder/other", "folder/other-small"]
+
+
 async def test_a_handle_that_stays_stale(place: Place) -> None:
     await place.a.put("key", b"123")
     place.client_b.fault("read", errno.ESTALE, times=100)
