@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import itertools
 import os
 import signal
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.abc
@@ -569,3 +570,21 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'bcp-checkpoint\[hdfs\]'"):
         open_hdfs("hdfs://host/a", {})
+
+
+async def test_a_writer_that_is_dropped_is_not_closed_by_the_collector() -> None:
+    calls: list[str] = []
+
+    class Writer(io.RawIOBase):
+        """Closes its file when it is collected, as hdfs-native's does."""
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    Writer()
+    gc.collect()
+    assert calls == ["closed"]
+    stream = Stream(cast("Any", None), "/key", Writer(), anyio.CapacityLimiter(1))
+    del stream
+    gc.collect()
+    assert calls == ["closed"]

@@ -123,6 +123,10 @@ class _Session:
     open_files: dict[str, OpenFile] = field(default_factory=dict)
 
 
+def _nothing() -> None:
+    """Close nothing."""
+
+
 class Stream:
     """A file that is being written from its beginning to its end.
 
@@ -130,13 +134,18 @@ class Stream:
     waits for a lock with the GIL held, while the thread that has the lock waits for the GIL to wake the coroutine. It
     happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on
     for long.
+
+    A writer of hdfs-native closes its file when it is collected, on whatever thread that happens. On the event loop
+    this held up everything for minutes, so a writer that was dropped closes nothing.
     """
 
     def __init__(self, hdfs: Hdfs, path: str, writer: Any, threads: anyio.CapacityLimiter) -> None:
         self._hdfs = hdfs
         self._path = path
         self._writer = writer
+        self._end = writer.close
         self._threads = threads
+        vars(writer)["close"] = _nothing
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes, a copy of them. The buffer is not used any more when this returns or raises."""
@@ -147,7 +156,7 @@ class Stream:
 
     async def close(self) -> None:
         """Wait until the DataNodes have all bytes, and end the file."""
-        await self._call(f"closing {self._path}", self._writer.close)
+        await self._call(f"closing {self._path}", self._end)
 
     async def _call(self, what: str, function: Callable[..., object], *args: bytes) -> None:
         async with self._hdfs.request(what):
