@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 __all__ = ["Columns", "Floats", "Ints", "covered"]
 
@@ -43,7 +44,7 @@ class Columns:
     @classmethod
     def of(cls, events: pa.Table, kind: str) -> Columns:
         """Return the events of a kind."""
-        table = events.filter(_equal(events.column("kind"), kind)).combine_chunks()
+        table = events.filter(pc.equal(events.column("kind"), kind)).combine_chunks()
         start = _numbers(table, "start", np.float64)
         names, name = _by_start(table.column("name"), start)
         seconds = _numbers(table, "seconds", np.float64)
@@ -64,7 +65,7 @@ class Columns:
 
     def is_status(self, status: str) -> Bools:
         """bool[n]: whether each event has that status."""
-        return np.asarray(_equal(self.table.column("status"), status), np.bool_)
+        return np.asarray(pc.equal(self.table.column("status"), status), np.bool_)
 
 
 def covered(start: Floats, end: Floats, group: Ints, groups: int) -> Floats:
@@ -88,12 +89,6 @@ def covered(start: Floats, end: Floats, group: Ints, groups: int) -> Floats:
     return np.bincount(of, np.maximum(reached - np.maximum(first, before), 0.0), groups).astype(np.float64)
 
 
-def _equal(column: pa.ChunkedArray, word: str) -> pa.ChunkedArray:
-    import pyarrow.compute as pc  # noqa: PLC0415 -- takes 0.2 s: only reports need it, and no save or load
-
-    return pc.equal(column, word)
-
-
 def _numbers(table: pa.Table, column: str, kind: Any) -> Any:
     return np.asarray(table.column(column).to_numpy(), kind)
 
@@ -102,7 +97,7 @@ def _by_start(column: pa.ChunkedArray, start: Floats) -> tuple[list[str], Ints]:
     """Return the names in the order of their first events, and each event's place among them."""
     if not len(column):
         return [], np.empty(0, np.int64)
-    words = column.dictionary_encode().combine_chunks()
+    words = pc.dictionary_encode(column).combine_chunks()
     codes = np.asarray(words.indices.to_numpy(zero_copy_only=False), np.int64)
     known: list[str] = words.dictionary.to_pylist()
     first = np.full(len(known), np.inf)
