@@ -61,7 +61,7 @@ def host_copies(tensors: Sequence[torch.Tensor], fence: Fence) -> list[torch.Ten
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Copy contiguous tensors of one device and dtype by one transfer."""
+    """Copy contiguous tensors of one device by one transfer; they have one dtype, so that each copy is aligned."""
     here, at = _packed(tensors).to("cpu"), 0
     for tensor in tensors:
         yield typed(here, at, tuple(tensor.shape), tensor.dtype)
@@ -92,15 +92,15 @@ def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
 
 def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
     """Group whole, small, neighbouring tensors of one device; all others stay alone."""
-    begin, kind, end = 0, None, -1
+    begin, device, end = 0, None, -1
     for index, (tensor, start, stop, at) in enumerate(copies):
         nbytes = (stop - start) * tensor.itemsize
         small = nbytes < SMALL_BYTES and not tensor.is_cpu and stop - start == tensor.numel() and tensor.is_contiguous()
         own = tensor.device if small else None
-        if index and (own is None or own != kind or at != end or at + nbytes - copies[begin][3] > _TOGETHER_BYTES):
+        if index and (own is None or own != device or at != end or at + nbytes - copies[begin][3] > _TOGETHER_BYTES):
             yield copies[begin:index]
             begin = index
-        kind, end = own, at + nbytes
+        device, end = own, at + nbytes
     yield copies[begin:]
 
 

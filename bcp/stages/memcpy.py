@@ -75,9 +75,8 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a contiguous tensor as one row. Takes half as long as :func:`row_of` for 1-D tensors."""
-    row = tensor.flatten()
-    return (row if row.stride(0) == 1 else row_of(tensor)).view(torch.uint8)
+    """View a contiguous tensor as its bytes: uint8, one dimension of stride 1."""
+    return row_of(tensor).view(torch.uint8)
 
 
 def flat_to_bytes(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:

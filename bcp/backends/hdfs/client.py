@@ -132,8 +132,7 @@ class Stream:
 
     Its blocking calls run in threads. A coroutine of hdfs-native 0.14 that writes can freeze the whole process: it
     waits for a lock with the GIL held, while the thread that has the lock waits for the GIL to wake the coroutine. It
-    happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on
-    for long.
+    happened as DataNodes died. A thread whose call takes too long is abandoned. The call may go on for long.
 
     A writer of hdfs-native closes its file when it is collected, on whatever thread that happens. On the event loop
     this held up everything for minutes, so a writer that was dropped closes nothing.
