@@ -177,7 +177,7 @@ def _first_failure(messages: Sequence[bytes]) -> Failure | None:
 
 
 def _decoded_failure(message: bytes, sender: int) -> Failure:
-    """Decode a message that is not bytes. Raises MessageError."""
+    """Decode a message that is an error. Raises MessageError if it is none, or cannot be decoded."""
     if message[:1] != ERROR:
         raise refused("of a step", message, "it is neither bytes nor an error", sender)
     return Failure.decode(message[1:], sender)

@@ -104,7 +104,7 @@ def decode_either(first: type[A], second: type[B], data: bytes, sender: int | No
 
 
 def decode_any(kinds: Any, name: str, data: bytes, sender: int | None = None) -> Any:
-    """Decode a message of a union of classes; ``name`` names them in the error. Raises MessageError."""
+    """Decode a message of a union of classes, which errors call ``name``. Raises MessageError if it is of none."""
     try:
         return msgspec.msgpack.decode(data, type=kinds)
     except DECODE_ERRORS as error:

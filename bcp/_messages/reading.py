@@ -123,7 +123,7 @@ WorkerMessage: TypeAlias = ReaderJob | Start | Consumed | StatesRequest | Batch 
 
 
 def decode_worker_message(data: bytes) -> WorkerMessage:
-    """Decode a message in either direction. Raises MessageError."""
+    """Decode a message in either direction. Raises MessageError if it is none of WorkerMessage."""
     found: WorkerMessage = decode_any(WorkerMessage, "of a reader worker", data)
     return found
 

@@ -51,12 +51,15 @@ class RollKeys:
         self._client.store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stub lacks it
 
     def get(self, kind: type[M], *names: object, sender: int | None = None) -> M | None:
-        """Return a message, or None if there is none yet. Raises MessageError."""
+        """Return a message, or None if there is none yet. Raises MessageError if it cannot be decoded."""
         key, store = self.name(*names), self._client.store
         return kind.decode(bytes(store.get(key)), sender) if store.check([key]) else None
 
     def get_ranks(self, kind: type[M], name: str, ranks: Iterable[int]) -> list[M]:
-        """Return the messages of these ranks if all are there, else an empty list. Raises MessageError."""
+        """Return the messages of these ranks if all are there, else an empty list.
+
+        Raises MessageError if one cannot be decoded.
+        """
         senders, store = list(ranks), self._client.store
         keys = [self.name(name, rank) for rank in senders]
         if not store.check(keys):

@@ -84,7 +84,10 @@ class Tls:
         self.contexts()
 
     def contexts(self) -> TlsContexts:
-        """Return the settings for bulk data: TLS 1.3, both sides show certificates. Raises InputError."""
+        """Return the settings for bulk data: TLS 1.3, both sides show certificates.
+
+        Raises InputError if the certificates or the key cannot be used.
+        """
         dialer, listener = (ssl.SSLContext(side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
         for context in (dialer, listener):
             context.minimum_version = ssl.TLSVersion.TLSv1_3

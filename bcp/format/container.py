@@ -407,7 +407,7 @@ def counted(counts: Ints, rows: int, what: str) -> Ints:
 
 
 def check_counts(counts: Ints, rows: int, what: str) -> None:
-    """Check that counts add up to ``rows``. Raises ValueError."""
+    """Raise ValueError unless counts are at least 0 and add up to ``rows``."""
     if ((counts < 0) | (counts > rows)).any() or counts.sum() != rows:
         raise ValueError(f"the counts of {what} do not add up to {rows}")
 

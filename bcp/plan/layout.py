@@ -158,7 +158,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_block_bytes(name: str, nbytes: int) -> None:
-    """Check the size of blocks or parts. Raises ValueError."""
+    """Raise ValueError unless a size of blocks or parts, in bytes, is a multiple of 4096 within bounds."""
     if not ALIGNMENT <= nbytes <= LARGEST_BLOCK or nbytes % ALIGNMENT:
         raise ValueError(f"{name} is {nbytes}, not a multiple of {ALIGNMENT} up to {LARGEST_BLOCK}")
 

@@ -125,7 +125,7 @@ def _check_schema(schema: pa.Schema, where: str) -> None:
 
 
 def _check_events(recording: Recording) -> None:
-    """Check values that no column's type checks. Raises ValueError."""
+    """Raise ValueError if an event lacks a value, or has a number or word that no event can have."""
     table = recording.events
     table.validate(full=True)
     if any(column.null_count for column in table.columns):
@@ -185,7 +185,7 @@ _FAILURE: Mapping[str, tuple[type, ...]] = {
 
 
 def _about(packed: bytes) -> Mapping[str, Any]:
-    """Return the facts, of any form. Raises ValueError."""
+    """Decode the facts. Raises ValueError if they are cut, too large, or lack a field."""
     inflate = zlib.decompressobj()
     text = inflate.decompress(base64.b64decode(packed, validate=True), MOST_ABOUT_BYTES)
     if not inflate.eof or inflate.unconsumed_tail or inflate.unused_data:
@@ -195,7 +195,7 @@ def _about(packed: bytes) -> Mapping[str, Any]:
 
 
 def _recording(about: Mapping[str, Any], events: pa.Table) -> Recording:
-    """Build the recording. Raises ValueError."""
+    """Build the recording. Raises ValueError if its facts contradict each other or are out of bounds."""
     if about["kind"] not in ("save", "load") or not 1 <= about["world_size"] <= MOST_RANKS or about["dropped"] < 0:
         raise ValueError(f"it is of a {about['kind']!r} by {about['world_size']} ranks")
     ranks = tuple(_rank(each, about["world_size"]) for each in about["ranks"])
@@ -226,7 +226,7 @@ def _failure(value: object) -> FailureRecord:
 
 
 def _fields(value: object, kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
-    """Return these fields of a JSON object; more may be there. Raises ValueError."""
+    """Return these fields of a JSON object; more may be there. Raises ValueError if one has another type."""
     found = {name: value.get(name) for name in kinds} if isinstance(value, dict) else {}
     wrong = [name for name, kind in kinds.items() if type(found.get(name)) not in kind]
     wrong += [name for name, each in found.items() if isinstance(each, int | float) and not _is_sane(each)]
