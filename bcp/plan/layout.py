@@ -158,7 +158,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def check_block_bytes(name: str, nbytes: int) -> None:
-    """Raise ValueError unless a size of blocks or parts, in bytes, is a multiple of 4096 within bounds."""
+    """Raise ValueError unless a size of blocks or parts, in bytes, is a multiple of ``ALIGNMENT`` within bounds."""
     if not ALIGNMENT <= nbytes <= LARGEST_BLOCK or nbytes % ALIGNMENT:
         raise ValueError(f"{name} is {nbytes}, not a multiple of {ALIGNMENT} up to {LARGEST_BLOCK}")
 
