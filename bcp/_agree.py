@@ -1,8 +1,8 @@
 """Collective operations whose errors are collective too: all ranks raise the error of one, with the same words.
 
-A rank that raised alone would leave the others with a :class:`~bcp.errors.PeerError`, and a training script
-that catches, say, :class:`~bcp.errors.UncommittedError` would take different paths on different ranks. So every message
-is either bytes or an error, and an error in the reply is raised on all ranks once the operation was left in peace.
+A rank that raised alone would leave the others with a :class:`~bcp.errors.PeerError`. A training script that catches
+:class:`~bcp.errors.UncommittedError`, say, would take different paths on different ranks. So every message is either
+bytes or an error. An error in the reply is raised on all ranks once the operation has ended.
 """
 
 from __future__ import annotations

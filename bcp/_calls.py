@@ -1,6 +1,6 @@
 """The moment of a call, in the caller's thread; the same for the synchronous and the asynchronous calls.
 
-Arguments are checked, planner, backend and coordinator are chosen, the caller's device and streams are noted, and this
+Arguments are checked. Planner, backend and coordinator are chosen. The caller's device and streams are noted, and this
 rank takes its place in the order of operations.
 """
 

@@ -289,8 +289,8 @@ def read_items(
 ) -> list[ReadItem]:
     """List the chunks that this rank reads, and the rounds in which it only receives, in plan order.
 
-    Chunks that are not read straight to where they belong borrow staging memory of one size, so that every buffer can
-    be used again for each of them, and the byte budget bounds all that there is.
+    Chunks that are not read straight to where they belong borrow staging memory of one size. So a buffer serves any of
+    them, and the byte budget bounds them all.
     """
     layout, past_staging = metadata.layout, straight.chunks.tolist()
     files: dict[int, tuple[str, FileReceipt]] = {}

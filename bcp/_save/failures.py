@@ -71,8 +71,8 @@ CLEAN_UP_SECONDS = 30.0
 class CleanUp:
     """The files that a failed save removes. Only rank 0 knows whether the metadata may be there already.
 
-    So every other rank cleans up after itself until it has told rank 0 that its part is done, and rank 0 cleans
-    up for all until it writes the metadata. The next save to the path sweeps the files that are left then.
+    So every other rank cleans up after itself until it has told rank 0 that its part is done. Rank 0 cleans up for all
+    until it writes the metadata. The next save to the path sweeps the files that are left then.
     """
 
     def __init__(self, rank: int) -> None:

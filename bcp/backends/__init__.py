@@ -40,8 +40,8 @@ def resolve(
 ) -> Backend:
     """Return the backend for a path.
 
-    Raises InputError if there is no backend for the URL's scheme, the URL is malformed, the path is none of these, or
-    there are options for a path that takes none. Raises MissingExtraError, which names the extra, if a package is not
+    Raises InputError if the path is none of these, the URL is malformed, or its scheme has no backend. It is also
+    raised for options of a path that takes none. Raises MissingExtraError, which names the extra, if a package is not
     installed.
 
     Args:

@@ -67,8 +67,8 @@ class LocalBackend:
     out of the root are refused.
 
     Large objects bypass the page cache where the file system lets them, and leave it as it was. Memory that starts at a
-    page, and goes to or comes from a multiple of 4096 in the object, is then not copied on its way. Shared file systems
-    (NFS, SMB, FUSE) are read and written through the page cache, unless ``writes`` and ``reads`` say otherwise.
+    page is then not copied on its way, if its offset in the object is a multiple of 4096. Shared file systems (NFS,
+    SMB, FUSE) are read and written through the page cache, unless ``writes`` and ``reads`` say otherwise.
 
     A call that a hung file server does not answer blocks one thread, never the event loop. It is logged after a minute.
     A cancellation waits for it.

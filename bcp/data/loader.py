@@ -63,12 +63,12 @@ class TokenLoader(Closing):
 
     An iterator over the :class:`Batch` of one reader. It reads everything through ``shards`` virtual shards, a number
     that is fixed for the life of a run. A virtual shard owns the samples at every ``shards``-th position of each
-    source's shuffled epochs, draws sources by weight, and joins their samples to a stream. Buffers belong to shards,
+    source's shuffled epochs. It draws sources by weight, and joins their samples to a stream. Buffers belong to shards,
     and never to readers.
 
-    Order: global window ``g`` comes from virtual shard ``g % shards``, and step ``t`` consumes the windows from
-    ``t * batch`` until ``(t + 1) * batch``. Each step has the same windows for any number of readers and workers, if
-    the readers divide the shards. If they do not, every shard is split into ``readers / gcd(shards, readers)`` parts by
+    Order: global window ``g`` comes from virtual shard ``g % shards``. Step ``t`` consumes the windows from ``t *
+    batch`` until ``(t + 1) * batch``. Each step has the same windows for any number of readers and workers, if the
+    readers divide the shards. If they do not, every shard is split into ``readers / gcd(shards, readers)`` parts by
     whole samples. Every sample is still fed once, in another order.
 
     The state (:class:`bcp.protocols.ShardedState`) is the consumed frontier: batches that the iterator has returned are

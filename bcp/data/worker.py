@@ -4,9 +4,9 @@ A worker computes nothing with torch, whose threads do not survive a fork.
 
 Messages between a reader and its worker processes.
 
-A message is a struct, and arrays. Both lie in an anonymous file in memory if there are arrays, and its descriptor
-goes through a socket. A gigabyte of state therefore never fills the socket, nobody waits for the other end to receive
-it, and the receiver maps it without a copy.
+A message is a struct, and arrays. Both lie in an anonymous file in memory if there are arrays, and its descriptor goes
+through a socket. So a gigabyte of state never fills the socket, and nobody waits for the other end to receive it. The
+receiver maps it without a copy.
 """
 
 from __future__ import annotations

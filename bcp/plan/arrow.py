@@ -1,8 +1,8 @@
 """From numpy arrays and lists to Arrow arrays and back, by their buffers and without pandas.
 
 ``pyarrow.array``, ``pyarrow.scalar`` and ``to_numpy`` import pandas wherever it is installed. In the first save that
-import takes 0.2 s. A process that is forked meanwhile inherits the lock of a module that nobody goes on to import, and
-waits for it for ever in its own first save.
+import takes 0.2 s. A process that is forked meanwhile inherits the module's import lock, which nobody releases there.
+Its own first save waits for that lock for ever.
 """
 
 from __future__ import annotations

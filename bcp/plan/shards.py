@@ -1,7 +1,7 @@
 """Columnar tables: the tensors and shards of one rank, and the segments of a layout.
 
-Shapes are int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with length 1
-(offset 0, stride 0), which changes neither its volume nor its row-major order.
+Shapes are int64 matrices of a common width. A tensor of fewer dimensions is padded on the *right* with length 1 (offset
+0, stride 0). That changes neither its volume nor its row-major order.
 """
 
 from __future__ import annotations

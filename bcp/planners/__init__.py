@@ -53,8 +53,8 @@ def register(name: str, factory: Factory, detects: Detects | None = None) -> Non
 
     Args:
         name: the value that callers pass as ``framework``. Typed code passes a planner, see :data:`Framework`.
-        factory: makes the planner. If that has a method ``probe()``, it is called before every use, and raises where
-            the installed framework is not one that the planner can read.
+        factory: makes the planner. A method ``probe()`` of the planner is called before every use. It raises if the
+            planner cannot read the installed framework.
         detects: says whether states are this framework's, for ``framework=None``; planners that were registered
             later are asked first. None: never chosen by itself.
 

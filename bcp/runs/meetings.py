@@ -3,8 +3,8 @@
 Alarm and talk: a thread of every rank waits for one key in the job's store. The first rank that is to end sets it. The
 threads then tell each other where their ranks stand. The ranks stop one step after the foremost of them.
 
-A rank that is told to stop *now* may already have let another one into the next step, where that one waits for it in a
-collective. So a rank waits for words of the others' threads only, never for their training: see :class:`Stand`.
+A rank that is told to stop *now* may already have let another one into the next step. There the other one waits for it
+in a collective. So a rank waits for words of the others' threads only, never for their training: see :class:`Stand`.
 """
 
 from __future__ import annotations

@@ -86,9 +86,8 @@ def sleeping_event(stream: torch.Stream) -> torch.Event:
 def enter_thread(device: int) -> None:
     """Let the calling thread, one of bcp's, work for a thread whose current device this is.
 
-    While any thread captures a CUDA graph in CUDA's global mode, as torch does, all threads are kept from calls that
-    copies need, and such a call ends the capture. A thread in the thread-local mode is not kept from them. The mode is
-    the thread's own.
+    torch captures CUDA graphs in CUDA's global mode. Meanwhile all threads are kept from calls that copies need, and
+    such a call ends the capture. A thread in the thread-local mode is not kept from them. The mode is the thread's own.
     """
     torch.accelerator.set_device_index(device)
     if kind() == "cuda" and (exchange := _exchange_capture_mode()) is not None:
@@ -118,8 +117,8 @@ def locks_pages() -> bool:
 def lock_pages(address: int, nbytes: int) -> bool:
     """Lock host memory for copies by the devices; False if the driver refuses. Takes about as long as writing to it.
 
-    torch's own pinned memory is rounded up to a power of two bytes, stays with its allocator for good, and is freed by
-    a forked child, which CUDA aborts for.
+    torch's own pinned memory is rounded up to a power of two bytes, and stays with its allocator for good. A forked
+    child frees it, and CUDA aborts the child for that.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True

@@ -297,8 +297,8 @@ _failed = False
 async def collect_failure_garbage() -> AsyncIterator[None]:
     """Collect garbage before an operation if the one before it failed.
 
-    An error and the frames of its traceback can form cycles, in the standard library and anyio too, and the frames lead
-    to the state's tensors. Few large objects set off no collection by themselves: 336 failed saves in a row doubled the
+    An error and the frames of its traceback can form cycles, in the standard library and anyio too. The frames lead to
+    the state's tensors. Few large objects set off no collection by themselves: 336 failed saves in a row doubled the
     process's memory. Costs as much as one full collection, 0.2 s, after a failure.
     """
     global _failed  # noqa: PLW0603 -- as the garbage, for the whole process

@@ -14,8 +14,8 @@ local tensors. These are known by attributes, and are refused.
 veScale's ``RaggedShard``: a tensor that is cut, as flat memory, into parts of stated proportions (paper sec. 4.4).
 
 Known by attributes alone, so that veScale need not be installed: a DTensor one of whose placements has ``dims`` and
-``local_units``. Its values lie as they would if that placement were none, in one block, of which this rank has the
-flat interval that its units stand for: a :class:`~bcp.state.placement.Placement` of one interval.
+``local_units``. Its values lie in one block, as they would without that placement. This rank has the flat interval
+of the block that its units stand for: a :class:`~bcp.state.placement.Placement` of one interval.
 """
 
 from __future__ import annotations

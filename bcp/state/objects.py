@@ -87,8 +87,8 @@ def restore(
 ) -> None:
     """Put a loaded value, a result of :func:`collect`, back into ``target``, in place.
 
-    Mappings are updated key by key (keys that the checkpoint lacks stay, new ones are added), lists take the loaded
-    items, a :class:`~bcp.protocols.Stateful` takes its state, random generators of one kind take theirs; a tensor takes
+    Mappings are updated key by key: keys that the checkpoint lacks stay, new ones are added. Lists take the loaded
+    items. A :class:`~bcp.protocols.Stateful` takes its state, and so do random generators of one kind. A tensor takes
     the values of one with its shape and dtype. Other values are replaced in their container.
 
     ``last`` takes the functions that set random states, for the caller to call when all else is restored; without it

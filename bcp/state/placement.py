@@ -1,6 +1,6 @@
 """The one record that every sharding framework's state comes down to (paper sec. 3.2, 4.4, Fig. 7, Fig. 11).
 
-FSDP1, Megatron's distributed optimizer, DeepSpeed and veScale's ragged shards all keep a rank's part of a tensor as
+FSDP1, Megatron's distributed optimizer, DeepSpeed and veScale's ragged shards keep a rank's part of a tensor alike: as
 flat intervals of boxes, in one local tensor. A planner states which; nobody gathers, decomposes or copies anything.
 
 The place of this rank in the parallel topology: names of dimensions and this rank's coordinates.

@@ -27,8 +27,8 @@ class RngState:
     """The random states of this process: Python's, numpy's, torch's CPU, accelerators, and trackers of frameworks.
 
     It may stand anywhere in ``extra_states`` or ``dataloader``. A save reads the random states before it calls any
-    ``state_dict()``, and sets them again after the last one, so that saving changes no random number of the training. A
-    load sets them after all tensors, values and other owners of a state.
+    ``state_dict()``, and sets them again after the last one. So a save changes no random number of the training. A load
+    sets them after all tensors, values and other owners of a state.
 
     Accelerators count if this process has used them. A load leaves out those that the process does not have. Trackers
     are those of Megatron-LM and DeepSpeed, which name states of a device for parts of a model; they count if the

@@ -1,8 +1,8 @@
 """Shard tables of ranks, made once for states that do not change, not at every save (paper sec. 4.1).
 
-At every save all leaves are found anew, by calling every ``state_dict()`` with its hooks, and every tensor is asked
-for its address and its spec. A table follows from the answers, and from nothing else: one that was made of equal
-answers is right, whatever has happened since. The cache holds no tensor, no module and no value.
+Every save finds all leaves anew, by calls of every ``state_dict()`` with its hooks. It asks every tensor for its
+address and its spec. A table follows from the answers, and from nothing else: one that was made of equal answers is
+right, whatever has happened since. The cache holds no tensor, no module and no value.
 
 A table is made of the names and specs of a rank's leaves: spec by spec, not leaf by leaf.
 """

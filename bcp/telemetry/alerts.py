@@ -70,11 +70,11 @@ class Alerts:
             second or longer. Slow ranks are found by ``bcp.report``, which knows all ranks.
         max_stall: seconds for which training waits in a save: all of it, or up to the snapshot if it is asynchronous;
             waits of lazy snapshots for the optimizer's step included.
-        max_age: seconds since the newest durable state. It is as old as the call of the last save that was committed,
-            or of the last load, or as the job if there was none. Rank 0 tells, while nothing is saved too.
+        max_age: seconds since the newest durable state. Its age counts from the call of the last committed save or of
+            the last load. Without either, it counts from the job's start. Rank 0 tells, while nothing is saved too.
         max_durable: seconds from the call of a save to its commit.
-        on_alert: called with each :class:`Alert`, on bcp's event loop or a thread of a storage client, so it must be
-            quick and must not save or load. Its errors are logged.
+        on_alert: called with each :class:`Alert`, on bcp's event loop or a thread of a storage client. It must be
+            quick, and must not save or load. Its errors are logged.
 
     Raises:
         InputError: a threshold is no number above 0; above 1 for ``straggler_ratio``.

@@ -22,9 +22,9 @@ MIB = 1 << 20
 class HdfsStore:
     """A :class:`~bcp.backends.objects.Store`: an object is a file below a directory.
 
-    A file is written under a temporary name in its own directory, which the NameNode makes in the same request, and
-    renamed over the final one. A large file is put together from sub-files. Files whose names end in ``.bcp-tmp`` are
-    not finished: no list has them, and ``unfinished`` does.
+    A file is written under a temporary name in its own directory, and renamed over the final one. The NameNode makes
+    the directory in the same request. A large file is put together from sub-files. Files whose names end in
+    ``.bcp-tmp`` are not finished: no list has them, and ``unfinished`` does.
 
     Attributes:
         name: URL of the directory.

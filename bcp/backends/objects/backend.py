@@ -292,7 +292,7 @@ class _Parts:
     def _goes_straight(self, index: int, offset: int, nbytes: int) -> bool:
         """Return whether parts are stored as they come. The first one to come decides for all.
 
-        The parts of an object of known size have one size, but for a smaller last one and a first one that has a header
+        The parts of an object of known size have one size. The last one may be smaller, and the first one has a header
         too. These two tell little of the others' size, so that they have to be much larger.
         """
         is_last = offset + nbytes == self._nbytes

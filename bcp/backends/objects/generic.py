@@ -1,7 +1,7 @@
 """Any file system that fsspec knows, with fewer promises than the stores that bcp speaks to by itself.
 
-fsspec has no conditional writes and no uploads of parts in any order. So a commit looks before it writes, which is no
-protection against a second job at the very same moment, and a large object is written by one stream.
+fsspec has no conditional writes and no uploads of parts in any order. So a commit looks before it writes, and does not
+notice a second job that commits at the very same moment. A large object is written by one stream.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ def drop_connection(transport: asyncio.WriteTransport) -> None:
 class PerLoop(Generic[S]):
     """Opens a session for each event loop that asks for one, and forgets those of a parent process.
 
-    fsspec's own cache has the thread in its key and not the loop, so that a second ``asyncio.run`` gets a session of a
-    loop that is closed. A session is closed with its loop: ``asyncio.run`` ends the asynchronous generators that are
-    still open, and each session lives in one. It is also closed when this object is dropped. Until then its finalizer
-    refers to the sessions: as part of the same garbage, connections would be finalized before anything closes them.
+    The key of fsspec's own cache has the thread, and not the loop. So a second ``asyncio.run`` gets a session of a loop
+    that is closed. A session is closed with its loop: ``asyncio.run`` ends the asynchronous generators that are still
+    open, and each session lives in one. It is also closed when this object is dropped. Until then its finalizer refers
+    to the sessions: as part of the same garbage, connections would be finalized before anything closes them.
     """
 
     def __init__(self, opened: Callable[[], Awaitable[S]], closed: Callable[[S], Awaitable[None]]) -> None:

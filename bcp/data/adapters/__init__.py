@@ -1,8 +1,8 @@
 """Adapters that make dataloaders of other libraries into a :class:`bcp.protocols.ShardedState`.
 
-These three need no library: :class:`PerReader` keeps one opaque unit for each reader, :class:`Replicated` has a shared
-state alone, and :class:`VirtualShards` deals iterators with states of their own to any number of readers. The modules
-:mod:`~bcp.data.adapters.torchdata`, :mod:`~bcp.data.adapters.grain`, :mod:`~bcp.data.adapters.huggingface` and
+Three adapters need no library. :class:`PerReader` keeps one opaque unit for each reader, and :class:`Replicated` has a
+shared state alone. :class:`VirtualShards` deals iterators with states of their own to any number of readers. The
+modules :mod:`~bcp.data.adapters.torchdata`, :mod:`~bcp.data.adapters.grain`, :mod:`~bcp.data.adapters.huggingface` and
 :mod:`~bcp.data.adapters.mosaic` know the rules of one library each. None is imported from here.
 """
 

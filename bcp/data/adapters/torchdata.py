@@ -50,11 +50,11 @@ class TorchdataWorkers:
     """Keeps each worker of a ``StatefulDataLoader`` as one unit, which can move to another reader.
 
     The number of readers may change while the number of workers of all readers together stays: 4 readers of 2 workers
-    become 2 readers of 4, or 8 of 1. Worker ``i`` of reader ``r`` is number ``r + readers * i`` of all, and its unit
-    goes to the worker that has this number later. The dataset has to divide its samples by :func:`worker_number`, and
-    by nothing else that changes with the readers. Then each sample is fed once. The batches of all readers together
-    also come in the same order until the first worker has ended. This needs readers in step, and a new number of
-    readers that divides the consumed batches.
+    become 2 readers of 4, or 8 of 1. Worker ``i`` of reader ``r`` is number ``r + readers * i`` of all. Its unit goes
+    to the worker that has this number later. The dataset has to divide its samples by :func:`worker_number`, and by
+    nothing else that changes with the readers. Then each sample is fed once. The batches of all readers together also
+    come in the same order until the first worker has ended. This needs readers in step, and a new number of readers
+    that divides the consumed batches.
 
     The state (:class:`bcp.protocols.ShardedState`) is that of the batches that the loader has returned. Prefetched ones
     are read again. It has the same limits as the loader's own. The dataset has to keep all of its state itself, random

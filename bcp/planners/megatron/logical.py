@@ -1,8 +1,8 @@
 """The logical tensor, and the part of it, of each local tensor in Megatron's sharded state dicts.
 
 Logical names are the keys that Megatron gives with numbered layers. Axes that Megatron puts in front of a tensor for
-layers or experts are made part of the name: every expert is a tensor of its own, as it is in memory, so that the names
-do not depend on how many experts a rank holds, and agree with those of frameworks that have no such axis.
+layers or experts are made part of the name. Every expert is a tensor of its own, as in memory. So the names do not
+depend on how many experts a rank holds, and agree with those of frameworks without such an axis.
 """
 
 from __future__ import annotations

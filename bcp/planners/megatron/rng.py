@@ -24,9 +24,9 @@ class MegatronRng:
 
         bcp.save(path, {"model": [*chunks, MegatronRng()], "optimizer": optimizer})
 
-    They are stored once for every (pipeline, tensor) rank, by the first of the ranks that are data parallel, and come
-    back on all of these; with expert parallelism, once for every rank, as in Megatron's own checkpoints. A load into
-    other sizes of these groups finds some of them missing, which a strict load says; without ``strict`` the states
+    They are stored once for every (pipeline, tensor) rank, by the first of its data-parallel ranks, and come back on
+    all of these. With expert parallelism they are stored once for every rank, as in Megatron's own checkpoints. A load
+    into other sizes of these groups finds some of them missing, which a strict load says; without ``strict`` the states
     stay as they are.
     """
 

@@ -81,8 +81,8 @@ def slots_of(optimizers: Iterable[Any], shards: LogicalShards) -> Iterator[Slot]
 def fresh_in(optimizers: Iterable[Any]) -> dict[int, tuple[int, int]]:
     """Return, by ``id`` of the parameter, the interval that this rank stepped, where weights are gathered late.
 
-    With ``overlap_param_gather``, a step brings the new weights only into the shard of the rank that made them, and
-    the next forward pass gathers the rest; until then these are of the step before.
+    With ``overlap_param_gather``, a step brings the new weights only into the shard of the rank that made them, and the
+    next forward pass gathers the rest. Until then the rest has the values of the step before.
     """
     late = [each for each in optimizers if getattr(getattr(each, "ddp_config", None), "overlap_param_gather", False)]
     everything = {id(parameter): (0, 0) for each in late for buffer in each.buffers for parameter in buffer.params}

@@ -19,8 +19,8 @@ _SCRIPTS = ("data.js", "theme.js", "chart.js", "grid.js", "heat.js", "timeline.j
 def page(recordings: Sequence[Recording], *, findings: Sequence[Sequence[str]] = ()) -> str:
     """Return one HTML page about recordings, which needs no network and no other file.
 
-    The page shows failures first, then figures, a heat map of the ranks, the timeline of a rank, its queues, the
-    throughput, the storage requests and the balance; for several recordings, trends over the steps too.
+    The page shows failures first, then figures and a heat map of the ranks. The timeline of a rank, its queues, the
+    throughput, the storage requests and the balance follow. Several recordings add trends over the steps.
 
     Args:
         recordings: the saves and loads. The newest one is shown first.

@@ -2,9 +2,9 @@
 
 The data of the page in one compressed text, which cannot end the element around it.
 
-Layout before compression: the length of the JSON text as four bytes (little-endian), the JSON text in ASCII, zeros up
-to a multiple of 8, then the columns one after the other, each aligned to 8 bytes. A column in the JSON text is
-``{"$": [type, offset, count]}``. gzip and base64 make it a text of letters, digits, ``+``, ``/`` and ``=``.
+Layout before compression: the length of the JSON text as four bytes (little-endian), and the JSON text in ASCII. Zeros
+fill it up to a multiple of 8. The columns follow one after the other, each aligned to 8 bytes. A column in the JSON
+text is ``{"$": [type, offset, count]}``. gzip and base64 make it a text of letters, digits, ``+``, ``/`` and ``=``.
 """
 
 from __future__ import annotations

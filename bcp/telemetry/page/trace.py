@@ -18,8 +18,8 @@ _TITLES = {"phase": "phases", "budget": "byte budget", "request": "storage reque
 def trace_json(recording: Recording) -> dict[str, Any]:
     """Return a recording in the trace event format, for :func:`json.dump`.
 
-    A rank is a process, named with its host. A phase, a stage, the byte budget and the storage requests are threads,
-    with more threads for items that a stage worked on at the same time. Counters show the items in each stage's queue.
+    A rank is a process, named with its host. A phase, a stage, the byte budget and the storage requests are threads.
+    Items that a stage worked on at the same time have more threads. Counters show the items in each stage's queue.
     Times are microseconds since :attr:`Recording.time`.
     """
     columns = columns_of(recording.events)
