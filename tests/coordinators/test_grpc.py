@@ -17,22 +17,22 @@ import grpc
 import pytest
 import trustme
 from logs import captured_logs
+from relays import LOOPBACK, Wires
 from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
 from bcp.coordinators.hosts import private_connection
 from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.tree.frames import Frame, Kind, pack_number
-from bcp.coordinators.tree.node import Node
+from bcp.coordinators.tree.loop import current_loop
 from bcp.coordinators.tree.rendezvous import Addresses, Invitation, MemoryRendezvous, StoreRendezvous, Tree
 from bcp.coordinators.tree.server import credentials_of
-from bcp.coordinators.tree.transport import METHOD, SERVICE, Link, metadata_of, proof_of
+from bcp.coordinators.tree.transport import METHOD, SERVICE, metadata_of, proof_of
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
 
 pytestmark = pytest.mark.anyio
-LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
 
@@ -93,56 +93,10 @@ async def works(coordinators: Sequence[Coordinator]) -> bool:
     return await run_ranks(coordinators, decide) == [expected] * len(coordinators)
 
 
-def node_of(coordinator: GrpcCoordinator) -> Node:
-    assert coordinator._node is not None
-    return coordinator._node
-
-
-async def on_its_loop(coordinator: GrpcCoordinator, work: Coroutine[Any, Any, T]) -> T:
-    assert coordinator._loop is not None
+async def on_the_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run the client of a stranger where gRPC runs, on the coordinators' loop."""
     with anyio.fail_after(20):
-        return await asyncio.wrap_future(coordinator._loop.run(work))
-
-
-async def ended(link: Link, connection: object) -> None:
-    """Wait until a connection is no longer the link's; the child may have dialled again already."""
-    while link.connection is connection:
-        await link.changed()
-
-
-async def disconnected(link: Link) -> None:
-    while link.connection is not None:
-        await link.changed()
-
-
-async def cut(coordinators: Sequence[GrpcCoordinator], rank: int) -> None:
-    """Break the connection of a rank to its parent, without a word; return when both have noticed."""
-    node = node_of(coordinators[rank])
-    assert node.place is not None
-    parent = node.place.parent
-    assert parent is not None
-
-    async def cancel() -> None:
-        driver, node._driver = node._driver, None
-        assert driver is not None
-        driver.cancel()
-        await disconnected(node_of(coordinators[parent])._links[rank])
-
-    await on_its_loop(coordinators[rank], cancel())
-
-
-async def die(coordinator: GrpcCoordinator) -> None:
-    """Break all connections of a rank, which says nothing about it."""
-    node = node_of(coordinator)
-
-    async def stop() -> None:
-        node._closing = asyncio.create_task(asyncio.sleep(0))
-        assert node._driver is not None
-        node._driver.cancel()
-        assert node._server is not None
-        await node._server._server.stop(None)
-
-    await on_its_loop(coordinator, stop())
+        return await asyncio.wrap_future(current_loop().run(work))
 
 
 # -- what it costs ---------------------------------------------------------------------------
@@ -215,8 +169,8 @@ class Stranger:
         self._said = {key: value for key, value in said.items() if key not in gone}
         self._address = address
 
-    async def join(self, *frames: Frame) -> tuple[grpc.StatusCode | None, str, list[Frame]]:
-        """Send frames; return how it ended, what it was told, and the frames that came before the first error."""
+    async def join(self, frames: Sequence[bytes], answers: int) -> tuple[grpc.StatusCode | None, str, list[Frame]]:
+        """Send frames, and wait for so many; return the stream's status, its details and the frames that came."""
         async with grpc.aio.insecure_channel(self._address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=list(self._said.items()))
             heard = []
@@ -228,16 +182,22 @@ class Stranger:
                 proof = await call.read()
                 assert proof[:32] == proof_of(self._token, "parent", self._said, 0, challenge)
                 for frame in frames:
-                    await call.write(frame.pack())
-                    heard.append(Frame.unpack(await call.read()))
-                if not frames:
-                    await call.read()
+                    await call.write(frame)
+                while len(heard) < answers and (data := await call.read()) is not grpc.aio.EOF:
+                    heard.append(Frame.unpack(data))
             except grpc.aio.AioRpcError as error:
                 return error.code(), error.details() or "", heard
             return None, "", heard
 
 
-async def job_with_a_door(stranger: dict[str, str | None], *frames: Frame, leave: bool = False) -> Any:
+async def stranger_of(rendezvous: MemoryRendezvous, **changes: str | None) -> Stranger:
+    """Return a stranger at the door of rank 0, who has a rank's invitation but for the changes."""
+    return Stranger(await rendezvous.invitation(lambda *_: None), await rendezvous.address_of(0), **changes)
+
+
+async def job_with_a_door(
+    stranger: dict[str, str | None], *frames: Frame, answers: int = 1, leave: bool = False
+) -> Any:
     """Run a job of two ranks, close rank 1 if it is to leave, and let a stranger knock at the door of rank 0."""
     ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 2, 16))
     coordinators = [GrpcCoordinator(rank, 2, each) for rank, each in enumerate(ranks)]
@@ -245,13 +205,12 @@ async def job_with_a_door(stranger: dict[str, str | None], *frames: Frame, leave
     assert await works(coordinators)
     if leave:
         await coordinators[1].aclose()
-    address = await on_its_loop(coordinators[0], ranks[1].address_of(0))
     with captured_logs() as logs:
-        knocker = Stranger(ranks[1]._invitation, address, **stranger)
-        outcome = await on_its_loop(coordinators[0], knocker.join(*frames))
+        knocker = await on_the_loop(stranger_of(ranks[1], **stranger))
+        outcome = await on_the_loop(knocker.join([frame.pack() for frame in frames], answers))
     if not leave:
         assert await works(coordinators)
-    return *outcome, logs
+    return *outcome, logs, coordinators
 
 
 @pytest.mark.parametrize(
@@ -270,7 +229,7 @@ async def job_with_a_door(stranger: dict[str, str | None], *frames: Frame, leave
 async def test_who_does_not_belong_here_is_refused(
     changes: dict[str, str | None], code: grpc.StatusCode, reason: str
 ) -> None:
-    got, details, heard, logs = await job_with_a_door(changes)
+    got, details, heard, logs, _ = await job_with_a_door(changes)
     assert (got, heard) == (code, [])
     [entry] = logs
     assert (entry["log_level"], entry["rank"]) == ("warning", 0)
@@ -282,22 +241,31 @@ async def test_who_does_not_belong_here_is_refused(
 
 async def test_an_old_operation_id_is_refused() -> None:
     join = Frame(Kind.JOIN, operation=0, body=b"what")
-    got, details, heard, logs = await job_with_a_door({}, join, leave=True)
+    got, details, heard, logs, _ = await job_with_a_door({}, join, leave=True)
     assert (got, details, logs) == (None, "", [])
     assert heard == [Frame(Kind.OLD, operation=0, body=pack_number(2))]
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", Frame(Kind.UP, 2, 1, b"head" + b"\5").pack()])
 async def test_a_damaged_frame_ends_its_connection_only(data: bytes) -> None:
-    coordinators = grpc_coordinators(3, fanout=2)
-    assert await works(coordinators)
-    ends = [node_of(coordinators[1])._links[0], node_of(coordinators[0])._links[1]]
-    damaged = [link.connection for link in ends]
-    assert coordinators[1]._loop is not None
-    coordinators[1]._loop.post(ends[0].send, 9, data)
+    ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 3, 16))
+    coordinators = [GrpcCoordinator(rank, 3, each) for rank, each in enumerate(ranks)]
+    outcomes: list[object] = []
 
-    for link, connection in zip(ends, damaged, strict=True):
-        await on_its_loop(coordinators[1], ended(link, connection))
+    async def damaged() -> None:
+        sender = await on_the_loop(stranger_of(ranks[1]))
+        outcomes.append(await on_the_loop(sender.join([data], answers=3)))
+        outcomes.extend(await run_ranks([coordinators[1]], decide))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(damaged)
+        outcomes += await run_ranks([coordinators[0], coordinators[2]], decide)
+    [ended] = [each for each in outcomes if isinstance(each, tuple)]
+    assert ended[0] is None  # not refused: the stream was closed
+    for outcome in outcomes:
+        if outcome is not ended:
+            assert isinstance(outcome, PeerError)
+            assert "what came over it makes no sense" in outcome.cause
     assert await works(coordinators)
 
 
@@ -322,28 +290,28 @@ async def test_an_abort_reaches_the_leaves_of_a_deep_tree() -> None:
 
 
 async def test_an_inner_node_dies() -> None:
-    coordinators = grpc_coordinators(7, fanout=2)
     victim = 1
     here: set[int] = set()
     all_here = anyio.Event()
+    async with Wires(7, fanout=2) as wires:
 
-    async def body(rank: int, agreement: Agreement) -> None:
-        await decide(rank, agreement)
-        here.add(rank)
-        if len(here) == 7:
-            all_here.set()
-        await all_here.wait()
-        if rank == victim:
-            await die(coordinators[victim])
-            await anyio.sleep_forever()
-        await decide(rank, agreement)
+        async def body(rank: int, agreement: Agreement) -> None:
+            await decide(rank, agreement)
+            here.add(rank)
+            if len(here) == 7:
+                all_here.set()
+            await all_here.wait()
+            if rank == victim:
+                wires.isolate(victim)
+                await anyio.sleep_forever()
+            await decide(rank, agreement)
 
-    others = [each for each in coordinators if each.rank != victim]
-    with anyio.fail_after(5):  # seconds; far below the timeout of silence
-        async with anyio.create_task_group() as group:
-            group.start_soon(run_ranks, [coordinators[victim]], body)
-            outcomes = await run_ranks(others, body)
-            group.cancel_scope.cancel()
+        others = [each for each in wires.coordinators if each.rank != victim]
+        with anyio.fail_after(5):  # seconds; far below the timeout of silence
+            async with anyio.create_task_group() as group:
+                group.start_soon(run_ranks, [wires.coordinators[victim]], body)
+                outcomes = await run_ranks(others, body)
+                group.cancel_scope.cancel()
     for outcome in outcomes:
         assert isinstance(outcome, PeerError)
         assert outcome.rank == victim
@@ -352,26 +320,26 @@ async def test_an_inner_node_dies() -> None:
 
 
 async def test_a_broken_connection_is_made_anew_for_the_next_operation() -> None:
-    coordinators = grpc_coordinators(7, fanout=2)
-    assert await works(coordinators)
-    for rank in (1, 5):
-        await cut(coordinators, rank)
-    assert await works(coordinators)
+    async with Wires(7, fanout=2) as wires:
+        assert await works(wires.coordinators)
+        for rank in (1, 5):
+            await wires.renew(rank)
+        assert await works(wires.coordinators)
 
 
 async def test_a_break_in_the_middle_ends_that_operation_only() -> None:
-    coordinators = grpc_coordinators(5, fanout=1)
+    async with Wires(5, fanout=1) as wires:
 
-    async def body(rank: int, agreement: Agreement) -> None:
-        await decide(rank, agreement)
-        if rank == 3:
-            await cut(coordinators, 3)
-        await anyio.sleep_forever()
+        async def body(rank: int, agreement: Agreement) -> None:
+            await decide(rank, agreement)
+            if rank == 3:
+                wires.cut(3)
+            await anyio.sleep_forever()
 
-    for outcome in await run_ranks(coordinators, body):
-        assert isinstance(outcome, PeerError)
-        assert outcome.rank in (2, 3)  # either end sees the other one go
-    assert await works(coordinators)
+        for outcome in await run_ranks(wires.coordinators, body):
+            assert isinstance(outcome, PeerError)
+            assert outcome.rank in (2, 3)  # either end sees the other one go
+        assert await works(wires.coordinators)
 
 
 async def test_who_leaves_for_good_is_named() -> None:
@@ -413,8 +381,7 @@ async def test_a_sleeping_rank_blames_nobody_when_it_wakes_up() -> None:
     async def body(rank: int, agreement: Agreement) -> bytes:
         await decide(rank, agreement)
         if rank == 0:
-            assert coordinators[0]._loop is not None
-            coordinators[0]._loop.post(stand_still)  # no frame is read or sent while this lasts
+            current_loop().post(stand_still)  # no frame is read or sent while this lasts
             asleep.wait()
             threading.Timer(0.5, woken.set).start()  # longer than the timeout
         return await decide(rank, agreement)
@@ -423,16 +390,14 @@ async def test_a_sleeping_rank_blames_nobody_when_it_wakes_up() -> None:
 
 
 async def test_operations_that_a_rank_has_not_begun_take_bounded_memory() -> None:
-    coordinators = grpc_coordinators(2)
-    assert await works(coordinators)
-    node = node_of(coordinators[0])
-
-    async def receive() -> None:
-        for number in range(1, 3000):
-            node.receive(1, Frame(Kind.JOIN, number, body=b"what").pack())
-
-    await on_its_loop(coordinators[0], receive())
-    assert len(node._operations) <= 1024
+    numbers = range(2, 3000)
+    refused = [*numbers][1024:]
+    joins = [Frame(Kind.JOIN, number, body=b"what") for number in numbers]
+    got, _, heard, _, coordinators = await job_with_a_door({}, *joins, answers=len(refused), leave=True)
+    assert got is None
+    assert [(frame.kind, frame.operation) for frame in heard] == [(Kind.ABORT, number) for number in refused]
+    assert b"1024 operations behind rank 1" in heard[0].body
+    assert " 1024 operations" in repr(coordinators[0])
 
 
 async def test_an_operation_that_nobody_else_begins_ends_for_all_who_come_later() -> None:
@@ -571,7 +536,7 @@ async def test_a_client_without_certificate_is_refused(authority: trustme.CA) ->
                 await call.read()
             return error.value.code()
 
-    assert await on_its_loop(coordinators[0], knock()) is grpc.StatusCode.UNAVAILABLE
+    assert await on_the_loop(knock()) is grpc.StatusCode.UNAVAILABLE
     assert await works(coordinators)
 
 

@@ -33,6 +33,7 @@ from bcp._messages.coordination import Card
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, Tls, strangers
 from bcp.coordinators.exchange import Exchange
 from bcp.coordinators.mesh import Mesh
+from bcp.coordinators.tree.loop import current_loop
 from bcp.coordinators.tree.rendezvous import MemoryRendezvous, Tree
 from bcp.coordinators.tree.server import behind
 from bcp.errors import CorruptError, InputError, PeerError
@@ -115,7 +116,8 @@ async def test_what_a_listener_on_the_network_sees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Relay() as tree, Relay() as mesh:
-        coordinators, token = relayed_job(3, tree, mesh, monkeypatch, tls_of(authority) if secure else None)
+        coordinators, ranks = relayed_job(3, tree, mesh, monkeypatch, tls_of(authority) if secure else None)
+        token = (await ranks[0].invitation(lambda *_: None)).token
         for loaded in await load_on_all(coordinators, saved):
             assert torch.equal(loaded, weights())
         await closed(coordinators)
@@ -429,18 +431,24 @@ async def works(coordinators: Sequence[GrpcCoordinator]) -> bool:
     return await run_ranks(coordinators, decide) == [b"01"] * 2
 
 
-def port_of(coordinator: GrpcCoordinator) -> int:
-    node: Any = coordinator._node
-    return int(node._server._gate._listeners[0].getsockname()[1])
+async def port_of(rendezvous: MemoryRendezvous) -> int:
+    """Return the port of rank 0, which has taken part in an operation."""
+    return int((await rendezvous.address_of(0)).rpartition(":")[2])
 
 
 async def test_children_on_this_host_do_not_go_through_the_gate() -> None:
-    coordinators, _ = job()
-    assert await works(coordinators)
-    node: Any = coordinators[0]._node
-    gate = node._server._gate
-    path, name, network = gate.door.split()
-    assert (len(gate.outside), behind(gate.door)) == (0, f"unix:{path}")
+    with Relay() as gate:
+
+        class BesideTheDoor(MemoryRendezvous):
+            async def publish(self, port: int, door: str) -> None:
+                await super().publish(gate.before(port), door)
+
+        ranks = BesideTheDoor.all_of(Tree.of(["host"] * 2, 16))
+        assert await works([GrpcCoordinator(rank, 2, each) for rank, each in enumerate(ranks)])
+        assert gate.connections == 0
+    door = await ranks[0].door_of(0)
+    path, name, network = door.split()
+    assert behind(door) == f"unix:{path}"
     for other in (
         "",
         f"{path} {name} net:[1]",
@@ -466,10 +474,11 @@ async def test_strangers_of_the_tree_are_closed_in_time(
         "a client hello": client_hello()[: None if secure else 9],
         "garbage": b"\xff" * 100,
     }[said]
-    coordinators, _ = job(tls=tls_of(authority) if secure else None)
+    coordinators, ranks = job(tls=tls_of(authority) if secure else None)
     with captured_logs() as logs:
         assert await works(coordinators)
-        opened = [stranger_at(port_of(coordinators[0]), data) for _ in range(3)]
+        port = await port_of(ranks[1])
+        opened = [stranger_at(port, data) for _ in range(3)]
         for each in opened:
             with each:
                 assert await to_thread.run_sync(ended, each)
@@ -480,10 +489,10 @@ async def test_strangers_of_the_tree_are_closed_in_time(
 
 
 async def test_a_stranger_that_sends_much_is_closed() -> None:
-    coordinators, _ = job()
+    coordinators, ranks = job()
     assert await works(coordinators)
     headers = (1 << 14).to_bytes(3, "big") + bytes([0, 0, 0, 0, 0, 1])  # DATA of a stream that is not there
-    with captured_logs() as logs, stranger_at(port_of(coordinators[0]), HTTP2) as stranger:
+    with captured_logs() as logs, stranger_at(await port_of(ranks[1]), HTTP2) as stranger:
         with pytest.raises(ConnectionError):
             await to_thread.run_sync(stranger.sendall, (headers + bytes(1 << 14)) * 10_000)
         await closed(coordinators)
@@ -491,12 +500,13 @@ async def test_a_stranger_that_sends_much_is_closed() -> None:
 
 
 async def test_the_oldest_silent_strangers_make_room() -> None:
-    coordinators, _ = job()
+    coordinators, ranks = job()
     assert await works(coordinators)
+    port = await port_of(ranks[1])
     with ExitStack() as stack, captured_logs() as logs:
-        talker = stack.enter_context(stranger_at(port_of(coordinators[0]), HTTP2))
+        talker = stack.enter_context(stranger_at(port, HTTP2))
         assert talker.recv(1)  # gRPC has answered
-        silent = [stack.enter_context(stranger_at(port_of(coordinators[0]))) for _ in range(100)]
+        silent = [stack.enter_context(stranger_at(port)) for _ in range(100)]
         for each in silent[:69]:  # 31 may stay beside the one that talks
             assert await to_thread.run_sync(ended, each)
         assert await works(coordinators)
@@ -531,8 +541,7 @@ async def test_a_rank_joins_while_strangers_keep_coming() -> None:
                         many.set()
 
     with captured_logs():
-        coordinators[0]._connect()
-        address = asyncio.wrap_future(coordinators[0]._connect()[1].run(ranks[1].address_of(0)))
+        address = asyncio.wrap_future(current_loop().run(ranks[1].address_of(0)))
         async with anyio.create_task_group() as group:
             group.start_soon(run_ranks, coordinators[:1], _barrier)
             thread = threading.Thread(target=flood, args=(await address,))
@@ -562,7 +571,7 @@ async def test_strangers_of_bulk_data_are_closed_with_the_operation(
     try:
         before = open_files()
         with meshes(settings, settings) as ranks, captured_logs(), ExitStack() as stack:
-            port = ranks[1]._listener.getsockname()[1]
+            port = Card.decode(ranks[1].card).port
             said = [b"", b"x", bytes(20), client_hello()]
             opened = [stack.enter_context(stranger_at(port, said[number % 4])) for number in range(200)]
             assert await sent(ranks, PATTERN * 1000) == PATTERN * 1000
@@ -589,7 +598,7 @@ async def test_strangers_of_bulk_data_are_closed_in_time(
     with meshes(settings, settings) as ranks, captured_logs() as logs:
         async with anyio.create_task_group() as group:
             group.start_soon(ranks[1].serve)
-            with stranger_at(ranks[1]._listener.getsockname()[1], data) as stranger:
+            with stranger_at(Card.decode(ranks[1].card).port, data) as stranger:
                 assert await to_thread.run_sync(ended, stranger)
             ranks[1].close()
     assert len(logs) == 1
@@ -639,9 +648,9 @@ LIMITED = """
 import logging, os, resource, sys
 import anyio, torch
 import bcp
+from bcp._messages.coordination import Card
 from bcp.coordinators import GrpcCoordinator, mesh
-from bcp.coordinators.tree.rendezvous import MemoryRendezvous
-from bcp.coordinators.tree.rendezvous import Tree
+from bcp.coordinators.tree.rendezvous import MemoryRendezvous, Tree
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 ranks = MemoryRendezvous.all_of(Tree.of(["host"] * 2, 16))
@@ -652,7 +661,7 @@ card = mesh.Mesh.card
 
 def asked(self):
     if self.rank == 0:
-        say("mesh", self._listener.getsockname()[1])
+        say("mesh", Card.decode(card.fget(self)).port)
         sys.stdin.readline()
     return card.fget(self)
 
@@ -671,7 +680,7 @@ async def main():
     await on_all(bcp.asave, [weights, weights])
     await on_all(bcp.aload, [torch.zeros_like(weights), torch.zeros_like(weights)])
     before = files()
-    say("tree", coordinators[0]._node._server._gate._listeners[0].getsockname()[1])
+    say("tree", (await ranks[1].address_of(0)).rpartition(":")[2])
     sys.stdin.readline()
     mesh.Mesh.card = property(asked)
     found = [torch.zeros_like(weights), torch.zeros_like(weights)]

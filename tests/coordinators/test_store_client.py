@@ -21,6 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError, FileStore, HashS
 import bcp
 from bcp.coordinators import GrpcCoordinator
 from bcp.coordinators.store_client import StoreClient
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 from bcp.errors import InputError, PeerError
 
 pytestmark = pytest.mark.anyio
@@ -140,6 +141,7 @@ def test_the_name_says_where_the_store_is(tmp_path: Path, monkeypatch: pytest.Mo
 HANGS = """
 import sys
 from bcp.coordinators.store_client import StoreClient
+from bcp.coordinators.tree.rendezvous import StoreRendezvous
 from bcp.errors import PeerError
 from torch.distributed import TCPStore
 import anyio, socket
@@ -204,12 +206,7 @@ def test_a_group_that_was_destroyed_is_refused() -> None:
 
 
 async def test_the_first_operation_ends_after_its_timeout(hung: Hung) -> None:
-    dist.init_process_group("fake", rank=1, world_size=2, store=HashStore())
-    try:
-        ranks = GrpcCoordinator.over()
-    finally:
-        dist.destroy_process_group()
-    ranks._rendezvous._client._connect = lambda _: hung
+    ranks = GrpcCoordinator(1, 2, StoreRendezvous(hung, "job", 1, 2, 16))
     with anyio.fail_after(60):
         for _ in range(2):
             with pytest.raises(PeerError, match=r"the store .* has not answered for") as caught:
