@@ -122,7 +122,7 @@ def _let_go(error: BaseException) -> None:
 
 
 async def gather_broadcast(
-    agreement: Agreement, step: str, rank: int, mine: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    agreement: Agreement, step: str, rank: int, own_message: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
 ) -> bytes:
     """Gather the messages of all ranks; let rank 0 answer; return the one answer on every rank.
 
@@ -139,11 +139,11 @@ async def gather_broadcast(
         except BcpError as error:
             return _failure(error)
 
-    return _unpack(rank, mine, await agreement.gather_broadcast(step, _message(mine), decide))
+    return _unpack(rank, own_message, await agreement.gather_broadcast(step, _message(own_message), decide))
 
 
 async def gather_scatter(
-    agreement: Agreement, step: str, rank: int, mine: Mine, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    agreement: Agreement, step: str, rank: int, own_message: Mine, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
 ) -> bytes:
     """Do the same, with an answer of its own for every rank."""
 
@@ -156,11 +156,11 @@ async def gather_scatter(
         except BcpError as error:
             return [_failure(error)] * len(messages)
 
-    return _unpack(rank, mine, await agreement.gather_scatter(step, _message(mine), shares))
+    return _unpack(rank, own_message, await agreement.gather_scatter(step, _message(own_message), shares))
 
 
-def _message(mine: Mine) -> bytes:
-    return _failure(mine) if isinstance(mine, Exception) else BYTES + mine
+def _message(own_message: Mine) -> bytes:
+    return _failure(own_message) if isinstance(own_message, Exception) else BYTES + own_message
 
 
 def _failure(error: Exception) -> bytes:
@@ -183,12 +183,12 @@ def _decoded_failure(message: bytes, sender: int) -> Failure:
     return Failure.decode(message[1:], sender)
 
 
-def _unpack(rank: int, mine: Mine, reply: bytes) -> bytes:
+def _unpack(rank: int, own_message: Mine, reply: bytes) -> bytes:
     """Return the reply's bytes, or raise its error."""
     if reply[:1] == BYTES:
         return reply[1:]
-    if isinstance(mine, Exception):
-        raise _Agreed(mine)
+    if isinstance(own_message, Exception):
+        raise _Agreed(own_message)
     failure = _decoded_failure(reply, sender=0)
     words = f"{failure.name}: {failure.text}"
     if failure.rank is not None and failure.rank != rank:

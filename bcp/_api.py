@@ -133,7 +133,7 @@ async def asave(
             snapshot=snapshot,
         )
         if async_checkpoint:
-            background = _bridge.start(call.run, what=call.what)
+            background = _bridge.start(call.run, name=call.name)
             await background.astarted()
             return Pending(background)
         return await call.run(None if task_status is anyio.TASK_STATUS_IGNORED else task_status.started)
@@ -261,7 +261,7 @@ async def aprepare(
     try:
         require_asyncio()
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(call.run, what=call.what)
+        background = _bridge.start(call.run, name=call.name)
         await background.astarted()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -392,7 +392,7 @@ def save_async(
             progress=progress,
             snapshot=snapshot,
         )
-        background = _bridge.start(call.run, what=call.what)
+        background = _bridge.start(call.run, name=call.name)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -458,7 +458,7 @@ def prepare(
     """
     try:
         call = prepare_call(states, framework, options, coordinator)
-        background = _bridge.start(call.run, what=call.what)
+        background = _bridge.start(call.run, name=call.name)
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__

@@ -49,7 +49,7 @@ class LoadCall(Generic[T]):
     A call whose arguments were refused has its place, too: it tells the other ranks, and raises the error.
     """
 
-    what: str  # names the call in messages
+    name: str  # names the call in messages
     run: Callable[[], Awaitable[T]]
 
 
@@ -57,7 +57,7 @@ class LoadCall(Generic[T]):
 class SaveCall(Generic[T]):
     """A save on one rank; otherwise as :class:`LoadCall`."""
 
-    what: str  # names the call in messages
+    name: str  # names the call in messages
     # does the work; its argument is called once training may go on, and is None if the caller waits for the end
     run: Callable[[OnSnapshot | None], Awaitable[T]]
 

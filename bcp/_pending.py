@@ -37,7 +37,7 @@ class Pending(Generic[T]):
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._background.failed() else "done"
-        return f"<Pending {self._background.what}: {state}>"
+        return f"<Pending {self._background.name}: {state}>"
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the checkpoint is committed, and return the report.

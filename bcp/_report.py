@@ -51,7 +51,7 @@ class Report:
     @cached_property
     def summaries(self) -> Sequence[Summary]:
         """The findings in each recording."""
-        return [summary_of(each) for each in self.recordings]
+        return [summary_of(recording) for recording in self.recordings]
 
     @cached_property
     def trends(self) -> Sequence[Trend]:
@@ -61,7 +61,7 @@ class Report:
     @property
     def blocks(self) -> Sequence[Block]:
         """The text of the report, in parts."""
-        sound = [each.kind for each in self.recordings if not each.failures]
+        sound = [recording.kind for recording in self.recordings if not recording.failures]
         saves, loads, failed = sound.count("save"), sound.count("load"), len(self.recordings) - len(sound)
         head = Block(f"{clean(self.path)}: recordings of saves: {saves}, of loads: {loads}, of failures: {failed}")
         lost = [clean(f"{key}: {reason}") for key, reason in self.unreadable.items()]
@@ -76,8 +76,8 @@ class Report:
         """Return the findings for :func:`json.dumps`."""
         return {
             "path": self.path,
-            "summaries": [asdict(each) for each in self.summaries],
-            "trends": [asdict(each) for each in self.trends],
+            "summaries": [asdict(summary) for summary in self.summaries],
+            "trends": [asdict(trend) for trend in self.trends],
             "unreadable": dict(self.unreadable),
         }
 
@@ -86,7 +86,7 @@ class Report:
         recordings = self._some()
         from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
 
-        text = page(recordings, findings=[sentences(each) for each in self.summaries])
+        text = page(recordings, findings=[sentences(summary) for summary in self.summaries])
         Path(path).write_text(text, encoding="utf-8")
 
     def perfetto(self, path: str | os.PathLike[str]) -> None:
@@ -133,22 +133,22 @@ def report(
     where = type(path).__name__ if isinstance(path, Backend) else shown(os.fspath(path))
 
     async def read() -> Report:
-        async with _closing(backend, mine=not isinstance(path, Backend)):
+        async with _closing(backend, is_own=not isinstance(path, Backend)):
             return await _read(backend, where, last)
 
     try:
-        return _bridge.run(read, what=f"a report of {where}")
+        return _bridge.run(read, name=f"a report of {where}")
     except BcpError as error:
         raise without_traceback(error) from error.__cause__
 
 
 @asynccontextmanager
-async def _closing(backend: Backend, *, mine: bool) -> AsyncIterator[None]:
+async def _closing(backend: Backend, *, is_own: bool) -> AsyncIterator[None]:
     """Close storage that was opened here."""
     try:
         yield
     finally:
-        if mine:
+        if is_own:
             await backend.aclose()
 
 
@@ -163,13 +163,13 @@ class _Found:
 async def _read(backend: Backend, where: str, last: int) -> Report:
     """Find the files and read them."""
     objects = await backend.list(FOLDER) or await backend.list()
-    files = sorted((each for each in objects if KEY.fullmatch(each.key)), key=_moment)[-last:]
+    files = sorted((info for info in objects if KEY.fullmatch(info.key)), key=_moment)[-last:]
     unreadable: dict[str, str] = {}
     start: Pipeline[_Found, _Found] = Pipeline()
     graph = start.then(Stage("recordings", partial(_fetched, backend, unreadable), workers=READ_AT_ONCE))
-    items = [_Found(each.key, min(each.nbytes, MOST_BYTES)) for each in files]
-    found = await graph.run(items, budget=Budget(MEMORY_BYTES))
-    recordings = await in_thread_gc_paused(joined, [each for each in found if each is not None])
+    items = [_Found(info.key, min(info.nbytes, MOST_BYTES)) for info in files]
+    results = await graph.run(items, budget=Budget(MEMORY_BYTES))
+    recordings = await in_thread_gc_paused(joined, [recording for recording in results if recording is not None])
     return Report(where, recordings, unreadable)
 
 
@@ -187,8 +187,8 @@ async def _fetched(backend: Backend, unreadable: dict[str, str], file: _Found) -
 
 
 def _moment(info: ObjectInfo) -> str:
-    found = KEY.fullmatch(info.key)
-    return found[1] if found else ""
+    match = KEY.fullmatch(info.key)
+    return match[1] if match else ""
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -197,34 +197,34 @@ def _moment(info: ObjectInfo) -> str:
 def show(path: str, html: str | None, perfetto: str | None, last: int, *, as_json: bool) -> int:
     """Print a report, and write its files; return the exit status."""
     try:
-        found = report(path, last=last)
+        path_report = report(path, last=last)
         if html is not None:
-            found.html(html)
+            path_report.html(html)
         if perfetto is not None:
-            found.perfetto(perfetto)
+            path_report.perfetto(perfetto)
     except (BcpError, OSError) as error:
         print(f"bcp report: {error}", file=sys.stderr)  # noqa: T201 -- for the user
         return 2 if isinstance(error, InputError) else 1
     if as_json:
-        print(json.dumps(found.data()))  # noqa: T201 -- same
+        print(json.dumps(path_report.data()))  # noqa: T201 -- same
     elif sys.stdout.isatty():
-        _draw(found)
+        _draw(path_report)
     else:
-        print(found.text(), end="")  # noqa: T201 -- same
-    return 0 if found.recordings else 1
+        print(path_report.text(), end="")  # noqa: T201 -- same
+    return 0 if path_report.recordings else 1
 
 
-def _draw(found: Report) -> None:
+def _draw(path_report: Report) -> None:
     """Print with colours, if rich is installed."""
     try:
         from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
         from rich.table import Table  # noqa: PLC0415 -- same
         from rich.text import Text  # noqa: PLC0415 -- same
     except ImportError:
-        print(found.text(), end="")  # noqa: T201 -- for the user
+        print(path_report.text(), end="")  # noqa: T201 -- for the user
         return
     console = Console()
-    for block in found.blocks:
+    for block in path_report.blocks:
         console.print(Text(f"\n{block.head}", style="bold red" if block.is_bad else "bold"))
         for line in block.lines:
             console.print(Text(f"  {line}"))

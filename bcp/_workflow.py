@@ -51,7 +51,7 @@ async def asave(job: SaveJob) -> SaveReport:
                 )
                 values = await in_thread(saving.owned_values, job, held, plan)
                 undo.begin(opening.operation, items)
-            async with saving.not_replaced(job.backend, job.path, opening.operation, opening.found):
+            async with saving.not_replaced(job.backend, job.path, opening.operation, opening.version):
                 with job.watch.phase("write"):
                     with unwrap_stage_errors():
                         stored = await _write(job, items, snapshot)
@@ -154,7 +154,9 @@ async def _read(
         lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
         lanes = await stack.enter_async_context(Lanes(devices))
         targets = await in_thread_gc_paused(loading.lay_out, job, metadata, wanted, reading, lanes)
-        stack.enter_context(being_loaded([*targets.tensors, *(t for each in wanted.shared for t in each.targets)]))
+        stack.enter_context(
+            being_loaded([*targets.tensors, *(t for overlap in wanted.shared for t in overlap.targets)])
+        )
         items = await in_thread_gc_paused(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
         job.watch.contents = partial(loading.contents, {item.name: item for item in items}, wanted)
         await loading.check_stored(job.backend, items, options.read_bytes, job.io_workers)

@@ -302,8 +302,8 @@ def _positive(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value is None and name == "io_workers":
             continue
-        what, kind = ("number", Real) if name == "timeout" else ("whole number", Integral)
+        description, kind = ("number", Real) if name == "timeout" else ("whole number", Integral)
         if not isinstance(value, kind):
-            raise InputError(f"{name}={value!r} must be a {what}")
+            raise InputError(f"{name}={value!r} must be a {description}")
         if not float(value) > 0:
             raise InputError(f"{name}={value} must be positive")

@@ -231,11 +231,11 @@ class Backend(Protocol):
     async def version(self, key: str) -> Version | None:
         """Return the version of an object, or None if there is none."""
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
-        """Store a small object as :meth:`put` does, if the object there still has the version ``found``.
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        """Store a small object as :meth:`put` does, if the object there still has the version ``expected``.
 
         Comparison and replacement are one step, between all processes and hosts that use the storage: of several calls
-        with the same ``found`` one at most succeeds. A process that dies within the call blocks no later call.
+        with the same ``expected`` one at most succeeds. A process that dies within the call blocks no later call.
         Saves commit with this method.
 
         A backend whose objects lie in directories makes none here. A directory that was moved away took the files of
@@ -244,19 +244,19 @@ class Backend(Protocol):
         Args:
             key: the object.
             data: its new contents.
-            found: version of the object to be replaced; None if the object must not exist yet.
+            expected: version of the object to be replaced; None if the object must not exist yet.
 
         Returns:
-            The version of the new object. None if the object has another version than ``found``, or if another call
-            with the same ``found`` has taken precedence; the object is then as it was.
+            The version of the new object. None if the object has another version than ``expected``, or if another call
+            with the same ``expected`` has taken precedence; the object is then as it was.
 
         Raises:
             StorageError: storage failed. The object is the old one or the new one.
 
         Example::
 
-            found = await backend.version("metadata.arrow")
-            if await backend.put_if("metadata.arrow", b"new", found) is None:
+            version = await backend.version("metadata.arrow")
+            if await backend.put_if("metadata.arrow", b"new", version) is None:
                 print("another job was quicker")
 
         """
@@ -446,7 +446,7 @@ class RetryPolicy:
 # -- agreement between ranks ------------------------------------------------------------------
 
 REFUSED = "a call whose arguments were refused"
-"""The ``what`` that a rank with refused arguments passes to :meth:`Coordinator.begin`."""
+"""The ``operation`` that a rank with refused arguments passes to :meth:`Coordinator.begin`."""
 
 
 class Agreement(Protocol):
@@ -458,14 +458,14 @@ class Agreement(Protocol):
     """
 
     async def gather_scatter(
-        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+        self, step: str, payload: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 call ``divide`` (in a thread), give every rank its answer."""
+        """Gather ``payload`` of every rank, let rank 0 call ``divide`` (in a thread), give every rank its answer."""
 
     async def gather_broadcast(
-        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+        self, step: str, payload: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks its answer."""
+        """Gather ``payload`` of every rank, let rank 0 await ``decide``, give all ranks its answer."""
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Send ``send[r]`` to every rank r, and fill ``receive[r]`` with the bytes that rank r sends; for bulk data.
@@ -504,11 +504,11 @@ class Coordinator(Protocol):
     @property
     def world_size(self) -> int: ...  # noqa: D102 -- described above
 
-    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+    def begin(self, operation: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
         """Take this rank's place in the next operation, at once: the n-th ``begin`` of every rank belong together.
 
         Entering the context starts the exchange of signs of life. Leaving it with an error tells all others (a
-        :class:`PeerError` is not told again). ``what`` names the operation ("save /ckpt/1"). Ranks with different names
+        :class:`PeerError` is not told again). ``operation`` is its name ("save /ckpt/1"). Ranks with different names
         get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes to tell the others
         its error. ``timeout`` is in seconds of silence.
         """

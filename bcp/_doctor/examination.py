@@ -67,7 +67,7 @@ async def _door(meeting: Meeting, report: Report, stack: AsyncExitStack) -> Door
 
 def _interface(address: str) -> str:
     """Return the name of an address' interface, and the variable that has chosen it."""
-    name = next((name for name, each in interfaces() if str(each.ip) == address), "")
+    name = next((name for name, interface in interfaces() if str(interface.ip) == address), "")
     if os.environ.get(VARIABLE):
         return f"{name}, by {VARIABLE}"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -228,7 +228,7 @@ def _alone(job: Job, report: Report) -> bool:
 
 
 def _print_findings(report: Report) -> None:
-    who = subject([report.rank], [socket.gethostname()])
+    name = subject([report.rank], [socket.gethostname()])
     for finding in report.findings:
         do = f"; {finding.do}" if finding.do else ""
-        print(ascii_only(f"bcp doctor: {finding.check}: {who} {finding.text}{do}"), file=sys.stderr, flush=True)  # noqa: T201 -- same
+        print(ascii_only(f"bcp doctor: {finding.check}: {name} {finding.text}{do}"), file=sys.stderr, flush=True)  # noqa: T201 -- same

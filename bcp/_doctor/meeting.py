@@ -179,23 +179,25 @@ class KeyBoard:
             MessageError: one cannot be decoded.
 
         """
-        found, spoiled = await self.readable(until, kind, numbers)
+        messages, spoiled = await self.readable(until, kind, numbers)
         for error in spoiled.values():
             raise error
-        return found
+        return messages
 
     async def readable(
         self, until: float, kind: type[M], numbers: Iterable[int]
     ) -> tuple[dict[int, M], dict[int, MessageError]]:
         """Do the same, but return the errors of messages that cannot be decoded beside the others."""
-        wanted, found = list(numbers), dict[int, M | MessageError]()
+        wanted, messages = list(numbers), dict[int, M | MessageError]()
         while True:
             late = not left(until)
-            found |= await self.call(until, partial(self._seen, kind, wanted, late))
-            wanted = [number for number in wanted if number not in found]
+            messages |= await self.call(until, partial(self._seen, kind, wanted, late))
+            wanted = [number for number in wanted if number not in messages]
             if late or not wanted:
-                spoiled = {number: each for number, each in found.items() if isinstance(each, MessageError)}
-                return {number: each for number, each in found.items() if not isinstance(each, MessageError)}, spoiled
+                spoiled = {number: error for number, error in messages.items() if isinstance(error, MessageError)}
+                return {
+                    number: message for number, message in messages.items() if not isinstance(message, MessageError)
+                }, spoiled
             await anyio.sleep(min(self._pause, left(until)))
 
     async def count(self, until: float, name: str) -> None:
@@ -224,7 +226,7 @@ class KeyBoard:
         late: bool,  # noqa: FBT001 -- private
     ) -> dict[int, M | MessageError]:
         """Return the messages that are there; those of an incomplete group only at the end of the time. Blocks."""
-        found, name = dict[int, M | MessageError](), kind.__name__
+        messages, name = dict[int, M | MessageError](), kind.__name__
         for start in range(0, len(numbers), _AT_ONCE):
             some = numbers[start : start + _AT_ONCE]
             if not self._client.store.check([self._key(name, number) for number in some]):
@@ -232,8 +234,8 @@ class KeyBoard:
             if some:
                 values = self._client.store.multi_get([self._key(name, number) for number in some])
                 pairs = zip(some, values, strict=True)
-                found |= {number: _decoded(kind, bytes(value), number) for number, value in pairs}
-        return found
+                messages |= {number: _decoded(kind, bytes(value), number) for number, value in pairs}
+        return messages
 
     def _key(self, *names: object) -> str:
         return "/".join((self._prefix, *map(str, names)))
@@ -287,7 +289,7 @@ class Meeting:
         return self.place.rank in self.leaders
 
     @property
-    def mine(self) -> int:
+    def own_index(self) -> int:
         """The index of this rank's host."""
         return self.leaders.index(self.place.rank) if self.leads else 0
 
@@ -379,4 +381,6 @@ def _words_of(host_of: list[int], hosts: Sequence[Host]) -> list[bytes]:
     ]
     of_leaders = Leaders(tuple(leaders), tuple(names)).encode()  # once: a list of all hosts for each host is long
     of_hosts = [Leaders((leader,), (name,)).encode() for leader, name in zip(leaders, names, strict=True)]
-    return [of_leaders if leaders[mine] == rank else of_hosts[mine] for rank, mine in enumerate(host_of)]
+    return [
+        of_leaders if leaders[host_index] == rank else of_hosts[host_index] for rank, host_index in enumerate(host_of)
+    ]

@@ -36,9 +36,9 @@ def while_short(names: Sequence[str], most: int = _MOST) -> str:
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"
 
 
-def in_words(what: str, names: Sequence[str]) -> str:
+def in_words(noun: str, names: Sequence[str]) -> str:
     """Name things of a kind, as in ``"hosts h1, h2"``."""
-    return f"{what}{'s' * (len(names) != 1)} {while_short(names)}"
+    return f"{noun}{'s' * (len(names) != 1)} {while_short(names)}"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -153,18 +153,18 @@ class Report:
 
     def add(self, finding: Finding) -> None:
         """Add a finding, or count it if there are many of its check."""
-        if sum(each.check == finding.check for each in self.findings) < _MOST_FINDINGS:
+        if sum(other.check == finding.check for other in self.findings) < _MOST_FINDINGS:
             self.findings.append(finding)
         else:
             self.more[finding.check] = self.more.get(finding.check, 0) + 1
 
     def message(self) -> RankReport:
         """Return the message for rank 0."""
-        facts = {each.name: getattr(self, each.name) for each in fields(self)}
+        facts = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         return RankReport(**facts | {"findings": tuple(self.findings)})
 
     @classmethod
     def of(cls, message: RankReport) -> Report:
         """Undo :meth:`message`."""
-        facts = {each.name: getattr(message, each.name) for each in fields(cls)}
+        facts = {attribute.name: getattr(message, attribute.name) for attribute in fields(cls)}
         return cls(**facts | {"findings": list(message.findings)})

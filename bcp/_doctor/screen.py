@@ -60,9 +60,9 @@ def screen(job: Job, reports: Sequence[Report]) -> Screen:
     """Return the screen for these reports; rank 0's comes first."""
     lines, bad, warned = [_head(job, reports[0])], list[str](), False
     for check in _CHECKS:
-        if said := _said(check, job, reports):
+        if findings := _said(check, job, reports):
             bad.append(check)
-            lines += _block("FAIL", check, said, sum(report.more.get(check, 0) for report in reports))
+            lines += _block("FAIL", check, findings, sum(report.more.get(check, 0) for report in reports))
         elif warnings := _warnings(check, job, reports):
             warned = True
             lines += _block("warn", check, warnings)
@@ -98,14 +98,14 @@ def _line(state: str, check: str, text: str) -> str:
     return f"{state:5} {check:10} {text}".rstrip()
 
 
-def _block(state: str, check: str, said: Mapping[str, str], more: int = 0) -> Iterator[str]:
-    """Yield the lines of an unhealthy check; ``said`` has its findings, each with a remedy."""
-    texts = list(said)
+def _block(state: str, check: str, remedies: Mapping[str, str], more: int = 0) -> Iterator[str]:
+    """Yield the lines of an unhealthy check; ``remedies`` has its findings, each with a remedy."""
+    texts = list(remedies)
     yield _line(state, check, texts[0])
     yield from (_line("", "", text) for text in texts[1:_MOST])
     if more := more + max(0, len(texts) - _MOST):
         yield _line("", "", f"and {more} more")
-    yield from (_line("", "", f"-> {do}") for do in dict.fromkeys(said.values()) if do)
+    yield from (_line("", "", f"-> {do}") for do in dict.fromkeys(remedies.values()) if do)
 
 
 # -- findings ---------------------------------------------------------------------------------
@@ -118,15 +118,15 @@ def _said(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]:
         for finding in report.findings:
             if finding.check == check:
                 ranks_of.setdefault(finding, []).append(report.rank)
-    said = {
+    remedies = {
         f"{subject(ranks, job.hosts(ranks), of_host=finding.of_host)} {finding.text}": finding.do
         for finding, ranks in ranks_of.items()
     }
     heard = {report.rank for report in reports}
     unheard = [rank for rank in range(len(job.host_of)) if rank not in heard]
     if check == "store" and unheard:
-        said[f"no report has come from {subject(unheard, job.hosts(unheard))}"] = _UNHEARD
-    return said
+        remedies[f"no report has come from {subject(unheard, job.hosts(unheard))}"] = _UNHEARD
+    return remedies
 
 
 def _warnings(check: str, job: Job, reports: Sequence[Report]) -> dict[str, str]:
@@ -160,9 +160,9 @@ def _store(job: Job, reports: Sequence[Report]) -> str:
 
 def _addresses(_: Job, reports: Sequence[Report]) -> str:
     addresses = {ip_address(report.address) for report in reports if report.address}
-    found = [str(each) for each in sorted(addresses, key=lambda each: (each.version, int(each)))]
+    texts = [str(address) for address in sorted(addresses, key=lambda address: (address.version, int(address)))]
     interfaces = list(dict.fromkeys(report.interface for report in reports if report.interface))
-    return f"{' to '.join(dict.fromkeys([found[0], found[-1]]))} ({while_short(interfaces)})" if found else ""
+    return f"{' to '.join(dict.fromkeys([texts[0], texts[-1]]))} ({while_short(interfaces)})" if texts else ""
 
 
 def _reach(job: Job, reports: Sequence[Report]) -> str:

@@ -165,9 +165,9 @@ async def _look(shelf: TrialFolder, meeting: Meeting, times: Times, report: Repo
 
 def _others(meeting: Meeting) -> list[int]:
     """Return the leaders of the hosts whose files this one looks for: the first host, and the next ones in turn."""
-    after = meeting.mine + 1
-    turn = [*meeting.leaders[after:], *meeting.leaders[: meeting.mine]][:_MOST_HOSTS]
-    return list(dict.fromkeys([*turn, *meeting.leaders[: min(1, meeting.mine)]]))
+    after = meeting.own_index + 1
+    turn = [*meeting.leaders[after:], *meeting.leaders[: meeting.own_index]][:_MOST_HOSTS]
+    return list(dict.fromkeys([*turn, *meeting.leaders[: min(1, meeting.own_index)]]))
 
 
 async def _missed(shelf: TrialFolder, session: str, leaders: Sequence[int]) -> tuple[list[int], dict[int, str]]:
@@ -177,14 +177,14 @@ async def _missed(shelf: TrialFolder, session: str, leaders: Sequence[int]) -> t
     async def read(waiting: Iterator[int]) -> None:
         for leader in waiting:
             try:
-                found = bytes(await shelf.backend.get(shelf.key(session, leader)))
+                content = bytes(await shelf.backend.get(shelf.key(session, leader)))
             except FileNotFoundError:
                 unseen.append(leader)
             except Exception as error:  # noqa: BLE001 -- as above
                 broken[leader] = _reason(error)
             else:
-                if found != shelf.content(session, leader):
-                    broken[leader] = f"it has {len(found)} bytes that are not those that were written"
+                if content != shelf.content(session, leader):
+                    broken[leader] = f"it has {len(content)} bytes that are not those that were written"
 
     waiting = iter(leaders)
     async with anyio.create_task_group() as group:

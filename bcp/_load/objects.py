@@ -158,9 +158,9 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
     """
     missing = tuple(
         f"{kind}: {key}"
-        for kind, found in loaded.items()
+        for kind, loaded_object in loaded.items()
         for key in _keys(opaque[kind])
-        if isinstance(found, Mapping) and key not in found
+        if isinstance(loaded_object, Mapping) and key not in loaded_object
     )
     if missing and job.options.strict:
         raise FqnMismatchError(

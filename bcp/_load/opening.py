@@ -61,7 +61,7 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileR
             f"record {list(commit.codecs)}; restore both"
         )
     most = commit.part_bytes if commit.codecs else metadata.layout.block_bytes
-    has_units = KINDS[kind] == "dataloader" and any(of == KINDS[kind] for of, _ in receipt.objects)
+    has_units = KINDS[kind] == "dataloader" and any(object_kind == KINDS[kind] for object_kind, _ in receipt.objects)
     _check_blocks(file, most, key, may_be_shorter=has_units and not commit.codecs)
     return key, file
 

@@ -115,17 +115,17 @@ class OverlappingTargets:
         views = list(map(_strided, self.targets))
         start, stop = min(view.start for view in views), max(view.stop for view in views)
         whole = next(
-            (at for at, view in enumerate(views) if view.is_run and view.stop - view.start == stop - start), None
+            (index for index, view in enumerate(views) if view.is_run and view.stop - view.start == stop - start), None
         )
         memory = np.zeros(stop - start, np.uint8) if whole is None else _bytes(self.values[whole]).reshape(-1)
         placed = [_view(memory, view, start) for view in views]
         if whole is None:
             for place, value in zip(placed, self.values, strict=True):
                 place[...] = _bytes(value)
-        wrong = [at for at, value in enumerate(self.values) if not _equal(placed[at], _bytes(value))]
+        wrong = [index for index, value in enumerate(self.values) if not _equal(placed[index], _bytes(value))]
         if not wrong:
             return []
-        return list(self.names) if whole is None else [self.names[at] for at in sorted({whole, *wrong})]
+        return list(self.names) if whole is None else [self.names[index] for index in sorted({whole, *wrong})]
 
     def put(self) -> None:
         """Copy the values into the targets."""
@@ -167,15 +167,15 @@ def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
     """
     with job.caller.streams_in_use(), torch.no_grad():
         _check_same(shared, job.rank)
-        for each in shared:
-            each.put()
+        for targets in shared:
+            targets.put()
 
 
 def _check_same(shared: Sequence[OverlappingTargets], rank: int) -> None:
     """Look whether targets that share memory agree about its values."""
-    wrong = list(filter(None, (each.differing() for each in shared)))
+    wrong = list(filter(None, (targets.differing() for targets in shared)))
     if wrong:
-        texts = [f"{' and '.join(each[:SHOWN])}{' and others' if len(each) > SHOWN else ''}" for each in wrong]
+        texts = [f"{' and '.join(names[:SHOWN])}{' and others' if len(names) > SHOWN else ''}" for names in wrong]
         more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         raise MismatchError(
             f"rank {rank}: targets that share memory have different values for it in the checkpoint: "
@@ -187,12 +187,12 @@ def _check_same(shared: Sequence[OverlappingTargets], rank: int) -> None:
 def _with_tied(shards: LocalShards, source: Ints, stored: Ints) -> LocalShards:
     """Return the shards with further ones: of tied names that the checkpoint has a value of their own for."""
     table, kinds = shards.table, shards.table.tensors.kind.tolist()
-    number = {name: at for at, name in enumerate(zip(kinds, table.tensors.fqn, strict=True))}
+    number = {name: tensor for tensor, name in enumerate(zip(kinds, table.tensors.fqn, strict=True))}
     more: list[tuple[int, int]] = []
-    for at, tied_to in enumerate(table.tensors.tied_to):
-        first = number.get((kinds[at], tied_to)) if tied_to else None  # none if no element of it is on this rank
-        if first is not None and min(source[at], source[first]) >= 0 and stored[at] != stored[first]:
-            more += ((row, at) for row in np.flatnonzero(table.tensor == first).tolist())
+    for tensor, tied_to in enumerate(table.tensors.tied_to):
+        first = number.get((kinds[tensor], tied_to)) if tied_to else None  # none if no element of it is on this rank
+        if first is not None and min(source[tensor], source[first]) >= 0 and stored[tensor] != stored[first]:
+            more += ((row, tensor) for row in np.flatnonzero(table.tensor == first).tolist())
     rows = np.array([*range(len(table)), *(row for row, _ in more)], np.int64)
     further = replace(
         table,
@@ -229,22 +229,26 @@ def _sharing(shards: LocalShards, rows: Sequence[int], stored: Ints) -> Iterator
     active: list[tuple[int, Strided]] = []
     for row in rows:
         view = _strided(shards.tensors[row])
-        active = [each for each in active if each[1].stop > view.start]
-        for at, other in active:
-            if groups[at] is groups[row] or table.tensor[at] == table.tensor[row] or not other.meets(view):
+        active = [pair for pair in active if pair[1].stop > view.start]
+        for other_row, other in active:
+            if (
+                groups[other_row] is groups[row]
+                or table.tensor[other_row] == table.tensor[row]
+                or not other.meets(view)
+            ):
                 continue
-            if other.order == view.order and other.start == view.start and _same_value(table, stored, at, row):
+            if other.order == view.order and other.start == view.start and _same_value(table, stored, other_row, row):
                 continue
-            groups[at] |= groups[row]
-            groups.update(dict.fromkeys(groups[at], groups[at]))
+            groups[other_row] |= groups[row]
+            groups.update(dict.fromkeys(groups[other_row], groups[other_row]))
         active.append((row, view))
     yield from (sorted(group) for group in {id(group): group for group in groups.values()}.values() if len(group) > 1)
 
 
-def _same_value(table: ShardTable, stored: Ints, one: int, other: int) -> bool:
+def _same_value(table: ShardTable, stored: Ints, first_row: int, second_row: int) -> bool:
     """Whether two targets get the same elements of the same stored tensor."""
     columns = (stored[table.tensor], table.start, table.stop, table.offset, table.length)
-    return all(np.array_equal(column[one], column[other]) for column in columns)
+    return all(np.array_equal(column[first_row], column[second_row]) for column in columns)
 
 
 def _stored(source: Ints, names: RenamedLayout) -> Ints:
@@ -273,7 +277,10 @@ def _view(memory: Bytes, view: Strided, start: int) -> Bytes:
     return np.ndarray(shape, np.uint8, memory, view.start - start, strides)
 
 
-def _equal(one: Bytes, other: Bytes) -> bool:
+def _equal(first: Bytes, second: Bytes) -> bool:
     """Compare bytes; a part of the rows at once, as the result takes as much memory as they do."""
-    rows = max(1, COMPARED_BYTES * len(one) // one.nbytes)
-    return all(np.array_equal(one[at : at + rows], other[at : at + rows]) for at in range(0, len(one), rows))
+    rows = max(1, COMPARED_BYTES * len(first) // first.nbytes)
+    return all(
+        np.array_equal(first[start : start + rows], second[start : start + rows])
+        for start in range(0, len(first), rows)
+    )

@@ -49,8 +49,8 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: Load
     """
     layout, shards, assignment = metadata.layout, wanted.targets.shards, reading.assignment
     table, tensors, chunks = shards.table, shards.tensors, assignment.chunks
-    found = copies(layout, table, wanted.wants, chunks)
-    check_complete(found, table, wanted.wants)
+    all_copies = copies(layout, table, wanted.wants, chunks)
+    check_complete(all_copies, table, wanted.wants)
     saved = layout.tensors.dtypes_of(wanted.saved)
     same = np.fromiter(map(eq, saved, table.tensors.dtype), np.bool_, len(saved))[table.tensor]
     dtypes = list(map(saved.__getitem__, table.tensor.tolist()))
@@ -58,8 +58,8 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: Load
     address = writable(tensors, addresses(tensors, table) if known is None else known, table.nbytes, same)
     able = isinstance(job.backend, ScatterReader) and job.options.edit is unchanged and not metadata.commit.codecs
     private = np.arange(len(chunks)) < (len(assignment.private) if able else 0)
-    way = zero_copy_reads(found, private, address > 0)
-    return LoadBuffers(tensors, table.tensors.itemsize[table.tensor], dtypes, address, found, way, lanes)
+    way = zero_copy_reads(all_copies, private, address > 0)
+    return LoadBuffers(tensors, table.tensors.itemsize[table.tensor], dtypes, address, all_copies, way, lanes)
 
 
 def load_context(

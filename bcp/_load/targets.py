@@ -47,7 +47,7 @@ def advice(missing: Sequence[str], saved: Collection[str]) -> str:
     known = saved if isinstance(saved, (set, frozenset)) else set(saved)
     examined = missing[:EXAMINED]
     first = examined[0]
-    for prefix in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
+    for prefix in (first[: index + 1] for index, letter in enumerate(first) if letter == "."):
         if all(name.startswith(prefix) and name.removeprefix(prefix) in known for name in examined):
             return f"the checkpoint has them without {prefix!r}: pass LoadOptions(rename=[('^', {prefix!r})])"
     longer = min((name for name in known if name.endswith("." + first)), key=lambda name: (len(name), name), default="")
@@ -62,11 +62,11 @@ def advice(missing: Sequence[str], saved: Collection[str]) -> str:
 
 def _near(name: str, ordered: Sequence[str]) -> list[str]:
     """Return the name of the checkpoint that is nearest, of those about where this one would stand."""
-    at = bisect_left(ordered, name)
+    position = bisect_left(ordered, name)
     ending = name.rpartition(".")[2]
     alike = [other for other in ordered if other.endswith(ending) and abs(len(other) - len(name)) <= len(ending)]
     return get_close_matches(
-        name, {*ordered[max(at - NEIGHBOURS // 2, 0) : at + NEIGHBOURS // 2], *alike[:NEIGHBOURS]}, 1, CLOSE
+        name, {*ordered[max(position - NEIGHBOURS // 2, 0) : position + NEIGHBOURS // 2], *alike[:NEIGHBOURS]}, 1, CLOSE
     )
 
 
@@ -109,8 +109,8 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     names = renamed(layout, options.rename, states)
     targets = job.planner().load_targets(states, names.saved)
     tensors, objects = targets.shards.table.tensors, targets.shards.objects
-    found = names.saved.find(tensors)
-    source = _from_masters(names.saved, tensors, found)
+    saved_rows = names.saved.find(tensors)
+    source = _from_masters(names.saved, tensors, saved_rows)
     missing = _whole_optimizer(names, objects)
     missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
     # hyper-parameters of an optimizer come and go with torch's versions
@@ -131,7 +131,7 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     return LoadRequest(
         replace(targets, shards=shards),
         saved,
-        _wanted_rows(names, concat([found, source]), objects),
+        _wanted_rows(names, concat([saved_rows, source]), objects),
         tuple(code for code, kind in enumerate(KINDS) if kind in states),
         tuple(missing),
         wants(layout, shards.table, saved),
@@ -146,56 +146,58 @@ def _advice(missing: Sequence[str], names: RenamedLayout) -> str:
     front = "model: "
     model = [name.removeprefix(front) for name in missing if name.startswith(front)]
     saved = {fqn for kind, fqn in (*names.saved.rows, *names.objects) if kind == "model"} if model else set()
-    found = advice(model, saved) if model else ""
-    return f"; {found}" if found else ""
+    text = advice(model, saved) if model else ""
+    return f"; {text}" if text else ""
 
 
 def _unmatched(
-    states: States, names: RenamedLayout, found: Ints, shards: LocalShards, layout: Layout
+    states: States, names: RenamedLayout, found_kinds: Ints, shards: LocalShards, layout: Layout
 ) -> tuple[str, ...]:
-    """Return the requested kinds without any found tensor; ``found``: kinds of the found tensors."""
+    """Return the requested kinds without any found tensor; ``found_kinds``: kinds of the found tensors."""
     wanted = {KINDS[code] for code in set(shards.table.tensors.kind.tolist())} | {kind for kind, _ in shards.objects}
-    there = {KINDS[code] for code in set(found.tolist())} | {
+    saved_kinds = {KINDS[code] for code in set(found_kinds.tolist())} | {
         kind for kind, path in shards.objects if (kind, path) in names.objects
     }
-    there |= {kind for kind in OPAQUE_KINDS if extra_ranks(layout, kind)} | {kind for kind, _ in layout.objects}
-    return tuple(kind for kind in KINDS if kind in states and kind in wanted.union(OPAQUE_KINDS) - there)
+    saved_kinds |= {kind for kind in OPAQUE_KINDS if extra_ranks(layout, kind)} | {kind for kind, _ in layout.objects}
+    return tuple(kind for kind in KINDS if kind in states and kind in wanted.union(OPAQUE_KINDS) - saved_kinds)
 
 
-def _from_masters(saved: CheckpointNames, wanted: TensorTable, found: Ints) -> Ints:
+def _from_masters(saved: CheckpointNames, wanted: TensorTable, saved_rows: Ints) -> Ints:
     """Choose the model's tensor for a master that the checkpoint lacks, and the master for a model tensor of its dtype.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
-    ``found``, int64[n], has the row in ``saved.tensors`` of each wanted tensor, or -1.
+    ``saved_rows``, int64[n], has the row in ``saved.tensors`` of each wanted tensor, or -1.
     """
-    source, rows, dtypes = found.copy(), found.tolist(), saved.tensors.dtype
-    for at in np.flatnonzero(found < 0).tolist():
-        fqn = wanted.fqn[at]
-        if KINDS[wanted.kind[at]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
-            source[at] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
-    for at in (at for at in _differ(wanted, saved.tensors, found) if KINDS[wanted.kind[at]] == "model"):
-        names = (wanted.fqn[at], saved.tensors.tied_to[rows[at]])
+    source, rows, dtypes = saved_rows.copy(), saved_rows.tolist(), saved.tensors.dtype
+    for tensor in np.flatnonzero(saved_rows < 0).tolist():
+        fqn = wanted.fqn[tensor]
+        if KINDS[wanted.kind[tensor]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
+            source[tensor] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
+    for tensor in (
+        tensor for tensor in _differ(wanted, saved.tensors, saved_rows) if KINDS[wanted.kind[tensor]] == "model"
+    ):
+        names = (wanted.fqn[tensor], saved.tensors.tied_to[rows[tensor]])
         masters = (saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in names)
-        master = next((each for each in masters if each is not None), -1)
-        if master >= 0 and dtypes[master] == wanted.dtype[at]:
-            source[at] = master
+        master = next((row for row in masters if row is not None), -1)
+        if master >= 0 and dtypes[master] == wanted.dtype[tensor]:
+            source[tensor] = master
     return source
 
 
 def _whole_optimizer(names: RenamedLayout, wanted: Collection[ObjectKey]) -> list[str]:
     """Say that the checkpoint has nothing of any optimizer, where one is wanted: a new one wants no tensors by name."""
     code = KINDS.index("optimizer")
-    there = code in names.saved.tensors.kind or any(kind == "optimizer" for kind, _ in names.objects)
-    return [] if there or all(kind != "optimizer" for kind, _ in wanted) else ["the optimizer, all of it"]
+    is_saved = code in names.saved.tensors.kind or any(kind == "optimizer" for kind, _ in names.objects)
+    return [] if is_saved or all(kind != "optimizer" for kind, _ in wanted) else ["the optimizer, all of it"]
 
 
-def _wanted_rows(names: RenamedLayout, found: Ints, objects: Collection[ObjectKey]) -> Ints:
+def _wanted_rows(names: RenamedLayout, saved_rows: Ints, objects: Collection[ObjectKey]) -> Ints:
     """Return ``LoadRequest.rows``: the found names, and those that no rank is expected to want."""
     count, behind = len(names.layout.tensors), len(names.layout.objects)
     values = np.array([count + names.objects[key] for key in objects if key in names.objects], np.int64)
     wanted = np.zeros(len(names.saved.tensors) + behind, np.bool_)
     for rows in (
-        np.where(found < count, found, found + behind)[found >= 0],
+        np.where(saved_rows < count, saved_rows, saved_rows + behind)[saved_rows >= 0],
         values,
         np.array(names.left_out, np.int64),
     ):
@@ -213,17 +215,20 @@ def both_names(target: TensorTable, row: int, saved: TensorTable, origin: int) -
     return new if new == old else f"{new} (saved as {old})"
 
 
-def _check_shapes(target: TensorTable, names: RenamedLayout, found: Ints, rank: int) -> None:
-    """Compare shapes of everything that both have; ``found``: the row of each target in ``names.saved.tensors``."""
+def _check_shapes(target: TensorTable, names: RenamedLayout, saved_rows: Ints, rank: int) -> None:
+    """Compare shapes of everything that both have.
+
+    ``saved_rows`` has the row of each target in ``names.saved.tensors``, or -1.
+    """
     saved, origin = names.saved.tensors, names.layout.tensors
-    both = np.flatnonzero(found >= 0)
+    both = np.flatnonzero(saved_rows >= 0)
     width = max(target.shape.shape[1], saved.shape.shape[1])
-    other = (fitted(target.shape, width, 1)[both] != fitted(saved.shape, width, 1)[found[both]]).any(axis=1)
-    other |= target.ndim[both] != saved.ndim[found[both]]
+    other = (fitted(target.shape, width, 1)[both] != fitted(saved.shape, width, 1)[saved_rows[both]]).any(axis=1)
+    other |= target.ndim[both] != saved.ndim[saved_rows[both]]
     shapes = [
         f"{both_names(target, new, origin, names.sources(old)[0])} is {list(saved[old].shape)} in the checkpoint, "
         f"{list(target[new].shape)} in the target"
-        for new, old in ((at, int(found[at])) for at in both[other].tolist())
+        for new, old in ((tensor, int(saved_rows[tensor])) for tensor in both[other].tolist())
     ]
     if shapes:
         raise ShapeMismatchError(
@@ -231,15 +236,15 @@ def _check_shapes(target: TensorTable, names: RenamedLayout, found: Ints, rank: 
         )
 
 
-def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: int, *, cast: bool) -> None:
-    """Compare dtypes of everything that both have; ``found``: the saved row of each target, or -1."""
+def _check_dtypes(target: TensorTable, saved: TensorTable, saved_rows: Ints, rank: int, *, cast: bool) -> None:
+    """Compare dtypes of everything that both have; ``saved_rows``: the saved row of each target, or -1."""
     if cast:
-        _check_known(target, saved, found, rank)
+        _check_known(target, saved, saved_rows, rank)
         return
     dtypes = [
         f"{both_names(target, new, saved, old)} is {saved.dtype[old]} in the checkpoint, "
         f"{target.dtype[new]} in the target"
-        for new, old in ((at, int(found[at])) for at in _differ(target, saved, found))
+        for new, old in ((tensor, int(saved_rows[tensor])) for tensor in _differ(target, saved, saved_rows))
     ]
     if dtypes:
         raise DtypeMismatchError(
@@ -247,13 +252,14 @@ def _check_dtypes(target: TensorTable, saved: TensorTable, found: Ints, rank: in
         )
 
 
-def _check_known(target: TensorTable, saved: TensorTable, found: Ints, rank: int) -> None:
-    """Check that torch knows the dtypes to convert from; ``found`` as in :func:`_check_dtypes`."""
-    for at in _differ(target, saved, found):
-        if not isinstance(getattr(torch, saved.dtype[found[at]], None), torch.dtype):
+def _check_known(target: TensorTable, saved: TensorTable, saved_rows: Ints, rank: int) -> None:
+    """Check that torch knows the dtypes to convert from; ``saved_rows`` as in :func:`_check_dtypes`."""
+    for tensor in _differ(target, saved, saved_rows):
+        if not isinstance(getattr(torch, saved.dtype[saved_rows[tensor]], None), torch.dtype):
             raise DtypeMismatchError(
-                f"rank {rank}: {both_names(target, at, saved, int(found[at]))} is {saved.dtype[found[at]]!r} in the "
-                f"checkpoint, which torch {torch.__version__} does not know; load it with the torch that saved it"
+                f"rank {rank}: {both_names(target, tensor, saved, int(saved_rows[tensor]))} is "
+                f"{saved.dtype[saved_rows[tensor]]!r} in the checkpoint, which torch {torch.__version__} does not "
+                "know; load it with the torch that saved it"
             )
 
 
@@ -270,10 +276,13 @@ def _check_elements(saved: TensorTable) -> None:
             )
 
 
-def _differ(target: TensorTable, saved: TensorTable, found: Ints) -> list[int]:
-    """Return the tensors of the target that both have, with different dtypes; ``found`` as in :func:`_check_dtypes`."""
-    other = np.fromiter(map(ne, saved.dtypes_of(found), target.dtype), np.bool_, len(found))
-    return np.flatnonzero(other & (found >= 0)).tolist()
+def _differ(target: TensorTable, saved: TensorTable, saved_rows: Ints) -> list[int]:
+    """Return the tensors of the target that both have, with different dtypes.
+
+    ``saved_rows`` is as in :func:`_check_dtypes`.
+    """
+    other = np.fromiter(map(ne, saved.dtypes_of(saved_rows), target.dtype), np.bool_, len(saved_rows))
+    return np.flatnonzero(other & (saved_rows >= 0)).tolist()
 
 
 def _check_dataloader(opaque: Mapping[str, Any], layout: Layout, world_size: int) -> None:

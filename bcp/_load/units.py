@@ -44,12 +44,12 @@ class ReadState:
 
 def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
     """Return the units of a checkpoint: name of the sharded state to ids to the rank that has it; "": shared part."""
-    found: dict[str, dict[str, int]] = {}
+    units: dict[str, dict[str, int]] = {}
     for (kind, path), rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
         if kind == "dataloader":
             name, _, unit = path.rpartition("/")
-            found.setdefault(name, {})[unit] = rank
-    return found
+            units.setdefault(name, {})[unit] = rank
+    return units
 
 
 def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
@@ -60,12 +60,12 @@ def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
     places = {}
     for (kind, path), text in receipt.objects.items():
         if kind == "dataloader":
-            found = _PLACE.fullmatch(text)
-            if found is None or int(found[1]) >= int(found[2]):
+            match = _PLACE.fullmatch(text)
+            if match is None or int(match[1]) >= int(match[2]):
                 raise CorruptError(
                     f"the receipt of rank {receipt.rank} says that {path} lies at {text[:40]}; restore the receipt"
                 )
-            places[path] = int(found[1]), int(found[2])
+            places[path] = int(match[1]), int(match[2])
     return places
 
 

@@ -99,8 +99,8 @@ B = TypeVar("B", bound=Message)
 def decode_either(first: type[A], second: type[B], data: bytes, sender: int | None = None) -> A | B:
     """Decode a message of one of two classes, which its tag tells. Raises MessageError as Message.decode does."""
     kinds: Any = first | second
-    found: A | B = decode_any(kinds, f"{first.__name__} or {second.__name__}", data, sender)
-    return found
+    message: A | B = decode_any(kinds, f"{first.__name__} or {second.__name__}", data, sender)
+    return message
 
 
 def decode_any(kinds: Any, name: str, data: bytes, sender: int | None = None) -> Any:
@@ -117,7 +117,7 @@ def prepare(module: str, *others: Any) -> None:
     Otherwise msgspec reads them in the first decode, by Python code. Another thread, or a fork, that comes in between
     decodes by half a description, and crashes.
     """
-    for kind in (*(each for each in Message.__subclasses__() if each.__module__ == module), *others):
+    for kind in (*(subclass for subclass in Message.__subclasses__() if subclass.__module__ == module), *others):
         msgspec.msgpack.Decoder(kind)
 
 
@@ -129,10 +129,10 @@ def expect(*sound: bool, reason: str) -> None:
 
 def refused(name: str, data: bytes | memoryview | int, reason: object, sender: int | None = None) -> MessageError:
     """Return the error for a message that cannot be used; ``data`` may also be the number of its bytes."""
-    whose = "" if sender is None else f" of rank {sender}"
+    origin = "" if sender is None else f" of rank {sender}"
     nbytes = data if isinstance(data, int) else len(data)
     return MessageError(
-        f"the message {name}{whose} cannot be decoded, {nbytes} bytes: {reason}; "
+        f"the message {name}{origin} cannot be decoded, {nbytes} bytes: {reason}; "
         "run the same version of bcp on all ranks"
     )
 
@@ -142,7 +142,7 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(each) for key, each in value.items()}
+        return {_escaped(key): _escaped(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(each) for each in value]
+        return [_escaped(element) for element in value]
     return value

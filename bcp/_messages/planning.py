@@ -67,7 +67,7 @@ class Opening(Message, frozen=True, array_like=True, tag=False):
 
     operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]  # id of the save
     cached: bool  # whether every rank has the plan already
-    found: Annotated[str, msgspec.Meta(min_length=1)] | None  # version of the metadata before the save; None for none
+    version: Annotated[str, msgspec.Meta(min_length=1)] | None  # of the metadata before the save; None for none
     trace: str  # trace context of rank 0; empty for none
 
 

@@ -124,8 +124,8 @@ WorkerMessage: TypeAlias = ReaderJob | Start | Consumed | StatesRequest | Batch 
 
 def decode_worker_message(data: bytes) -> WorkerMessage:
     """Decode a message in either direction. Raises MessageError if it is none of WorkerMessage."""
-    found: WorkerMessage = decode_any(WorkerMessage, "of a reader worker", data)
-    return found
+    message: WorkerMessage = decode_any(WorkerMessage, "of a reader worker", data)
+    return message
 
 
 def unexpected(message: WorkerMessage) -> MessageError:

@@ -19,7 +19,7 @@ __all__ = ["CleanUp", "check_not_replaced", "not_replaced", "taken", "undone_on_
 
 
 @asynccontextmanager
-async def not_replaced(backend: Backend, path: str, operation: str, found: Version | None) -> AsyncIterator[None]:
+async def not_replaced(backend: Backend, path: str, operation: str, old_version: Version | None) -> AsyncIterator[None]:
     """Raise ExistsError in place of a storage error if another job has committed meanwhile.
 
     A commit deletes the files of older saves, so writes of a save that cannot commit any more may fail in any way.
@@ -27,23 +27,25 @@ async def not_replaced(backend: Backend, path: str, operation: str, found: Versi
     try:
         yield
     except StorageError as error:
-        await check_not_replaced(backend, path, operation, found, error)
+        await check_not_replaced(backend, path, operation, old_version, error)
         raise
 
 
 async def check_not_replaced(
-    backend: Backend, path: str, operation: str, found: Version | None, error: StorageError
+    backend: Backend, path: str, operation: str, old_version: Version | None, error: StorageError
 ) -> None:
     """Raise ExistsError because of ``error`` if the metadata is not the one that this save found."""
     try:
         now = await backend.version(METADATA_KEY)
     except BcpError:  # storage does not answer at all; the first error says why
         return
-    if now not in (found, None):
-        raise await taken(backend, path, operation, found) from error
+    if now not in (old_version, None):
+        raise await taken(backend, path, operation, old_version) from error
 
 
-async def taken(backend: Backend, path: str, operation: str, found: Version | None) -> CheckpointError | StorageError:
+async def taken(
+    backend: Backend, path: str, operation: str, old_version: Version | None
+) -> CheckpointError | StorageError:
     """Return the error of a save whose place another job has taken."""
     advice = "this save was not committed. Give every job a path of its own, or save again with overwrite=True"
     try:
@@ -53,7 +55,7 @@ async def taken(backend: Backend, path: str, operation: str, found: Version | No
             f"{path}: the checkpoint that operation {operation} was to replace was deleted or moved away meanwhile; "
             "this save was not committed. Save again"
         )
-    if await backend.version(METADATA_KEY) == found:
+    if await backend.version(METADATA_KEY) == old_version:
         return ExistsError(f"another job is committing a checkpoint at {path}, as is operation {operation}; {advice}")
     try:
         winner = f"operation {(await in_thread_gc_paused(decode_metadata, data, path)).commit.operation}"

@@ -171,13 +171,14 @@ async def broadcast_step(
     agreement: Agreement,
     name: str,
     rank: int,
-    mine: bytes | BcpError,
+    own_message: bytes | BcpError,
     take: Callable[[Sequence[bytes]], Awaitable[tuple[Step, bytes]]] | None,
 ) -> tuple[bytes, Step | None]:
     """Gather the messages of all ranks, let rank 0 take its next step, and send its answer to all ranks.
 
-    ``mine`` is this rank's message, or its error. ``take`` runs on rank 0 only, and returns the step and the answer. It
-    is None on a rank that cannot take the step. Returns the answer, and the step on rank 0 or None elsewhere.
+    ``own_message`` is this rank's message, or its error. ``take`` runs on rank 0 only, and returns the step and the
+    answer. It is None on a rank that cannot take the step. Returns the answer, and the step on rank 0 or None
+    elsewhere.
     """
     step: Step | None = None
 
@@ -188,14 +189,14 @@ async def broadcast_step(
         step, reply = await take(messages)
         return reply
 
-    return await gather_broadcast(agreement, name, rank, mine, answer), step
+    return await gather_broadcast(agreement, name, rank, own_message, answer), step
 
 
 async def scatter_step(
     agreement: Agreement,
     name: str,
     rank: int,
-    mine: bytes,
+    own_message: bytes,
     take: Callable[[Sequence[bytes]], tuple[Step, Sequence[bytes]]] | None,
 ) -> tuple[bytes, Step | None]:
     """Take rank 0's next step like :func:`broadcast_step`, but in a thread, and with an answer for each rank."""
@@ -208,7 +209,7 @@ async def scatter_step(
         step, replies = take(messages)
         return replies
 
-    return await gather_scatter(agreement, name, rank, mine, answer), step
+    return await gather_scatter(agreement, name, rank, own_message, answer), step
 
 
 def _not_leading(name: str, rank: int) -> BcpError:
@@ -240,8 +241,8 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
     Raises ExistsError if a checkpoint is there, and may not be overwritten.
     """
-    found = await target.backend.version(METADATA_KEY)
-    if found is not None and not target.options.overwrite:
+    old_version = await target.backend.version(METADATA_KEY)
+    if old_version is not None and not target.options.overwrite:
         raise ExistsError(
             f"{target.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
         )
@@ -249,7 +250,7 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
     key = hellos[0][:DIGEST_BYTES]
     layout = _layouts.get(key) or b""
     cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)
-    opening = Opening(secrets.token_hex(8), cached, found, target.trace)
+    opening = Opening(secrets.token_hex(8), cached, old_version, target.trace)
     return Opened(target, framework, opening, layout), opening.encode()
 
 
@@ -318,7 +319,7 @@ class Planned:
             encoded = bool(target.options.codecs)
             await check_written(target.backend, target.path, written, listed, opening.operation, encoded=encoded)
         except StorageError as error:
-            await check_not_replaced(target.backend, target.path, opening.operation, opening.found, error)
+            await check_not_replaced(target.backend, target.path, opening.operation, opening.version, error)
             raise
         return Committing(self, written, listed, await self._unfinished())
 
@@ -346,10 +347,10 @@ class Committing:
         target, opening = opened.target, opened.opening
         undo.committing = True
         data = encode_metadata(self.planned.layout, self._record())
-        version = await target.backend.put_if(METADATA_KEY, data, opening.found)
+        version = await target.backend.put_if(METADATA_KEY, data, opening.version)
         if version is None:
             undo.committing = False
-            raise await taken(target.backend, target.path, opening.operation, opening.found)
+            raise await taken(target.backend, target.path, opening.operation, opening.version)
         await self._check_place(version)
         all_nbytes = await in_thread_gc_paused(data_nbytes, self.written)
         return Committed(self, all_nbytes)

@@ -45,7 +45,7 @@ def unit_ends(held: LocalState, plan: SavePlan) -> list[int]:
 def places(held: LocalState, plan: SavePlan) -> dict[ObjectKey, str]:
     """Say where this rank's units lie in the data section: first byte and one past the last (paper sec. 3.2)."""
     bounds = pairwise([0, *unit_ends(held, plan)])
-    return {("dataloader", path): encode_value(list(each)) for path, each in zip(plan.units, bounds, strict=True)}
+    return {("dataloader", path): encode_value(list(place)) for path, place in zip(plan.units, bounds, strict=True)}
 
 
 def unit_rows(held: LocalState, plan: SavePlan) -> Iterator[tuple[str, torch.Tensor]]:

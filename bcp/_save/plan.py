@@ -61,10 +61,10 @@ async def plan_writes(
     if opening.cached and known is not None:
         return held, opening, known, Planned(opened, opened.layout) if opened else None
     prepared = await in_thread_gc_paused(RankTable.of, table)
-    found, surveyed = await broadcast_step(
+    answer, surveyed = await broadcast_step(
         agreement, "survey", rank, prepared.encoded.hello, opened.survey if opened else None
     )
-    survey = Survey.decode(found)
+    survey = Survey.decode(answer)
     message = prepared.encoded.message(rank, survey)
     share, planned = await scatter_step(agreement, "plan", rank, message, surveyed.divide if surveyed else None)
     plan = await in_thread_gc_paused(_read_share, prepared, share, rank, survey.key, options.part_bytes)

@@ -130,10 +130,10 @@ class MemorySample:
         self._shards = shards
         few = min(max(MOST_BLOCKS // max(len(address), 1), FEWEST), MOST)
         pieces = [_blocks(address, shards.table.nbytes, few), _elements(shards.tensors, address, few * ELEMENTS)]
-        self._row, self._at, self._nbytes = (concat(list(columns)) for columns in zip(*pieces, strict=True))
+        self._row, self._block_address, self._nbytes = (concat(list(columns)) for columns in zip(*pieces, strict=True))
         self._rows = np.unique(self._row).tolist()
         known = zip(self._rows, address[self._rows].tolist(), strict=True)
-        self._pointers = [at or shards.tensors[row].data_ptr() for row, at in known]
+        self._pointers = [pointer or shards.tensors[row].data_ptr() for row, pointer in known]
         self._begin = np.cumsum(self._nbytes) - self._nbytes
         self._data = self._read()
 
@@ -165,7 +165,7 @@ class MemorySample:
 
     def _read(self) -> np.ndarray:
         data = np.empty(int(self._nbytes.sum()), np.uint8)
-        move(data.ctypes.data + self._begin, self._at, self._nbytes)
+        move(data.ctypes.data + self._begin, self._block_address, self._nbytes)
         return data
 
     def _names(self, rows: Sequence[int]) -> str:
@@ -178,10 +178,10 @@ def _blocks(address: Ints, nbytes: Ints, few: int) -> tuple[Ints, Ints, Ints]:
     """Return row, address and length of the blocks of contiguous tensors."""
     rows = np.flatnonzero((address > 0) & (nbytes > 0))
     size = nbytes[rows]
-    each, number = spread(count := np.minimum(-(-size // BLOCK_BYTES), few))
+    indices, number = spread(count := np.minimum(-(-size // BLOCK_BYTES), few))
     length = np.minimum(size, BLOCK_BYTES)
-    at = (size - length)[each] * number // np.maximum(count - 1, 1)[each]
-    return rows[each], address[rows][each] + at, length[each]
+    offset = (size - length)[indices] * number // np.maximum(count - 1, 1)[indices]
+    return rows[indices], address[rows][indices] + offset, length[indices]
 
 
 def _elements(tensors: Sequence[torch.Tensor], address: Ints, few: int) -> tuple[Ints, Ints, Ints]:
@@ -190,17 +190,20 @@ def _elements(tensors: Sequence[torch.Tensor], address: Ints, few: int) -> tuple
     Bytes between the elements may belong to others.
     """
     rows = np.array([row for row in np.flatnonzero(address == 0).tolist() if _in_host_memory(tensors[row])], np.int64)
-    mine = list(map(tensors.__getitem__, rows.tolist()))
-    width = max((tensor.dim() for tensor in mine), default=0)
-    length, stride = matrix([t.shape for t in mine], width, 1), matrix([t.stride() for t in mine], width, 0)
-    total, size = length.prod(axis=1), np.array([tensor.itemsize for tensor in mine], np.int64)
-    each, number = spread(count := np.minimum(total, few))
-    element, at = (total - 1)[each] * number // np.maximum(count - 1, 1)[each], np.zeros_like(each)
+    host_tensors = list(map(tensors.__getitem__, rows.tolist()))
+    width = max((tensor.dim() for tensor in host_tensors), default=0)
+    length, stride = (
+        matrix([t.shape for t in host_tensors], width, 1),
+        matrix([t.stride() for t in host_tensors], width, 0),
+    )
+    total, size = length.prod(axis=1), np.array([tensor.itemsize for tensor in host_tensors], np.int64)
+    indices, number = spread(count := np.minimum(total, few))
+    element, offset = (total - 1)[indices] * number // np.maximum(count - 1, 1)[indices], np.zeros_like(indices)
     for dim in reversed(range(width)):
-        element, index = np.divmod(element, length[each, dim])
-        at += index * stride[each, dim]
-    base = np.array([tensor.data_ptr() for tensor in mine], np.int64)
-    return rows[each], base[each] + at * size[each], size[each]
+        element, index = np.divmod(element, length[indices, dim])
+        offset += index * stride[indices, dim]
+    base = np.array([tensor.data_ptr() for tensor in host_tensors], np.int64)
+    return rows[indices], base[indices] + offset * size[indices], size[indices]
 
 
 def _in_host_memory(tensor: torch.Tensor) -> bool:
@@ -225,7 +228,7 @@ class OptimizerOwnedMemory:
     """
 
     def __init__(self, model: object, optimizers: Sequence[Optimizer], *, wrapped: bool) -> None:
-        stepped = (p for one in optimizers for group in one.param_groups for p in group["params"])
+        stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         own = [stretch(p) for p in stepped if p.requires_grad or wrapped]  # masters of wrappers need no gradients
         parameters = list(_parameters(model)) if wrapped else []
         if wrapped and (not own or set(own) - {stretch(parameter) for parameter in parameters}):
@@ -237,12 +240,12 @@ class OptimizerOwnedMemory:
         return f"<OptimizerOwnedMemory: {sum(stops) - sum(starts)} bytes in {len(starts)} stretches>"
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        found = start, stop = stretch(tensor)
-        if found in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
+        address_range = start, stop = stretch(tensor)
+        if address_range in self._exactly:  # as a rule; looking it up in order takes as long again as all of the rest
             return start < stop
         starts, stops = self._joined
-        at = bisect_right(starts, start) - 1
-        return at >= 0 and start < stop <= stops[at]
+        index = bisect_right(starts, start) - 1
+        return index >= 0 and start < stop <= stops[index]
 
     @cached_property
     def _joined(self) -> tuple[list[int], list[int]]:
@@ -376,11 +379,11 @@ class Snapshot:
         steady = OptimizerOwnedMemory(self._job.states.get("model"), optimizers, wrapped=wrapped)
         shards, address = held.shards, held.address.copy()
         others, tensors = _not_states(shards.table.tensors), list(shards.tensors)
-        rows = [at for at, row in enumerate(shards.table.tensor.tolist()) if row in others]
-        now = [at for at in rows if tensors[at] not in steady]
-        for at, copy in zip(now, host_copies([tensors[at] for at in now], self.fence), strict=True):
-            tensors[at] = copy
-            address[at] = copy.data_ptr() if address[at] else 0  # a copy's elements lie as those did
+        rows = [row for row, tensor in enumerate(shards.table.tensor.tolist()) if tensor in others]
+        now = [row for row in rows if tensors[row] not in steady]
+        for row, copy in zip(now, host_copies([tensors[row] for row in now], self.fence), strict=True):
+            tensors[row] = copy
+            address[row] = copy.data_ptr() if address[row] else 0  # a copy's elements lie as those did
         kept = replace(shards, tensors=tensors, objects=_kept(shards.objects))
         return replace(held, shards=kept, address=address)
 

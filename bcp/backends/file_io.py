@@ -98,21 +98,21 @@ class DirectFile:
 
     def _write_copied(self, offset: int, blocks: memoryview) -> int:
         """Write whole blocks from memory that is not aligned; return how many bytes were written."""
-        source, at = np.frombuffer(blocks, np.uint8), 0
+        source, position = np.frombuffer(blocks, np.uint8), 0
         with bounce() as buffer:
-            while at < len(source) and not self.refused:
-                count = min(len(source) - at, len(buffer))
-                np.copyto(buffer[:count], source[at : at + count])
-                at += self._write(offset + at, buffer.data[:count])
-        return at
+            while position < len(source) and not self.refused:
+                count = min(len(source) - position, len(buffer))
+                np.copyto(buffer[:count], source[position : position + count])
+                position += self._write(offset + position, buffer.data[:count])
+        return position
 
     def _write(self, offset: int, blocks: memoryview) -> int:
         """Write whole blocks from aligned memory; return how many bytes were written."""
-        at = 0
-        while at < len(blocks) and not self.refused:
+        position = 0
+        while position < len(blocks) and not self.refused:
             with self._refusal():
-                at += self._whole_blocks(os.pwrite(self._fd, blocks[at:], offset + at))
-        return at
+                position += self._whole_blocks(os.pwrite(self._fd, blocks[position:], offset + position))
+        return position
 
     def read(self, offset: int, out: memoryview, wanted: int) -> int:
         """Read from an aligned offset into aligned memory until ``wanted`` bytes are there; return how many are.
@@ -120,12 +120,12 @@ class DirectFile:
         There may be more, up to the length of ``out``, a number of blocks. If there are fewer the file ends, or the
         file system refused.
         """
-        at = 0
-        while at < wanted and not self.refused:
+        position = 0
+        while position < wanted and not self.refused:
             with self._refusal():
-                count = os.preadv(self._fd, [out[at:]], offset + at)
-                at += count if at + count >= wanted else self._whole_blocks(count)
-        return at
+                count = os.preadv(self._fd, [out[position:]], offset + position)
+                position += count if position + count >= wanted else self._whole_blocks(count)
+        return position
 
     def _whole_blocks(self, count: int) -> int:
         """Return how many of the bytes that were moved count: where it goes on has to be aligned."""
@@ -198,17 +198,17 @@ def fill(path: Path, start: int, outs: Sequence[memoryview], way: ReadWay) -> in
 def _fill(path: Path, start: int, targets: _Targets, way: ReadWay) -> int:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        there = min(max(os.fstat(fd).st_size - start, 0), targets.nbytes)
-        if there == 0 or there < targets.nbytes:
-            return there
-        at = 0
+        nbytes = min(max(os.fstat(fd).st_size - start, 0), targets.nbytes)
+        if nbytes == 0 or nbytes < targets.nbytes:
+            return nbytes
+        position = 0
         for stop, cached in _runs(fd, start, targets.nbytes, way):
             if not cached:
-                at = _read_direct(fd, start, targets, at, stop)
-            at = _read_cached(fd, start, targets, at, stop)
-            if at < stop:
+                position = _read_direct(fd, start, targets, position, stop)
+            position = _read_cached(fd, start, targets, position, stop)
+            if position < stop:
                 break
-        return at
+        return position
     finally:
         os.close(fd)
 
@@ -225,10 +225,10 @@ class _Targets:
         """Return the parts of the buffers between two positions, ``start < stop``, or the first ``most`` of them."""
         first = bisect_right(self._ends, start)
         last = min(bisect_left(self._ends, stop), first + most - 1)
-        found = list(self._outs[first : last + 1])
-        found[-1] = found[-1][: len(found[-1]) - max(self._ends[last] - stop, 0)]
-        found[0] = found[0][start - self._ends[first] + len(self._outs[first]) :]
-        return found
+        views = list(self._outs[first : last + 1])
+        views[-1] = views[-1][: len(views[-1]) - max(self._ends[last] - stop, 0)]
+        views[0] = views[0][start - self._ends[first] + len(self._outs[first]) :]
+        return views
 
 
 def _runs(fd: int, start: int, nbytes: int, way: ReadWay) -> Iterator[tuple[int, bool]]:
@@ -247,48 +247,48 @@ def _runs(fd: int, start: int, nbytes: int, way: ReadWay) -> Iterator[tuple[int,
         yield nbytes if count == len(pieces) else count * _PIECE_BYTES - skip, cached
 
 
-def _read_cached(fd: int, start: int, targets: _Targets, at: int, stop: int) -> int:
-    """Read through the page cache from position ``at``; return the position that was reached."""
-    while at < stop:
-        count = os.preadv(fd, targets.between(at, stop, _BUFFERS), start + at)
+def _read_cached(fd: int, start: int, targets: _Targets, position: int, stop: int) -> int:
+    """Read through the page cache from ``position`` on; return the position that was reached."""
+    while position < stop:
+        count = os.preadv(fd, targets.between(position, stop, _BUFFERS), start + position)
         if count == 0:
             break
-        at += count
-    return at
+        position += count
+    return position
 
 
-def _read_direct(fd: int, start: int, targets: _Targets, at: int, stop: int) -> int:
-    """Read past the page cache from position ``at``; return the position that was reached."""
+def _read_direct(fd: int, start: int, targets: _Targets, position: int, stop: int) -> int:
+    """Read past the page cache from ``position`` on; return the position that was reached."""
     file = DirectFile.reopen(fd, os.O_RDONLY)
     if file is None:
-        return at
+        return position
     try:
-        for end, view in _spans(file, start, targets, at, stop):
+        for end, view in _spans(file, start, targets, position, stop):
             if view is None:
-                at = _read_copied(file, start, targets, at, end)
+                position = _read_copied(file, start, targets, position, end)
             else:
-                at += file.read(start + at, view, len(view))
-            if at < end:
+                position += file.read(start + position, view, len(view))
+            if position < end:
                 break
-        return at
+        return position
     finally:
         file.close()
 
 
 def _spans(
-    file: DirectFile, start: int, targets: _Targets, at: int, stop: int
+    file: DirectFile, start: int, targets: _Targets, position: int, stop: int
 ) -> Iterator[tuple[int, memoryview | None]]:
     """Cut a range where a buffer's own memory can be read into: (position of the end, that memory).
 
     Whole pages only: if another thread writes to a page meanwhile, a fork may lose the bytes read into it (open(2)).
     """
-    done = at
-    for view in targets.between(at, stop):
-        first = at + -(start + at) % file.block
-        at += len(view)
-        last = at - (start + at) % file.block
+    done = position
+    for view in targets.between(position, stop):
+        first = position + -(start + position) % file.block
+        position += len(view)
+        last = position - (start + position) % file.block
         if last - first >= _STRAIGHT_BYTES:
-            blocks = view[len(view) - (at - first) : len(view) - (at - last)]
+            blocks = view[len(view) - (position - first) : len(view) - (position - last)]
             if address(blocks) % max(file.memory, mmap.PAGESIZE) == 0:
                 if done < first:
                     yield first, None
@@ -298,19 +298,19 @@ def _spans(
         yield stop, None
 
 
-def _read_copied(file: DirectFile, start: int, targets: _Targets, at: int, stop: int) -> int:
+def _read_copied(file: DirectFile, start: int, targets: _Targets, position: int, stop: int) -> int:
     """Read whole blocks into other memory and copy the wanted bytes; return the position that was reached."""
     with bounce() as buffer:
-        while at < stop:
-            before = (start + at) % file.block
-            wanted = min(before + stop - at, len(buffer))
+        while position < stop:
+            before = (start + position) % file.block
+            wanted = min(before + stop - position, len(buffer))
             blocks = buffer.data[: wanted + -wanted % file.block]
-            found = min(file.read(start + at - before, blocks, wanted), wanted)
-            if found <= before:
+            count = min(file.read(start + position - before, blocks, wanted), wanted)
+            if count <= before:
                 break
-            scatter(buffer.data[before:found], targets.between(at, at + found - before))
-            at += found - before
-    return at
+            scatter(buffer.data[before:count], targets.between(position, position + count - before))
+            position += count - before
+    return position
 
 
 WriteWay = Literal["direct", "early", "buffered"]

@@ -113,11 +113,11 @@ def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as mapped:
         first = address(memoryview(mapped))
         page = ctypes.c_ubyte()
-        found = []
-        for at in range(first, first + nbytes, step):
-            failed = _libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(1), ctypes.byref(page))
-            found.append(not failed and bool(page.value & 1))
-    return found
+        flags = []
+        for pointer in range(first, first + nbytes, step):
+            failed = _libc.mincore(ctypes.c_void_p(pointer), ctypes.c_size_t(1), ctypes.byref(page))
+            flags.append(not failed and bool(page.value & 1))
+    return flags
 
 
 T = TypeVar("T")
@@ -254,15 +254,15 @@ def unfinished(root: Path) -> list[tuple[str, str]]:
 
 
 def _unfinished(root: Path) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for folder, _, names in os.walk(root, onerror=partial(_unless_not_ours, root)):
         base = Path(folder).relative_to(root)
-        found += [
+        entries += [
             ((base / final_name(name)).as_posix(), (base / name).as_posix())
             for name in names
             if name.endswith(TEMP_SUFFIX)
         ]
-    return found
+    return entries
 
 
 def create_empty(path: Path) -> None:
@@ -326,8 +326,8 @@ def rename_written(temp: Path, final: Path, written: os.stat_result) -> None:
     except FileNotFoundError:
         open_anew(final.parent)
         with suppress(OSError):
-            found = final.stat()
-            if (found.st_ino, found.st_size) == (written.st_ino, written.st_size):
+            status = final.stat()
+            if (status.st_ino, status.st_size) == (written.st_ino, written.st_size):
                 return
         raise
 
@@ -346,7 +346,7 @@ def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:
 
 
 def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
+    entries: list[tuple[str, int]] = []
     for folder, _, names in os.walk(top, onerror=partial(_unless_not_ours, top)):
         base = Path(folder).relative_to(root).as_posix()
         for name in names:
@@ -356,8 +356,8 @@ def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
             with suppress(FileNotFoundError):  # deleted since
                 status = Path(folder, name).lstat()
                 if stat.S_ISREG(status.st_mode):
-                    found.append((key, status.st_size))
-    return sorted(found)
+                    entries.append((key, status.st_size))
+    return sorted(entries)
 
 
 def list_folders(top: Path) -> list[str]:

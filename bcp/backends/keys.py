@@ -47,14 +47,14 @@ def content_version(data: Buffer) -> Version:
 
 def scatter(source: memoryview, outs: Sequence[memoryview]) -> None:
     """Fill flat buffers one after the other; ``source`` has as many bytes as they."""
-    at = 0
+    start = 0
     for out in outs:
-        end = at + len(out)
+        end = start + len(out)
         if len(out) < _LARGE_BYTES:
-            out[:] = source[at:end]
+            out[:] = source[start:end]
         else:
-            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source[at:end], np.uint8))
-        at = end
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source[start:end], np.uint8))
+        start = end
 
 
 class Tiling:
@@ -92,12 +92,12 @@ class Tiling:
         end = 0
         for expected, (index, offset, nbytes) in enumerate(sorted(self._parts)):
             if index != expected:
-                what = f"part {index} was written twice" if index < expected else f"part {expected} is missing"
-                raise StorageError(f"{self._where}: {what}; write every part 0, 1, 2 ... once")
+                problem = f"part {index} was written twice" if index < expected else f"part {expected} is missing"
+                raise StorageError(f"{self._where}: {problem}; write every part 0, 1, 2 ... once")
             if offset != end:
-                what = f"a gap of {offset - end} bytes" if offset > end else f"an overlap of {end - offset} bytes"
+                problem = f"a gap of {offset - end} bytes" if offset > end else f"an overlap of {end - offset} bytes"
                 raise StorageError(
-                    f"{self._where}: {what} between part {index}, which starts at byte {offset}, and the parts "
+                    f"{self._where}: {problem} between part {index}, which starts at byte {offset}, and the parts "
                     f"before it, which end at byte {end}; together the parts have to tile the object"
                 )
             end = offset + nbytes

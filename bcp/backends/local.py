@@ -130,12 +130,12 @@ class LocalBackend:
         with self._errors("version", key):
             return await in_thread(swap.version_of, path)
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a small object if it is still the one that was found; see :mod:`bcp.backends.swap`."""
         path = await in_thread(self._path, key)
         view = flat_view(data)
         with self._errors("put_if", key, (0, len(view))):
-            return await in_thread(swap.put_if, path, view, found)
+            return await in_thread(swap.put_if, path, view, expected)
 
     @asynccontextmanager
     async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[_Parts]:
@@ -163,10 +163,10 @@ class LocalBackend:
         """Fill the buffers by one call in a thread."""
         wanted = sum(map(len, outs))
         with self._errors("read", key, (start, start + wanted)):
-            found = await in_thread(self._fill, key, start, outs)
-        if found < wanted:
+            nbytes = await in_thread(self._fill, key, start, outs)
+        if nbytes < wanted:
             raise CorruptError(
-                f"{self!r}: {key!r} is too short: wanted {wanted} bytes from byte {start} and got {found}; "
+                f"{self!r}: {key!r} is too short: wanted {wanted} bytes from byte {start} and got {nbytes}; "
                 "the file was truncated or is not the one that was saved"
             )
 
@@ -188,8 +188,8 @@ class LocalBackend:
         if prefix:
             await in_thread(self._path, prefix.rstrip("/"))
         with self._errors("list", prefix):
-            found = await in_thread(files.list_files, self._root, prefix)
-        return [ObjectInfo(key, nbytes) for key, nbytes in found]
+            entries = await in_thread(files.list_files, self._root, prefix)
+        return [ObjectInfo(key, nbytes) for key, nbytes in entries]
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
         """List the directories directly below ``prefix``; symbolic links are left out."""
@@ -211,8 +211,8 @@ class LocalBackend:
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove temporary files and the directories that became empty."""
-        with self._errors("discard", ", ".join(one.name for one in unfinished[:3])):
-            await in_thread(self._discard, [one.name for one in unfinished])
+        with self._errors("discard", ", ".join(remnant.name for remnant in unfinished[:3])):
+            await in_thread(self._discard, [remnant.name for remnant in unfinished])
 
     async def aclose(self) -> None:
         """Do nothing: no file stays open."""
@@ -279,12 +279,12 @@ class LocalBackend:
             late.cancel()
 
     def _tell(
-        self, operation: str, key: str, span: tuple[int, int] | None, started: float, status: Status, said: str
+        self, operation: str, key: str, span: tuple[int, int] | None, started: float, status: Status, text: str
     ) -> None:
         """Tell the observer of one call."""
         verb = "part" if operation.startswith("write part") else _VERBS.get(operation, operation)
         nbytes = 0 if span is None else span[1] - span[0]
-        emit(RequestEvent(str(self._root), verb, key, nbytes, started, time.monotonic(), 1, status, said))
+        emit(RequestEvent(str(self._root), verb, key, nbytes, started, time.monotonic(), 1, status, text))
 
     def _say_late(self, operation: str, key: str) -> None:
         log.warning("a file system does not answer", root=str(self._root), operation=operation, key=key)

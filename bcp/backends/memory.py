@@ -48,13 +48,13 @@ class MemoryBackend:
         stored = self._objects.get(check_key(key))
         return None if stored is None else content_version(stored)
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a copy of the bytes if the object is the one that was found, under the lock that every write takes."""
         check_key(key)
         copy = bytes(data)
         with self._lock:
             stored = self._objects.get(key)
-            if (None if stored is None else content_version(stored)) != found:
+            if (None if stored is None else content_version(stored)) != expected:
                 return None
             self._objects[key] = copy
         return content_version(copy)

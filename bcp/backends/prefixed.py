@@ -61,9 +61,9 @@ class PrefixedBackend:
         """Return the version of an object."""
         return await self.whole.version(self._key(key))
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a small object if it is still the one that was found."""
-        return await self.whole.put_if(self._key(key), data, found)
+        return await self.whole.put_if(self._key(key), data, expected)
 
     def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
         """Write a large object in parts."""
@@ -83,9 +83,9 @@ class PrefixedBackend:
         elif len(outs) == 1:
             await self.whole.read_into(self._key(key), start, outs[0])
         else:
-            found = memoryview(bytearray(sum(map(len, outs))))
-            await self.whole.read_into(self._key(key), start, found)
-            await in_thread(scatter, found, outs)
+            data = memoryview(bytearray(sum(map(len, outs))))
+            await self.whole.read_into(self._key(key), start, data)
+            await in_thread(scatter, data, outs)
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
@@ -94,8 +94,8 @@ class PrefixedBackend:
     async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List objects; their keys are relative to the view."""
         skip = len(self.prefix) + 1
-        found = await self.whole.list(f"{self.prefix}/{prefix}")
-        return [ObjectInfo(info.key[skip:], info.nbytes) for info in found]
+        infos = await self.whole.list(f"{self.prefix}/{prefix}")
+        return [ObjectInfo(info.key[skip:], info.nbytes) for info in infos]
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the view."""
@@ -108,13 +108,13 @@ class PrefixedBackend:
     async def unfinished(self) -> Sequence[Unfinished]:
         """List the unfinished writes of the view, if the whole backend can."""
         above = f"{self.prefix}/"
-        found = await self.whole.unfinished() if isinstance(self.whole, Sweeper) else []
-        return [replace(one, key=one.key.removeprefix(above)) for one in found if one.key.startswith(above)]
+        writes = await self.whole.unfinished() if isinstance(self.whole, Sweeper) else []
+        return [replace(write, key=write.key.removeprefix(above)) for write in writes if write.key.startswith(above)]
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove unfinished writes of the view."""
         if isinstance(self.whole, Sweeper):
-            await self.whole.discard([replace(one, key=self._key(one.key)) for one in unfinished])
+            await self.whole.discard([replace(write, key=self._key(write.key)) for write in unfinished])
 
     async def aclose(self) -> None:
         """Do nothing: the whole backend is its opener's to close."""

@@ -34,7 +34,7 @@ class _Probes:
 
     def __init__(self) -> None:
         self.lock = process_lock()
-        self.found: dict[int, WriteWay] = {}
+        self.ways: dict[int, WriteWay] = {}
 
 
 _probes = _Probes()
@@ -52,11 +52,11 @@ def quickest(final: Path, nbytes: int | None) -> WriteWay:
         return "early"
     device = final.parent.stat().st_dev
     if (nbytes or 0) < _PROBED_BYTES:
-        return _probes.found.get(device, "direct")
+        return _probes.ways.get(device, "direct")
     with _probes.lock:
-        if device not in _probes.found:
-            _probes.found[device] = _compare(final)
-        return _probes.found[device]
+        if device not in _probes.ways:
+            _probes.ways[device] = _compare(final)
+        return _probes.ways[device]
 
 
 def _compare(final: Path) -> WriteWay:
@@ -89,7 +89,7 @@ def _rate(final: Path, way: WriteWay) -> float:
             # zeros may not reach the disk
             memory.reshape(-1, 1 << 16)[:] = np.frombuffer(os.urandom(1 << 16), np.uint8)
             started = time.perf_counter()
-            for _ in threads.map(lambda at: file.write(at, memory.data), range(0, _PROBE_BYTES, len(memory))):
+            for _ in threads.map(lambda offset: file.write(offset, memory.data), range(0, _PROBE_BYTES, len(memory))):
                 pass
             file.sync()
             seconds = time.perf_counter() - started

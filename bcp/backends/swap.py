@@ -44,21 +44,21 @@ def version_of(path: Path) -> Version | None:
         return None
 
 
-def put_if(final: Path, data: memoryview, found: Version | None) -> Version | None:
-    """Write a file if the one of that name still has the version ``found``, durably; return its version, else None.
+def put_if(final: Path, data: memoryview, old_version: Version | None) -> Version | None:
+    """Write a file if the one of that name still has ``old_version``, durably; return its version, else None.
 
     Raises OSError if a call failed; the file is then the old one or the new one. Raises FileNotFoundError if the
     directory is gone.
     """
-    if version_of(final) != found:
+    if version_of(final) != old_version:
         return None
     temp = files.temp_path(final)
     try:
         files.write_new(temp, data)
         version = content_version(data)
-        done = _create(temp, final) if found is None else None
+        done = _create(temp, final) if old_version is None else None
         if done is None:
-            done = _replace(temp, final, found, version)
+            done = _replace(temp, final, old_version, version)
         if done:
             files.sync_directory(final.parent)
         return version if done else None
@@ -86,30 +86,30 @@ def _create(temp: Path, final: Path) -> bool | None:
     return True
 
 
-def _replace(temp: Path, final: Path, found: Version | None, version: Version) -> bool:
-    """Rename the temporary file over version ``found``; say whether that happened."""
+def _replace(temp: Path, final: Path, old_version: Version | None, version: Version) -> bool:
+    """Rename the temporary file over ``old_version``; say whether that happened."""
     claims = []
     for turn in count():
-        claims.append(_claim_path(final, found, turn))
+        claims.append(_claim_path(final, old_version, turn))
         if _claim(claims[-1], temp):
             break
         _end_claim(claims[-1], final)
     now = version_of(final)
-    if now == found:
+    if now == old_version:
         with suppress(FileNotFoundError):  # another writer has removed the temporary file, and this claim with it
             certain(final, partial(os.rename, temp, final))
             now = version
-    if now == found:
+    if now == old_version:
         now = version_of(final)
-    if now != found:  # replaced, by this writer or another
+    if now != old_version:  # replaced, by this writer or another
         for claim in claims:
             with suppress(OSError):  # as above
                 files.remove(claim)
     return now == version
 
 
-def _claim_path(final: Path, found: Version | None, turn: int) -> Path:
-    return final.parent / f".{final.name}.{found or 'none'}-{turn}{files.TEMP_SUFFIX}"
+def _claim_path(final: Path, old_version: Version | None, turn: int) -> Path:
+    return final.parent / f".{final.name}.{old_version or 'none'}-{turn}{files.TEMP_SUFFIX}"
 
 
 def _claim(claim: Path, temp: Path) -> bool:

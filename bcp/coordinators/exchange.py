@@ -56,9 +56,9 @@ class Exchange:
         rank, size = self._mesh.rank, len(send)
         after = [(rank + step) % size for step in range(1, size)]
         before = [(rank - step) % size for step in range(1, size)]
-        sends = iter([partial(self._send, peer, *each) for peer in after for each in _flows(send[peer], size)])
+        sends = iter([partial(self._send, peer, *flow) for peer in after for flow in _flows(send[peer], size)])
         receives = iter(
-            [partial(self._receive, peer, *each) for peer in before for each in _flows(receive[peer], size)]
+            [partial(self._receive, peer, *flow) for peer in before for flow in _flows(receive[peer], size)]
         )
         try:
             async with anyio.create_task_group() as lanes:
@@ -120,8 +120,8 @@ class Exchange:
             return []
         down = await self._first_elsewhere([(rank - step) % size for step in range(1, size)])
         assert down is not None  # noqa: S101 -- for mypy: there is another host
-        here = (up - rank) % size + (rank - down) % size - 1  # ranks of this host, one after another
-        chosen = {(rank + here) % size: up, (rank - here) % size: down}
+        local_count = (up - rank) % size + (rank - down) % size - 1  # ranks of this host, one after another
+        chosen = {(rank + local_count) % size: up, (rank - local_count) % size: down}
         return list(dict.fromkeys([await self._first_elsewhere([wish]) or other for wish, other in chosen.items()]))
 
     async def _first_elsewhere(self, peers: Sequence[int]) -> int | None:

@@ -142,11 +142,13 @@ def here(server: tuple[str, int] | None, stated: str = "") -> Host:
 
     The route to ``server``, host and port of the job's store, is taken for the route to the other hosts.
     """
-    found = list(interfaces())
-    address = stated or _from_other_variables(found) or _towards_server(server)
-    outside = [each for _, each in found if not each.is_loopback and not each.is_link_local]
+    named_interfaces = list(interfaces())
+    address = stated or _from_other_variables(named_interfaces) or _towards_server(server)
+    outside = [
+        interface for _, interface in named_interfaces if not interface.is_loopback and not interface.is_link_local
+    ]
     way_out = _source(*_ANYWHERE)
-    outside.sort(key=lambda each: (str(each.ip) != way_out, each.version))
+    outside.sort(key=lambda interface: (str(interface.ip) != way_out, interface.version))
     return Host(socket.gethostname(), identity(), address, tuple(map(str, outside)))
 
 
@@ -174,9 +176,9 @@ def interfaces() -> Iterator[tuple[str, Interface]]:
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and states[name].isup:
-            for each in addresses:
-                if each.family in (socket.AF_INET, socket.AF_INET6):
-                    yield name, _interface(each.address, each.netmask)
+            for address in addresses:
+                if address.family in (socket.AF_INET, socket.AF_INET6):
+                    yield name, _interface(address.address, address.netmask)
 
 
 def _interface(address: str, netmask: str | None) -> Interface:
@@ -196,32 +198,32 @@ def _from_variable(text: str) -> str:
     """Return this host's address that :data:`VARIABLE` names; empty if it is not set."""
     if not text:
         return ""
-    found = list(interfaces())
+    named_interfaces = list(interfaces())
     try:
         network = ip_network(text, strict=False)
     except ValueError:
-        chosen = [each for name, each in found if name == text]
+        chosen = [interface for name, interface in named_interfaces if name == text]
     else:
-        chosen = [each for _, each in found if each.ip in network]
+        chosen = [interface for _, interface in named_interfaces if interface.ip in network]
     if not chosen:
-        has = ", ".join(f"{name} {each}" for name, each in found)
+        has = ", ".join(f"{name} {interface}" for name, interface in named_interfaces)
         raise InputError(
             f"{VARIABLE}={text!r} is no address, network or interface of host {socket.gethostname()}, which has {has}"
         )
     return str(_preferred(chosen).ip)
 
 
-def _from_other_variables(found: Sequence[tuple[str, Interface]]) -> str:
+def _from_other_variables(named_interfaces: Sequence[tuple[str, Interface]]) -> str:
     """Return the address that gloo's or NCCL's variable names; empty if there is none but a loopback."""
     matches = (
-        _matching("GLOO_SOCKET_IFNAME", lambda name, wanted: name == wanted, found),
-        _matching("NCCL_SOCKET_IFNAME", str.startswith, found),
+        _matching("GLOO_SOCKET_IFNAME", lambda name, wanted: name == wanted, named_interfaces),
+        _matching("NCCL_SOCKET_IFNAME", str.startswith, named_interfaces),
     )
-    return next((str(each.ip) for each in matches if each is not None and not each.is_loopback), "")
+    return next((str(interface.ip) for interface in matches if interface is not None and not interface.is_loopback), "")
 
 
 def _matching(
-    variable: str, matches: Callable[[str, str], bool], found: Sequence[tuple[str, Interface]]
+    variable: str, matches: Callable[[str, str], bool], named_interfaces: Sequence[tuple[str, Interface]]
 ) -> Interface | None:
     """Return the first address that another library's variable names, in its own syntax."""
     text = os.environ.get(variable, "")
@@ -230,14 +232,16 @@ def _matching(
         if excluded:
             return None  # NCCL's "all but these" leaves the choice open
         same = (lambda name, wanted: name == wanted) if exact else matches
-        chosen = [each for name, each in found if same(name, wanted) and not each.is_link_local]
+        chosen = [
+            interface for name, interface in named_interfaces if same(name, wanted) and not interface.is_link_local
+        ]
         if chosen:
             return _preferred(chosen)
     return None
 
 
 def _preferred(chosen: Sequence[Interface]) -> Interface:
-    return min(chosen, key=lambda each: (each.is_link_local, each.version))
+    return min(chosen, key=lambda interface: (interface.is_link_local, interface.version))
 
 
 # -- what the routes say ----------------------------------------------------------------------
@@ -257,8 +261,8 @@ def _shared(host: Host, elsewhere: Sequence[Host]) -> str:
     Addresses that another host has too, such as those of a container engine's bridge, do not count.
     """
     others = [ip_interface(text).ip for other in elsewhere for text in _stated_by(other)]
-    own = [each for each in map(ip_interface, host.networks) if each.ip not in others]
-    counts = [sum(other in each.network for other in others) for each in own]
+    own = [interface for interface in map(ip_interface, host.networks) if interface.ip not in others]
+    counts = [sum(other in interface.network for other in others) for interface in own]
     best = max(counts, default=0)
     return str(own[counts.index(best)].ip) if best else ""
 

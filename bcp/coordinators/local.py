@@ -25,9 +25,9 @@ class SoloCoordinator:
         return "SoloCoordinator()"
 
     @asynccontextmanager
-    async def begin(self, what: str, timeout: float) -> AsyncIterator[Agreement]:  # noqa: ASYNC109 -- the protocol's
+    async def begin(self, operation: str, timeout: float) -> AsyncIterator[Agreement]:  # noqa: ASYNC109 -- the protocol's
         """Begin an operation of this rank alone."""
-        del what, timeout
+        del operation, timeout
         yield _Alone()
 
 
@@ -35,19 +35,19 @@ class _Alone:
     """An operation of one rank."""
 
     async def gather_scatter(
-        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+        self, step: str, payload: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
         """Call ``divide`` in a thread."""
         del step
-        [answer] = await in_thread(divide, [mine])
+        [answer] = await in_thread(divide, [payload])
         return answer
 
     async def gather_broadcast(
-        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+        self, step: str, payload: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
         """Await ``decide``."""
         del step
-        return await decide([mine])
+        return await decide([payload])
 
     async def all_to_all(self, send: Sequence[Buffer], receive: Sequence[Buffer]) -> None:
         """Copy the bytes that are sent."""

@@ -55,10 +55,10 @@ class Channel(Protocol):
     async def say_goodbye(self) -> None:
         """Tell the others that this rank has left, in the same manner."""
 
-    async def ask(self, verb: str, mine: bytes) -> bytes:
-        """Send ``mine`` to rank 0, and return its answer. Rank 0 does not call it."""
+    async def ask(self, verb: str, payload: bytes) -> bytes:
+        """Send ``payload`` to rank 0, and return its answer. Rank 0 does not call it."""
 
-    async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
+    async def gather(self, verb: str, payload: bytes) -> tuple[int, Sequence[bytes]]:
         """Return the number of the step, and the bytes of every rank, by rank. Only rank 0 calls it."""
 
     async def reply(self, number: int, answer: bytes) -> None:
@@ -67,7 +67,7 @@ class Channel(Protocol):
     async def reply_each(self, number: int, answers: Sequence[bytes]) -> None:
         """Send every rank its own answer to step ``number``. Only rank 0 calls it."""
 
-    async def cards(self, verb: str, mine: bytes) -> CardOf:
+    async def cards(self, verb: str, payload: bytes) -> CardOf:
         """Publish this rank's card, and return a function that looks up the others' cards. All ranks call it, once."""
 
     async def report_peer_failure(self, rank: int, cause: str, *, sure: bool) -> Exception:
@@ -106,7 +106,7 @@ class Operation:
         self._exchange: Exchange | None = None
 
     def __repr__(self) -> str:
-        return f"<Operation {self._info.what!r} of {self._info}: {self._channel!r}>"
+        return f"<Operation {self._info.operation!r} of {self._info}: {self._channel!r}>"
 
     # -- the context --------------------------------------------------------------------------
 
@@ -151,13 +151,13 @@ class Operation:
     # -- the verbs ----------------------------------------------------------------------------
 
     async def gather_scatter(
-        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+        self, step: str, payload: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
+        """Gather ``payload`` of every rank, let rank 0 call ``divide`` in a thread, give every rank its answer."""
         verb = f"gather_scatter {step!r}"
         if self._info.rank != 0:
-            return await self._channel.ask(verb, mine)
-        number, gathered = await self._channel.gather(verb, mine)
+            return await self._channel.ask(verb, payload)
+        number, gathered = await self._channel.gather(verb, payload)
         answers = await in_thread(divide, gathered)
         if len(answers) != self._world_size:
             raise InputError(f"{verb} gave {len(answers)} answers for {self._world_size} ranks; give one to each")
@@ -165,13 +165,13 @@ class Operation:
         return answers[0]
 
     async def gather_broadcast(
-        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+        self, step: str, payload: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
-        """Gather ``mine`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
+        """Gather ``payload`` of every rank, let rank 0 await ``decide``, give all ranks the one answer."""
         verb = f"gather_broadcast {step!r}"
         if self._info.rank != 0:
-            return await self._channel.ask(verb, mine)
-        number, gathered = await self._channel.gather(verb, mine)
+            return await self._channel.ask(verb, payload)
+        number, gathered = await self._channel.gather(verb, payload)
         answer = await decide(gathered)
         await self._channel.reply(number, answer)
         return answer

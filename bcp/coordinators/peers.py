@@ -20,14 +20,14 @@ class PeerInfo:
     """One rank that takes part in an operation."""
 
     rank: int
-    what: str
+    operation: str
     host: str
     pid: int
 
     @classmethod
-    def of(cls, rank: int, what: str) -> PeerInfo:
+    def of(cls, rank: int, operation: str) -> PeerInfo:
         """Return the info of this process."""
-        return cls(rank, what, socket.gethostname(), os.getpid())
+        return cls(rank, operation, socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -38,10 +38,10 @@ def error_of(abort: Abort) -> InputError | PeerError:
     return InputError(abort.message) if abort.disagreement else PeerError(abort.rank, abort.message)
 
 
-def different(rank: int, mine: str, other: int, theirs: str) -> Abort:
+def different(rank: int, own_words: str, other: int, theirs: str) -> Abort:
     """Return the abort of an operation in which ``other`` does something else than ``rank``."""
     message = (
-        f"the ranks are doing different things: rank {rank}: {mine}; rank {other}: {theirs}; "
+        f"the ranks are doing different things: rank {rank}: {own_words}; rank {other}: {theirs}; "
         "every rank has to make the same calls of bcp in the same order, with the same paths"
     )
     return Abort(other, message, disagreement=True)

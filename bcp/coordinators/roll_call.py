@@ -47,7 +47,7 @@ class RollKeys:
 
     def set_all(self, messages: Mapping[int, Message], name: str) -> None:
         """Set a key of each rank."""
-        keys, values = [self.name(name, rank) for rank in messages], [each.encode() for each in messages.values()]
+        keys, values = [self.name(name, rank) for rank in messages], [message.encode() for message in messages.values()]
         self._client.store.multi_set(keys, values)  # type: ignore[attr-defined]  # torch's stub lacks it
 
     def get(self, kind: type[M], *names: object, sender: int | None = None) -> M | None:
@@ -110,12 +110,12 @@ class Caller:
 
     def present(self) -> dict[int, Host]:
         """Return the hosts of all ranks that have come, even after an absent one; one request a rank."""
-        found = {}
+        hosts = {}
         for rank in range(1, self._world_size):
             sign = self._keys.get(MemberSign, "here", rank, sender=rank)
             if sign is not None and sign.root == self._nonce:
-                found[rank] = sign.host
-        return found
+                hosts[rank] = sign.host
+        return hosts
 
     def _answer(self, hosts: Sequence[Host]) -> Answer:
         session, token, sample = secrets.token_hex(8), new_token(), _sample(hosts)
@@ -137,10 +137,10 @@ class Caller:
         """Count the ranks, in order, that repeat this rank's nonce."""
         while (rank := len(self.hosts) + 1) < self._world_size:
             upcoming = range(rank, min(rank + AT_ONCE, self._world_size))
-            found = self._keys.get_ranks(MemberSign, "here", upcoming)
-            if not found and not (found := self._keys.get_ranks(MemberSign, "here", upcoming[:1])):
+            signs = self._keys.get_ranks(MemberSign, "here", upcoming)
+            if not signs and not (signs := self._keys.get_ranks(MemberSign, "here", upcoming[:1])):
                 return
-            for sign in found:
+            for sign in signs:
                 if sign.root != self._nonce:
                     return
                 self._nonces.append(sign.nonce)

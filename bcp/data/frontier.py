@@ -180,12 +180,12 @@ class Frontier:
         with self._lock:
             if step is None:
                 return self._plain()
-            found = dict(self._history)
-        if step not in found:
+            history = dict(self._history)
+        if step not in history:
             raise InputError(
-                f"Frontier: step {step} is not among the marked ones {list(found)}; see mark() and history"
+                f"Frontier: step {step} is not among the marked ones {list(history)}; see mark() and history"
             )
-        return found[step]
+        return history[step]
 
     def prepare(self, step: int) -> None:
         """Do nothing: the state is always at hand."""

@@ -226,7 +226,7 @@ class TokenLoader(Closing):
         return Batch(
             tokens=torch.from_numpy(windows.tokens),
             documents=torch.from_numpy(windows.documents),
-            samples=tuple(tuple(each) for each in samples),
+            samples=tuple(tuple(window_samples) for window_samples in samples),
             windows=tuple(windows.numbers.tolist()),
         )
 
@@ -342,8 +342,8 @@ class TokenLoader(Closing):
         }
         positions = {state.at: unit for unit, state in saved.items() if not ended[unit]}
         if len(positions) > 1:
-            found = ", ".join(f"unit {str(unit)!r} at window {at}" for at, unit in sorted(positions.items()))
-            raise StateError(f"units of the dataloader were saved at different steps: {found}")
+            listing = ", ".join(f"unit {str(unit)!r} at window {window}" for window, unit in sorted(positions.items()))
+            raise StateError(f"units of the dataloader were saved at different steps: {listing}")
         return next(iter(positions), max(state.at for state in saved.values()))
 
     def _compare(self, shared: Any) -> None:

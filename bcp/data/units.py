@@ -175,7 +175,9 @@ def _merge(number: int, units: int, recipe: Recipe, states: Sequence[UnitState])
         cursors[source] = last
         for part, (epoch, position) in enumerate(own):
             positions = _positions(source, (epoch, position), last, number + part * units, parts * units, recipe)
-            backlogs[part].extend((source, at, recipe.index(source, at, place)) for at, place in positions)
+            backlogs[part].extend(
+                (source, sample_epoch, recipe.index(source, sample_epoch, place)) for sample_epoch, place in positions
+            )
     rows = [row for row in chain(*zip_longest(*(state.samples for state in states))) if row is not None]
     pieces = [piece for piece in chain(*zip_longest(*(_pieces(state) for state in states))) if piece is not None]
     backlog = [row for row in chain(*zip_longest(*backlogs)) if row is not None]

@@ -123,12 +123,12 @@ class Workers:
             StageError: a worker has died.
 
         """
-        found = self._answers() if self._requested else None
-        while found is None:
+        states = self._answers() if self._requested else None
+        while states is None:
             self._ask(0)
-            found = self._answers()
+            states = self._answers()
         self._requested = False
-        return found
+        return states
 
     def close(self) -> None:
         """End the processes."""
@@ -220,14 +220,14 @@ class _Worker:
     def _death(self) -> StageError:
         self.process.join()
         code = self.process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         remedy = "load the last checkpoint"
         if code > 0 and not self._heard:
             remedy = (
                 "its output tells why. A process that starts imports the main script: the script's own work belongs"
                 ' below `if __name__ == "__main__":`'
             )
-        error = StageError("read", self.name, ChildProcessError(f"process {self.process.pid} {how}; {remedy}"))
+        error = StageError("read", self.name, ChildProcessError(f"process {self.process.pid} {outcome}; {remedy}"))
         self.failure = error
         return error
 

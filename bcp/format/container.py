@@ -80,9 +80,9 @@ def check_decoded_size(payload: memoryview, nbytes: int) -> None:
     Raises:
         ValueError, OSError, pa.ArrowException: they are larger, or no such streams.
     """
-    found, most = decoded_nbytes(payload), most_decoded(nbytes)
-    if found > most:
-        raise ValueError(f"its {nbytes} bytes would take {found} bytes of memory decoded, more than {most}")
+    decoded, most = decoded_nbytes(payload), most_decoded(nbytes)
+    if decoded > most:
+        raise ValueError(f"its {nbytes} bytes would take {decoded} bytes of memory decoded, more than {most}")
 
 
 def decoded_nbytes(payload: memoryview) -> int:
@@ -191,8 +191,8 @@ class _Flat:
         """Return the position of a table's slot."""
         start = table - int(struct.unpack_from("<i", self._data, table)[0])
         (nbytes,) = struct.unpack_from("<H", self._data, start)
-        at = 4 + 2 * slot
-        offset = struct.unpack_from("<H", self._data, start + at)[0] if at + 2 <= nbytes else 0
+        entry = 4 + 2 * slot
+        offset = struct.unpack_from("<H", self._data, start + entry)[0] if entry + 2 <= nbytes else 0
         return table + offset if offset else 0
 
 
@@ -259,10 +259,10 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
             f"use the bcp that wrote it, or a newer one"
         )
     payload = view[:-TRAILER_BYTES]
-    stored, found = bytes(view[-TRAILER_BYTES:-8]), digest(payload)
-    if stored != found:
+    stored, computed = bytes(view[-TRAILER_BYTES:-8]), digest(payload)
+    if stored != computed:
         raise CorruptError(
-            f"{where} ({len(view)} bytes) is corrupt: its checksum is {found.hex()}, it should be {stored.hex()}; "
+            f"{where} ({len(view)} bytes) is corrupt: its checksum is {computed.hex()}, it should be {stored.hex()}; "
             f"{RESTORE}"
         )
     with translated(where):
@@ -296,17 +296,21 @@ def encode_tables(tables: Sequence[tuple[pa.Schema, Sequence[Any]]], beside: int
 
     Buffers are compressed, unless that makes the file smaller than :func:`~bcp.format.container.most_decoded` allows.
     """
-    data = b"".join(encode_table(of, columns) for of, columns in tables)
+    data = b"".join(encode_table(table_schema, columns) for table_schema, columns in tables)
     if decoded_nbytes(memoryview(data)) <= most_decoded(len(data) + beside):
         return data
-    return b"".join(encode_table(of, columns, compression=None) for of, columns in tables)
+    return b"".join(encode_table(table_schema, columns, compression=None) for table_schema, columns in tables)
 
 
-def encode_table(of: pa.Schema, columns: Sequence[Any], compression: str | None = "zstd", **metadata: str) -> bytes:
+def encode_table(
+    table_schema: pa.Schema, columns: Sequence[Any], compression: str | None = "zstd", **metadata: str
+) -> bytes:
     """Encode one table as an Arrow IPC stream of one record batch; the schema's metadata get ``x`` as ``bcp.x``."""
-    arrays = [_encoded(column, field.type) for column, field in zip(columns, of, strict=True)]
-    fields = [pa.field(name, array.type, nullable=False) for name, array in zip(of.names, arrays, strict=True)]
-    about = dict(of.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
+    arrays = [_encoded(column, field.type) for column, field in zip(columns, table_schema, strict=True)]
+    fields = [
+        pa.field(name, array.type, nullable=False) for name, array in zip(table_schema.names, arrays, strict=True)
+    ]
+    about = dict(table_schema.metadata) | {f"bcp.{key}".encode(): text.encode() for key, text in metadata.items()}
     batch = pa.record_batch(arrays, schema=pa.schema(fields, metadata=about))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
@@ -334,12 +338,12 @@ def read_table(payload: Buffer, wanted: pa.Schema) -> tuple[pa.RecordBatch, memo
     source, name = pa.BufferReader(pa.py_buffer(payload)), wanted.metadata[NAME_KEY].decode()
     # Threads would cost more than they save: a buffer is decompressed in microseconds.
     with pa.ipc.open_stream(source, options=pa.ipc.IpcReadOptions(use_threads=False)) as stream:
-        found = stream.schema
-        if (found.metadata or {}).get(NAME_KEY) != wanted.metadata[NAME_KEY]:
+        stored = stream.schema
+        if (stored.metadata or {}).get(NAME_KEY) != wanted.metadata[NAME_KEY]:
             raise ValueError(f"table {name!r} is not where it should be")
-        if found.names != wanted.names or not all(map(_fits, found, wanted)):
+        if stored.names != wanted.names or not all(map(_fits, stored, wanted)):
             raise ValueError(
-                f"table {name!r} has other columns: {', '.join(f'{one.name} {one.type}' for one in found)}"
+                f"table {name!r} has other columns: {', '.join(f'{field.name} {field.type}' for field in stored)}"
             )
         batches = list(stream)
     if len(batches) != 1:
@@ -379,8 +383,8 @@ def values(table: pa.RecordBatch, column: str) -> list[Any]:
     if pa.types.is_dictionary(array.type):
         words = np.array(array.dictionary.to_pylist(), dtype=np.object_)
         return list(words[numbers_of(array.indices)])
-    found: list[Any] = array.to_pylist()
-    return found
+    elements: list[Any] = array.to_pylist()
+    return elements
 
 
 def fixed_bytes(table: pa.RecordBatch, column: str) -> bytes:
@@ -397,19 +401,19 @@ def grid(table: pa.RecordBatch, column: str) -> Ints:
     return flat.reshape(len(array), array.type.list_size)
 
 
-def counted(counts: Ints, rows: int, what: str) -> Ints:
+def counted(counts: Ints, rows: int, name: str) -> Ints:
     """Return the owner of each of ``rows`` rows; owner ``i`` has the next ``counts[i]`` rows.
 
     Raises ValueError if the counts do not add up to ``rows``.
     """
-    check_counts(counts, rows, what)
+    check_counts(counts, rows, name)
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
 
-def check_counts(counts: Ints, rows: int, what: str) -> None:
+def check_counts(counts: Ints, rows: int, name: str) -> None:
     """Raise ValueError unless counts are at least 0 and add up to ``rows``."""
     if ((counts < 0) | (counts > rows)).any() or counts.sum() != rows:
-        raise ValueError(f"the counts of {what} do not add up to {rows}")
+        raise ValueError(f"the counts of {name} do not add up to {rows}")
 
 
 def _encoded(column: Any, kind: pa.DataType) -> pa.Array:
@@ -437,13 +441,13 @@ def _narrowest(numbers: Ints) -> pa.Array:
     return arrow_array(numbers, pa.from_numpy_dtype(next(fitting)))
 
 
-def _fits(found: pa.Field, wanted: pa.Field) -> bool:
+def _fits(stored: pa.Field, wanted: pa.Field) -> bool:
     """Tell whether a field has the type that is wanted, in any width where it stands for any."""
-    if found.nullable:
+    if stored.nullable:
         return False
     if wanted.type == GRID:
-        return bool(pa.types.is_fixed_size_list(found.type) and pa.types.is_signed_integer(found.type.value_type))
-    return bool(pa.types.is_signed_integer(found.type) if wanted.type == INT else found.type == wanted.type)
+        return bool(pa.types.is_fixed_size_list(stored.type) and pa.types.is_signed_integer(stored.type.value_type))
+    return bool(pa.types.is_signed_integer(stored.type) if wanted.type == INT else stored.type == wanted.type)
 
 
 def _has_nulls(array: pa.Array) -> bool:

@@ -91,9 +91,9 @@ def decode_layout(data: Buffer, where: str = "layout") -> Layout:
         check_layout(layout)
     for owner in (layout, layout.tensors, layout.segments):
         for column in fields(owner):
-            found = getattr(owner, column.name)
-            if isinstance(found, np.ndarray):
-                found.flags.writeable = False
+            array = getattr(owner, column.name)
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
     return layout
 
 
@@ -166,8 +166,8 @@ def _segments(boxes: pa.RecordBatch, patterns: pa.RecordBatch, segments: pa.Reco
     file, step = summed(boxes, "file"), integers(segments, "file")
     if max(int(np.abs(file).max(initial=0)), int(np.abs(step).max(initial=0))) >= LARGEST:
         raise ValueError("segments in impossible files")
-    pattern, at = integers(boxes, "pattern"), integers(segments, "at")
-    return Segments(file, pattern, begins(number), begins(length), step, at)
+    pattern, element = integers(boxes, "pattern"), integers(segments, "at")
+    return Segments(file, pattern, begins(number), begins(length), step, element)
 
 
 def _column(table: pa.RecordBatch, name: str) -> Any:

@@ -113,8 +113,8 @@ def receipt_key(rank: int, operation: str) -> str:
 
 def operation_of(key: str) -> str | None:
     """Return the operation id in the key of a data file or receipt; None for any other key."""
-    found = KEY.fullmatch(key)
-    return found[1] if found else None
+    match = KEY.fullmatch(key)
+    return match[1] if match else None
 
 
 def _stem(rank: int, operation: str) -> str:

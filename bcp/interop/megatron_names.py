@@ -210,8 +210,8 @@ def _to_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:
         return list(_qkv_to_hf(names, prefix, leaf, shape))
     if module in GATED and not moved:
         return _cut(shape, [f"{prefix}{new}.{leaf}" for new in GATED[module]])
-    if found := _EXPERT.fullmatch(rest):
-        return list(_expert_to_hf(names, prefix, int(found[1]), found[2], shape))
+    if match := _EXPERT.fullmatch(rest):
+        return list(_expert_to_hf(names, prefix, int(match[1]), match[2], shape))
     return moved
 
 
@@ -219,15 +219,15 @@ def _qkv_to_hf(names: MegatronNames, prefix: str, leaf: str, shape: Shape) -> It
     """Cut the matrix of all queries, keys and values."""
     heads, groups, rest = names.num_attention_heads, names.groups, shape[1:]
     size = _head(shape[0], heads + 2 * groups)
-    for which, at, own, count in _heads(heads, groups, size):
-        box = Box((at, *_zeros(rest)), (count, *rest))
+    for projection, row, own, count in _heads(heads, groups, size):
+        box = Box((row, *_zeros(rest)), (count, *rest))
         if names.family == "gpt2":
-            corner = (*_zeros(rest), which * heads * size + own)
+            corner = (*_zeros(rest), projection * heads * size + own)
             target = f"{prefix}attn.c_attn.{leaf}"
             yield Moved(box, target, shape[::-1], corner, transposed=bool(rest))
         else:
-            whole = ((groups if which else heads) * size, *rest)
-            yield Moved(box, f"{prefix}{QKV_PARTS[which]}.{leaf}", whole, (own, *_zeros(rest)))
+            whole = ((groups if projection else heads) * size, *rest)
+            yield Moved(box, f"{prefix}{QKV_PARTS[projection]}.{leaf}", whole, (own, *_zeros(rest)))
 
 
 def _expert_to_hf(names: MegatronNames, prefix: str, expert: int, linear: str, shape: Shape) -> Iterator[Moved]:
@@ -254,8 +254,8 @@ def _from_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:  # no
             return [Moved.whole(new, shape) for new in news]
         return [Moved(Box.whole(shape), new, (rows, *shape[1:]), _zeros(shape), padded=True) for new in news]
     prefix = f"{DECODER}.{layer}."
-    if found := _renamed(rest, [(new, old) for old, new in family.inside]):
-        return [_turned(f"{prefix}{new}", shape, new, family) for new in found]
+    if inside_names := _renamed(rest, [(new, old) for old, new in family.inside]):
+        return [_turned(f"{prefix}{new}", shape, new, family) for new in inside_names]
     module, _, leaf = rest.rpartition(".")
     if names.family == "gpt2" and module == "attn.c_attn":
         return list(_joint_qkv_from_hf(names, f"{prefix}{QKV}.{leaf}", shape))
@@ -267,23 +267,23 @@ def _from_hf(names: MegatronNames, fqn: str, shape: Shape) -> list[Moved]:  # no
     return _experts_from_hf(prefix, rest, shape)
 
 
-def _qkv_from_hf(names: MegatronNames, target: str, mine: int, shape: Shape) -> Iterator[Moved]:
+def _qkv_from_hf(names: MegatronNames, target: str, own_projection: int, shape: Shape) -> Iterator[Moved]:
     """Put all queries, all keys or all values (0, 1, 2) where they are in the matrix of all of them."""
     heads, groups, rest = names.num_attention_heads, names.groups, shape[1:]
-    size = _head(shape[0], groups if mine else heads)
-    for which, at, own, count in _heads(heads, groups, size):
-        if which == mine:
+    size = _head(shape[0], groups if own_projection else heads)
+    for projection, row, own, count in _heads(heads, groups, size):
+        if projection == own_projection:
             box = Box((own, *_zeros(rest)), (count, *rest))
-            yield Moved(box, target, ((heads + 2 * groups) * size, *rest), (at, *_zeros(rest)))
+            yield Moved(box, target, ((heads + 2 * groups) * size, *rest), (row, *_zeros(rest)))
 
 
 def _joint_qkv_from_hf(names: MegatronNames, target: str, shape: Shape) -> Iterator[Moved]:
     """Do the same with GPT-2's matrix, whose last dimension has all queries, then all keys, then all values."""
     heads, groups, rest = names.num_attention_heads, names.groups, shape[:-1]
     size = _head(shape[-1], heads + 2 * groups)
-    for which, at, own, count in _heads(heads, groups, size):
-        box = Box((*_zeros(rest), which * heads * size + own), (*rest, count))
-        yield Moved(box, target, shape[::-1], (at, *_zeros(rest)), transposed=bool(rest))
+    for projection, row, own, count in _heads(heads, groups, size):
+        box = Box((*_zeros(rest), projection * heads * size + own), (*rest, count))
+        yield Moved(box, target, shape[::-1], (row, *_zeros(rest)), transposed=bool(rest))
 
 
 def _experts_from_hf(prefix: str, rest: str, shape: Shape) -> list[Moved]:
@@ -296,9 +296,9 @@ def _experts_from_hf(prefix: str, rest: str, shape: Shape) -> list[Moved]:
             return [Moved(box, fqn, shape[1:], first) for box, fqn in zip(boxes, fqns, strict=True)]
     for where, linears in EXPERT_PARTS.items():
         for linear, parts in linears.items():
-            if found := re.fullmatch(rf"{re.escape(where)}\.(\d+)\.({'|'.join(parts)})\.weight", rest):
+            if match := re.fullmatch(rf"{re.escape(where)}\.(\d+)\.({'|'.join(parts)})\.weight", rest):
                 return [
-                    _part(shape, f"{prefix}{EXPERTS}.{found[1]}.{linear}.weight", parts.index(found[2]), len(parts))
+                    _part(shape, f"{prefix}{EXPERTS}.{match[1]}.{linear}.weight", parts.index(match[2]), len(parts))
                 ]
     return []
 
@@ -331,13 +331,13 @@ def _cut(shape: Shape, fqns: Sequence[str]) -> list[Moved]:
     if not shape or shape[0] % len(fqns):
         raise InputError(f"it cannot be cut into {len(fqns)} equal parts along its rows; check MegatronNames' family")
     part, first = (shape[0] // len(fqns), *shape[1:]), _zeros(shape[1:])
-    return [Moved(Box((at * part[0], *first), part), fqn, part, _zeros(part)) for at, fqn in enumerate(fqns)]
+    return [Moved(Box((number * part[0], *first), part), fqn, part, _zeros(part)) for number, fqn in enumerate(fqns)]
 
 
 def _part(shape: Shape, fqn: str, number: int, count: int) -> Moved:
     """Make a tensor one of as many equal parts of another, along its first dimension."""
-    whole, at = (count * shape[0], *shape[1:]), (number * shape[0], *_zeros(shape[1:]))
-    return Moved(Box.whole(shape), fqn, whole, at)
+    whole, corner = (count * shape[0], *shape[1:]), (number * shape[0], *_zeros(shape[1:]))
+    return Moved(Box.whole(shape), fqn, whole, corner)
 
 
 def _heads(heads: int, groups: int, size: int) -> Iterator[tuple[int, int, int, int]]:
@@ -347,10 +347,10 @@ def _heads(heads: int, groups: int, size: int) -> Iterator[tuple[int, int, int, 
     """
     queries = heads // groups * size
     for group in range(groups):
-        at = group * (queries + 2 * size)
-        yield 0, at, group * queries, queries
-        yield 1, at + queries, group * size, size
-        yield 2, at + queries + size, group * size, size
+        row = group * (queries + 2 * size)
+        yield 0, row, group * queries, queries
+        yield 1, row + queries, group * size, size
+        yield 2, row + queries + size, group * size, size
 
 
 def _head(rows: int, count: int) -> int:

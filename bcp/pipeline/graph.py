@@ -69,18 +69,18 @@ class Pipeline(Generic[A, O]):
 
     def before(self, name: str, stage: Stage[X, X]) -> Pipeline[A, O]:
         """Put a stage in front of the one called ``name``."""
-        at = self._find(name)
-        return Pipeline((*self.stages[:at], stage, *self.stages[at:]))
+        index = self._find(name)
+        return Pipeline((*self.stages[:index], stage, *self.stages[index:]))
 
     def after(self, name: str, stage: Stage[X, X]) -> Pipeline[A, O]:
         """Put a stage behind the one called ``name``."""
-        at = self._find(name) + 1
-        return Pipeline((*self.stages[:at], stage, *self.stages[at:]))
+        index = self._find(name) + 1
+        return Pipeline((*self.stages[:index], stage, *self.stages[index:]))
 
     def replacing(self, name: str, stage: Stage[Any, Any]) -> Pipeline[A, O]:
         """Put a stage in the place of the one called ``name``."""
-        at = self._find(name)
-        return Pipeline((*self.stages[:at], stage, *self.stages[at + 1 :]))
+        index = self._find(name)
+        return Pipeline((*self.stages[:index], stage, *self.stages[index + 1 :]))
 
     async def run(self, items: Sequence[A], *, budget: Budget, observe: Observer = ignore) -> list[O]:
         """Carry all items through all stages and return the results, in the order of the items.

@@ -31,7 +31,7 @@ def arrow_array(values: Any, kind: pa.DataType) -> pa.Array:
     if pa.types.is_string(kind):
         return _texts(values)
     if pa.types.is_list(kind):
-        items = _texts([text for each in values for text in each])
+        items = _texts([text for texts in values for text in texts])
         return pa.ListArray.from_arrays(_numbers(_offsets(np.fromiter(map(len, values), np.int64, len(values)))), items)
     if pa.types.is_fixed_size_binary(kind):
         is_numpy = isinstance(values, np.ndarray)
@@ -47,9 +47,9 @@ def numbers_of(array: pa.Array) -> npt.NDArray[Any]:
     """Return the n integers or floats of an array without missing values, as a read-only view of its memory."""
     kind = np.dtype(array.type.to_pandas_dtype())
     memory = array.buffers()[1] if len(array) else b""
-    found = np.frombuffer(memory, kind, len(array), array.offset * kind.itemsize if len(array) else 0)
-    found.flags.writeable = False
-    return found
+    numbers = np.frombuffer(memory, kind, len(array), array.offset * kind.itemsize if len(array) else 0)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _numbers(numbers: npt.NDArray[Any]) -> pa.Array:

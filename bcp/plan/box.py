@@ -95,12 +95,12 @@ def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:
     between the first and the last boundary, in order and with gaps, int64[k, 2]. Then, for each column of weights,
     int64[k] follows: the sum over the runs that hold the interval. Sums wrap around.
     """
-    at = runs.T.ravel()
-    order = np.argsort(at, kind="stable")
-    at = at[order]
-    ends = np.flatnonzero(at[1:] != at[:-1])  # the last event before each interval
-    totals = (np.cumsum(np.concatenate((each, -each))[order])[ends] for each in weights)
-    return np.stack((at[ends], at[ends + 1]), axis=1), *totals
+    boundaries = runs.T.ravel()
+    order = np.argsort(boundaries, kind="stable")
+    boundaries = boundaries[order]
+    ends = np.flatnonzero(boundaries[1:] != boundaries[:-1])  # the last event before each interval
+    totals = (np.cumsum(np.concatenate((weight, -weight))[order])[ends] for weight in weights)
+    return np.stack((boundaries[ends], boundaries[ends + 1]), axis=1), *totals
 
 
 def indices(flat: Ints, length: Ints) -> Ints:

@@ -56,10 +56,10 @@ def concat(columns: Sequence[Ints]) -> Ints:
 def padded(matrices: Sequence[Ints], width: int, fill: int) -> Ints:
     """Stack int64 matrices, each padded on the right with ``fill``."""
     out = np.full((sum(map(len, matrices)), width), fill, dtype=np.int64)
-    at = 0
-    for each in matrices:
-        out[at : at + len(each), : each.shape[1]] = each
-        at += len(each)
+    start = 0
+    for rows in matrices:
+        out[start : start + len(rows), : rows.shape[1]] = rows
+        start += len(rows)
     return out
 
 

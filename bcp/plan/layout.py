@@ -163,26 +163,26 @@ def check_block_bytes(name: str, nbytes: int) -> None:
         raise ValueError(f"{name} is {nbytes}, not a multiple of {ALIGNMENT} up to {LARGEST_BLOCK}")
 
 
-def _refuse(bad: npt.ArrayLike, what: str, first: int = 0) -> None:
+def _refuse(bad: npt.ArrayLike, fault: str, first: int = 0) -> None:
     """Raise if any row is bad, or anything in a row of a matrix; rows are counted from ``first``."""
     if np.any(bad):
         rows = np.unique(np.nonzero(np.asarray(bad))[0]) + first
-        raise ValueError(f"{what}: row {rows[0]}" + (f" and {rows.size - 1} more" if rows.size > 1 else ""))
+        raise ValueError(f"{fault}: row {rows[0]}" + (f" and {rows.size - 1} more" if rows.size > 1 else ""))
 
 
-def _refuse_outside(values: Ints, stop: int, what: str, first: int = 0) -> None:
+def _refuse_outside(values: Ints, stop: int, fault: str, first: int = 0) -> None:
     if len(values) and not 0 <= int(values.min()) <= int(values.max()) < stop:
-        _refuse((values < 0) | (values >= stop), what, first)
+        _refuse((values < 0) | (values >= stop), fault, first)
 
 
-def _refuse_repeated(keys: Ints, what: str) -> None:
+def _refuse_repeated(keys: Ints, fault: str) -> None:
     """Raise if a value comes twice."""
     if (keys[1:] > keys[:-1]).all():  # as a rule they are sorted
         return
     order = np.argsort(keys, kind="stable")
     repeated = np.zeros(len(keys), dtype=np.bool_)
     repeated[order[1:]] = keys[order[1:]] == keys[order[:-1]]
-    _refuse(repeated, what)
+    _refuse(repeated, fault)
 
 
 def _volumes(lengths: Ints) -> Ints:
@@ -270,11 +270,11 @@ def _check_boxes(layout: Layout, volume: Ints) -> Ints:
         raise ValueError("boxes with other numbers of dimensions than tensors")
     outside = (layout.offset < 0) | (layout.length < 1) | (layout.offset > shape.take(owner, axis=0) - layout.length)
     _refuse(outside, "box outside its tensor")
-    each = _volumes(layout.length)
-    line = begins(each)
+    box_volume = _volumes(layout.length)
+    line = begins(box_volume)
     total = np.diff(line[np.searchsorted(owner, np.arange(len(volume) + 1))])
     _refuse(total != volume, "tensor whose boxes do not add up to it")
-    return each
+    return box_volume
 
 
 def _check_patterns(segments: Segments, volume: Ints, files: int) -> None:
@@ -325,11 +325,11 @@ def _room(layout: Layout, stored: Bools) -> tuple[Ints, Ints]:
     _refuse(stored & (size[place] != tensors.itemsize), "tensor in a plane of another item size")
     _refuse(stored & (lead[place] != group), "tensor in a plane of other leaders")
     groups, rows = np.unique(lead[size > 0], return_inverse=True)
-    mine = layout.file_kind == groups[:, None] // max(planes, 1)
-    room = np.where(mine, LARGEST, -1)
-    for at, row in zip(np.flatnonzero(size).tolist(), rows.tolist(), strict=True):
-        base, itemsize = layout.file_planes[:, at % planes], int(size[at])
-        _refuse(mine[row] & (base & (itemsize - 1) != 0), "file with a misaligned plane")
+    own_files = layout.file_kind == groups[:, None] // max(planes, 1)
+    room = np.where(own_files, LARGEST, -1)
+    for index, row in zip(np.flatnonzero(size).tolist(), rows.tolist(), strict=True):
+        base, itemsize = layout.file_planes[:, index % planes], int(size[index])
+        _refuse(own_files[row] & (base & (itemsize - 1) != 0), "file with a misaligned plane")
         np.minimum(room[row], (layout.file_nbytes - base) >> (itemsize.bit_length() - 1), out=room[row])
     return room, np.searchsorted(groups, group)
 

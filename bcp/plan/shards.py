@@ -40,7 +40,7 @@ class Segments:
         return len(self.at)
 
     @classmethod
-    def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
+    def of(cls, number: Ints, length: Ints, file: Ints, position: Ints) -> Segments:
         """Build segments with one pattern for each box.
 
         ``number``, int64[b], has the number of segments of each box, at least one. The others are int64[n], one row a
@@ -48,7 +48,7 @@ class Segments:
         """
         begin = begins(number)
         first = file[begin[:-1]]
-        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), at)
+        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), position)
 
     @property
     def length(self) -> Ints:
@@ -78,13 +78,13 @@ class Segments:
             total = np.add.reduceat(word, self.begin[:-1]) if len(number) else word
             key = np.column_stack([number, total.view(np.int64)])[self.pattern]
             first, code = distinct_rows(key)
-            of = self.pattern[first]  # the pattern that stands for each distinct one
-            same = runs(self.begin[of[code]], number[self.pattern])
-            mine = runs(self.begin[self.pattern], number[self.pattern])
-            if all(np.array_equal(column[same], column[mine]) for column in columns):
+            distinct = self.pattern[first]  # the pattern that stands for each distinct one
+            same = runs(self.begin[distinct[code]], number[self.pattern])
+            own = runs(self.begin[self.pattern], number[self.pattern])
+            if all(np.array_equal(column[same], column[own]) for column in columns):
                 break
-        kept = runs(self.begin[of], number[of])
-        begin, line = begins(number[of]), begins(length[kept])
+        kept = runs(self.begin[distinct], number[distinct])
+        begin, line = begins(number[distinct]), begins(length[kept])
         return Segments(self.file, code, begin, line, self.step[kept], self.at[kept])
 
 
@@ -194,9 +194,9 @@ class TensorTable:
 
     def take(self, rows: Ints) -> TensorTable:
         """Return these rows, in this order."""
-        at = rows.tolist()
+        indices = rows.tolist()
         taken: dict[str, Any] = {
-            name: column[rows] if isinstance(column, np.ndarray) else list(map(column.__getitem__, at))
+            name: column[rows] if isinstance(column, np.ndarray) else list(map(column.__getitem__, indices))
             for name, column in self.columns().items()
         }
         return TensorTable(**taken)

@@ -16,7 +16,7 @@ class Strided:
     """A view with at least one element; strides are not negative, as in torch.
 
     Example:
-        >>> left, right = (Strided(at, 4, (3, 2), (16, 4)) for at in (0, 8))  # columns of a 3 x 4 matrix
+        >>> left, right = (Strided(start, 4, (3, 2), (16, 4)) for start in (0, 8))  # columns of a 3 x 4 matrix
         >>> left.meets(right)
         False
     """
@@ -34,15 +34,15 @@ class Strided:
     @cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
         """(length, stride) of the fewest dimensions that have the same elements in the same order."""
-        found: list[tuple[int, int]] = []
+        dimensions: list[tuple[int, int]] = []
         for length, stride in zip(self.lengths, self.strides, strict=True):
             if length == 1:
                 continue
-            if found and found[-1][1] == stride * length:
-                found[-1] = (found[-1][0] * length, stride)
+            if dimensions and dimensions[-1][1] == stride * length:
+                dimensions[-1] = (dimensions[-1][0] * length, stride)
             else:
-                found.append((length, stride))
-        return tuple(found)
+                dimensions.append((length, stride))
+        return tuple(dimensions)
 
     @property
     def is_run(self) -> bool:

@@ -108,10 +108,10 @@ def check_readers(held: Mapping[int, Claim]) -> None:
             )
         if not 0 <= claim.reader < claim.readers:
             raise StateError(f"{claim}: rank {rank} is reader {claim.reader} of {claim.readers}; readers count from 0")
-    found = {claim.reader for claim in held.values()}
-    if len(found) < first.readers:
-        missing = islice((reader for reader in range(first.readers) if reader not in found), _SHOWN)
-        more = first.readers - len(found) - _SHOWN
+    readers = {claim.reader for claim in held.values()}
+    if len(readers) < first.readers:
+        missing = islice((reader for reader in range(first.readers) if reader not in readers), _SHOWN)
+        more = first.readers - len(readers) - _SHOWN
         raise StateError(
             f"{first} has {first.readers} readers, and no rank is reader {', '.join(map(str, missing))}"
             f"{f' and {more} more' if more > 0 else ''} (rank: reader = "

@@ -192,12 +192,12 @@ def _run_of(parameter: Any, fqn: str) -> ShardedLeaf:
     return ShardedLeaf(parameter.ds_tensor, _run_in(parameter, tuple(parameter.ds_tensor.shape)))
 
 
-def _run_in(parameter: Any, local: tuple[int, ...], at: int = 0) -> Placement:
+def _run_in(parameter: Any, local: tuple[int, ...], offset: int = 0) -> Placement:
     """Place this rank's run of a ZeRO-3 parameter in a local tensor; the last ranks' runs are short, or empty."""
     shape, length = tuple(parameter.ds_shape), parameter.ds_tensor.ds_numel
     start = min(distributed.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     return Placement(
-        shape, local, (LocalInterval(Box.whole(shape), start, min(start + length, parameter.ds_numel), at),)
+        shape, local, (LocalInterval(Box.whole(shape), start, min(start + length, parameter.ds_numel), offset),)
     )
 
 
@@ -205,10 +205,10 @@ def _zero3(optimizer: Any) -> Iterator[Held]:
     """Read ZeRO-3: per sub-group one tensor of the padded runs of its parameters."""
     partitions = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     for number, (parameters, fp32) in enumerate(partitions):
-        group, at = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 0
+        group, offset = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 0
         for parameter in parameters:
-            yield Held(parameter, fp32, _run_in(parameter, tuple(fp32.shape), at), group)
-            at += parameter.ds_tensor.ds_numel
+            yield Held(parameter, fp32, _run_in(parameter, tuple(fp32.shape), offset), group)
+            offset += parameter.ds_tensor.ds_numel
 
 
 def _zero12(optimizer: Any) -> Iterator[Held]:
@@ -374,11 +374,11 @@ class DeepSpeedPlanner(PlainPlanner):
         for key in _SCALER:
             if scaler is not None and _scale_name(key) in objects:
                 setattr(scaler, key, objects[_scale_name(key)])
-        found = {id(held.fp32): inner.state.get(held.fp32, {}) for held in held_by(optimizer)}
-        for state in found.values():
+        inner_states = {id(held.fp32): inner.state.get(held.fp32, {}) for held in held_by(optimizer)}
+        for state in inner_states.values():
             if isinstance(state.get(STEP), torch.Tensor) and _counts_itself(inner):
                 state[STEP] = int(state[STEP].item())
-        if hasattr(optimizer, "_hp_optimizer_states_linked") and all(found.values()):
+        if hasattr(optimizer, "_hp_optimizer_states_linked") and all(inner_states.values()):
             optimizer._hp_optimizer_states_linked = False  # noqa: SLF001 -- as after its own load
             optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
 
@@ -389,7 +389,9 @@ def holds_deepspeed(states: States) -> bool:
     modules = (part for part in parts if isinstance(part, nn.Module))
     if any(_is_engine(part) or _is(part, "DeepSpeedOptimizer") for part in parts):
         return True
-    return "deepspeed" in sys.modules and any(is_marked(each) for module in modules for each in module.parameters())
+    return "deepspeed" in sys.modules and any(
+        is_marked(parameter) for module in modules for parameter in module.parameters()
+    )
 
 
 def _is_engine(value: object) -> bool:

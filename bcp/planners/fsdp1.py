@@ -89,10 +89,12 @@ class Fsdp1Planner(PlainPlanner):
             _check_placed(states.get(OPTIMIZER))
             return super()._slots(leaves, states, saved)
         known: Collection[ObjectKey] = saved.rows if saved else ()
-        found = _placed(leaves)
+        placed = _placed(leaves)
         others = ParamNames(leaves, states.get("model"), known)
-        slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in found else others(parameter))
-        return [each for slot in slots for each in _named(slot, found.get(id(slot.parameter)), known)]
+        slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in placed else others(parameter))
+        return [
+            parameter_slot for slot in slots for parameter_slot in _named(slot, placed.get(id(slot.parameter)), known)
+        ]
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Drop caches that still have the values from before the load."""
@@ -129,37 +131,39 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
     clean, managed = cleaner(module), _managed(module)
     finishes = []
     for path, part in module.named_modules(remove_duplicate=False):
-        here, mine = f"{path}." if path else "", managed.get(id(part), {})
-        for name, leaf in mine.items():
-            leaves.add(kind, prefix + clean(here + name), leaf)
-        own = _own_state(part, here, {*mine, _FLAT_NAME})
+        path_prefix, managed_leaves = f"{path}." if path else "", managed.get(id(part), {})
+        for name, leaf in managed_leaves.items():
+            leaves.add(kind, prefix + clean(path_prefix + name), leaf)
+        own = _own_state(part, path_prefix, {*managed_leaves, _FLAT_NAME})
         named = {raw: (prefix + clean(raw), value) for raw, value in own.items()}
-        finishes.append(_add_own(leaves, kind, part, here, named))
+        finishes.append(_add_own(leaves, kind, part, path_prefix, named))
     return in_turn(finishes)
 
 
-def _own_state(part: nn.Module, here: str, without: Collection[str]) -> dict[str, Any]:
+def _own_state(part: nn.Module, path_prefix: str, without: Collection[str]) -> dict[str, Any]:
     """Return one module's own leaves except ``without``. Raises StateError, from its error, if the module raised."""
     own: dict[str, Any] = {}
     try:
-        part._save_to_state_dict(own, here, keep_vars=True)
+        part._save_to_state_dict(own, path_prefix, keep_vars=True)
     except Exception as error:
         raise StateError(
-            f"the {type(part).__name__} {here[:-1]!r} raised {type(error).__name__}: {error} when asked for its state; "
-            "repair it, or leave it out of the states"
+            f"the {type(part).__name__} {path_prefix[:-1]!r} raised {type(error).__name__}: {error} when asked for its "
+            "state; repair it, or leave it out of the states"
         ) from error
-    return {raw: value for raw, value in own.items() if raw.removeprefix(here) not in without}
+    return {raw: value for raw, value in own.items() if raw.removeprefix(path_prefix) not in without}
 
 
-def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping[str, tuple[str, Any]]) -> Finish:
-    """Add the leaves of one module itself: (FQN, value) by the module's own name, which begins with ``here``.
+def _add_own(
+    leaves: Leaves, kind: str, part: nn.Module, path_prefix: str, own: Mapping[str, tuple[str, Any]]
+) -> Finish:
+    """Add the leaves of one module itself: (FQN, value) by the module's own name, which begins with ``path_prefix``.
 
     Tensors that it made for the save, and extra state, go back by its own name.
     """
     memory = {id(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
     made: dict[str, torch.Tensor] = {}
     for raw, (fqn, value) in own.items():
-        if not isinstance(value, torch.Tensor) or raw == f"{here}_extra_state":
+        if not isinstance(value, torch.Tensor) or raw == f"{path_prefix}_extra_state":
             leaves.add_object(kind, fqn, value)
             continue
         leaves.add(kind, fqn, value)
@@ -170,31 +174,31 @@ def _add_own(leaves: Leaves, kind: str, part: nn.Module, here: str, own: Mapping
         state = {**made, **{raw: objects[kind, fqn] for raw, (fqn, _) in own.items() if (kind, fqn) in objects}}
         wrong: list[str] = []
         if state:
-            part._load_from_state_dict(state, here, {}, False, [], [], wrong)  # noqa: FBT003 -- torch's signature
+            part._load_from_state_dict(state, path_prefix, {}, False, [], [], wrong)  # noqa: FBT003 -- torch's signature
         if wrong:
-            raise StateError(f"{type(part).__name__} {here[:-1]!r} refused its state: {'; '.join(wrong)}")
+            raise StateError(f"{type(part).__name__} {path_prefix[:-1]!r} refused its state: {'; '.join(wrong)}")
 
     return finish
 
 
 def _managed(module: nn.Module) -> _Managed:
     """Find every parameter that FSDP1 manages; one of several names is one leaf, in whichever unit the names are."""
-    found: dict[int, dict[str, ShardedLeaf]] = {}
+    managed: dict[int, dict[str, ShardedLeaf]] = {}
     originals: dict[int, ShardedLeaf] = {}
     for handle in _handles(module):
         flat = handle.flat_param
-        where = [found.setdefault(id(owner), {}) for _, owner, _ in flat._param_infos]
+        where = [managed.setdefault(id(owner), {}) for _, owner, _ in flat._param_infos]
         for index, (name, *_) in enumerate(flat._param_infos):
             where[index][name] = _leaf(handle, index)
             originals |= {} if flat._params is None else {id(flat._params[index]): where[index][name]}
         for name, owner, _, first_name, first_owner, _ in flat._shared_param_infos:
-            found.setdefault(id(owner), {})[name] = found[id(first_owner)][first_name]
+            managed.setdefault(id(owner), {})[name] = managed[id(first_owner)][first_name]
     for part in module.modules():
-        mine = found.setdefault(id(part), {})
+        managed_leaves = managed.setdefault(id(part), {})
         for name, parameter in part.named_parameters(recurse=False):
             if id(parameter) in originals:  # another unit's, which FSDP1 does not take a second time
-                mine.setdefault(name, originals[id(parameter)])
-    return found
+                managed_leaves.setdefault(name, originals[id(parameter)])
+    return managed
 
 
 def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
@@ -205,10 +209,10 @@ def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
     _check_readable(handle, index)
     flat = handle.flat_param
     shape = tuple(flat._shapes[index])
-    first, stop, at = _interval(flat._shard_param_infos[index])
+    first, stop, offset = _interval(flat._shard_param_infos[index])
     if flat._params is None:
         return ShardedLeaf(
-            flat, Placement(shape, tuple(flat._sharded_size), (LocalInterval(Box.whole(shape), first, stop, at),))
+            flat, Placement(shape, tuple(flat._sharded_size), (LocalInterval(Box.whole(shape), first, stop, offset),))
         )
     local = (stop - first,) if handle.uses_sharded_strategy else shape
     return ShardedLeaf(flat._params[index], Placement(shape, local, (LocalInterval(Box.whole(shape), first, stop),)))
@@ -216,8 +220,8 @@ def _leaf(handle: FlatParamHandle, index: int) -> ShardedLeaf:
 
 def _interval(info: _ShardParamInfo) -> tuple[int, int, int]:
     """Return (start, stop, offset in the local shard) of the part of a parameter that is here; 0 where none is."""
-    at, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx
-    return (0, 0, 0) if at is None or first is None or last is None else (first, last + 1, at)
+    offset, first, last = info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx
+    return (0, 0, 0) if offset is None or first is None or last is None else (first, last + 1, offset)
 
 
 def _check_readable(handle: FlatParamHandle, index: int) -> None:
@@ -272,12 +276,12 @@ def _check_placed(state: object) -> None:
 
 def _placed(leaves: Leaves) -> dict[int, list[tuple[ShardedLeaf, list[str]]]]:
     """Return the parts of the stepped tensors, by their ids: each with its names in the model."""
-    found: dict[int, dict[int, tuple[ShardedLeaf, list[str]]]] = {}
+    placed: dict[int, dict[int, tuple[ShardedLeaf, list[str]]]] = {}
     for fqn, leaf in leaves.tensors.get("model", {}).items():
         if isinstance(leaf, ShardedLeaf):
-            parts = found.setdefault(id(leaf.tensor), {})
+            parts = placed.setdefault(id(leaf.tensor), {})
             parts.setdefault(id(leaf), (leaf, []))[1].append(fqn)
-    return {tensor: list(parts.values()) for tensor, parts in found.items()}
+    return {tensor: list(parts.values()) for tensor, parts in placed.items()}
 
 
 def _named(

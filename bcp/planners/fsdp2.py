@@ -40,8 +40,8 @@ class Fsdp2Planner(PlainPlanner):
         """Find the slots; where a parameter says itself where it lies, its states lie there, too."""
         slots = super()._slots(leaves, states, saved)
         placed = ((slot, _stated(slot)) for slot in slots or ())
-        found = [replace(slot, placement=placement) if placement else slot for slot, placement in placed]
-        return None if slots is None else found
+        placed_slots = [replace(slot, placement=placement) if placement else slot for slot, placement in placed]
+        return None if slots is None else placed_slots
 
 
 class VeScalePlanner(Fsdp2Planner):

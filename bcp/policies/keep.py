@@ -163,8 +163,8 @@ class ClosestTo:
         multiples = {multiple for step in steps for multiple in (step // k * k, step // k * k + k) if multiple}
         kept = set()
         for multiple in multiples:  # others lie in gaps, and are farther from the same checkpoints
-            at = bisect_left(steps, multiple)
-            kept.add(min((abs(step - multiple), step) for step in steps[max(0, at - 1) : at + 1])[1])
+            index = bisect_left(steps, multiple)
+            kept.add(min((abs(step - multiple), step) for step in steps[max(0, index - 1) : index + 1])[1])
         return kept
 
 

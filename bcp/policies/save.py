@@ -348,11 +348,15 @@ def divided(policy: SavePolicy) -> tuple[SavePolicy | None, SavePolicy | None]:
 
     """
     simple = _flat(policy)
-    stepwise = [one for one in simple if not one.timed]
-    timed = [one for one in simple if one.timed]
+    stepwise = [simple_policy for simple_policy in simple if not simple_policy.timed]
+    timed = [simple_policy for simple_policy in simple if simple_policy.timed]
     return AnyOf(*stepwise) if stepwise else None, AnyOf(*timed) if timed else None
 
 
 def _flat(policy: SavePolicy) -> list[SavePolicy]:
     """Return the policies of an :class:`AnyOf`, at any depth; any other policy alone."""
-    return [one for part in policy.policies for one in _flat(part)] if isinstance(policy, AnyOf) else [policy]
+    return (
+        [simple_policy for part in policy.policies for simple_policy in _flat(part)]
+        if isinstance(policy, AnyOf)
+        else [policy]
+    )

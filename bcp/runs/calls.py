@@ -20,12 +20,12 @@ T = TypeVar("T")
 Body = Generator[Callable[[], Awaitable[Any]], Any, T]
 
 
-def drive(body: Body[T], what: str) -> T:
+def drive(body: Body[T], name: str) -> T:
     """Run a body to its end; block while it awaits."""
     try:
         function = next(body)
         while True:
-            function = _sent(body, partial(_bridge.run, function, what=what))
+            function = _sent(body, partial(_bridge.run, function, name=name))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -33,13 +33,13 @@ def drive(body: Body[T], what: str) -> T:
         raise plain(error) from error.__cause__
 
 
-async def adrive(body: Body[T], what: str) -> T:
+async def adrive(body: Body[T], name: str) -> T:
     """Run a body to its end from a coroutine, without blocking its loop."""
     try:
         function = next(body)
         while True:
             try:
-                answer = await _bridge.start(_awaiting(function), what=what)
+                answer = await _bridge.start(_awaiting(function), name=name)
             except Exception as error:  # noqa: BLE001 -- the body decides
                 function = body.throw(error)
             else:

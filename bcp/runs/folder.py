@@ -136,8 +136,8 @@ class Folder:
             StorageError: storage failed.
 
         """
-        found = {step_of(name) for name in await folders_of(self._backend)}
-        steps = sorted((step for step in found if step is not None), reverse=True)
+        folder_steps = {step_of(name) for name in await folders_of(self._backend)}
+        steps = sorted((step for step in folder_steps if step is not None), reverse=True)
         self._listed = Steps(tuple(steps))
         return steps
 
@@ -171,14 +171,14 @@ class Folder:
         steps = [step for step in await self.steps() if step in removing or (step < newest and step not in known)]
         asked = [step for step in steps if step not in live and step not in self._removed]
         commits = await self._commits(asked)
-        found = []
+        leftovers = []
         for step in asked:
             if step in removing:
                 is_left = commits[step] in ("", removing[step])
             else:
                 is_left = not commits[step] and not await self._has_roles(step)
-            found += [step] if is_left else []
-        return found
+            leftovers += [step] if is_left else []
+        return leftovers
 
     async def remove(self, step: int) -> None:
         """Delete a checkpoint: its entry, then its commit object, then the rest.
@@ -229,7 +229,7 @@ class Folder:
         folders = [f"{name}/"]
         for folder in folders:  # it grows
             below = await folders_of(self._backend, folder)
-            folders += _deletable([f"{folder}{one}/" for one in below])
+            folders += _deletable([f"{folder}{subfolder}/" for subfolder in below])
         # the deletion of a key removes its directory if that is empty
         await self._backend.delete([f"{folder}{METADATA_KEY}" for folder in reversed(folders)])
 
@@ -253,8 +253,8 @@ class Folder:
             StorageError: storage failed.
 
         """
-        found = await self._backend.unfinished() if isinstance(self._backend, Sweeper) else ()
-        return [one for one in found if one.key.startswith(LEDGER_KEY)]
+        unfinished = await self._backend.unfinished() if isinstance(self._backend, Sweeper) else ()
+        return [write for write in unfinished if write.key.startswith(LEDGER_KEY)]
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Delete such remains.
@@ -298,14 +298,14 @@ class Folder:
         async with self._lock:
             for _ in range(_TRIES):
                 stored, version = await self._stored()
-                found = None if stored is None else await self._decoded(stored)
-                if found is not None and run_id not in (None, found.run_id):
+                stored_ledger = None if stored is None else await self._decoded(stored)
+                if stored_ledger is not None and run_id not in (None, stored_ledger.run_id):
                     raise RunTakenError(
-                        f"{self._url} holds run {found.run_id!r}, and this job is run {run_id!r}; pass "
-                        f"run_id={found.run_id!r} to go on with that run, or choose another folder"
+                        f"{self._url} holds run {stored_ledger.run_id!r}, and this job is run {run_id!r}; pass "
+                        f"run_id={stored_ledger.run_id!r} to go on with that run, or choose another folder"
                     )
-                before = found or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
-                reconciled = await self._reconciled(before, is_lost=found is None)
+                before = stored_ledger or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
+                reconciled = await self._reconciled(before, is_lost=stored_ledger is None)
                 ledger = replace(reconciled, owner=owner).with_life(life)
                 if await self._put(ledger, version):
                     return ledger
@@ -326,18 +326,18 @@ class Folder:
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None
 
-    async def change(self, how: Callable[[Ledger], Ledger]) -> Ledger:
+    async def change(self, change: Callable[[Ledger], Ledger]) -> Ledger:
         """Change the ledger in storage, by one request if nothing else has.
 
         Args:
-            how: makes the new ledger from the newest one; called again where something else has changed it. If it
+            change: makes the new ledger from the newest one; called again where something else has changed it. If it
                 returns an equal one, nothing is written.
 
         Returns:
             The new ledger.
 
         Raises:
-            InputError: the folder was not taken, or ``how`` has raised it.
+            InputError: the folder was not taken, or ``change`` has raised it.
             RunTakenError: another job has taken the folder since.
             FormatVersionError: a newer bcp has written the ledger.
             StorageError: storage failed.
@@ -346,7 +346,7 @@ class Folder:
         async with self._lock:
             for _ in range(_TRIES):
                 known = self._taken()
-                ledger = how(known)
+                ledger = change(known)
                 if ledger == known or await self._put(ledger, self._version):
                     return ledger
                 await self._read_again(known)
@@ -441,14 +441,14 @@ class Folder:
     async def _read_again(self, known: Ledger) -> None:
         """Take over a change of something else than this job; a ledger that was lost or broken is replaced."""
         stored, version = await self._stored()
-        found = None if stored is None else await self._decoded(stored)
-        if found is not None and found.owner != known.owner:
+        stored_ledger = None if stored is None else await self._decoded(stored)
+        if stored_ledger is not None and stored_ledger.owner != known.owner:
             raise RunTakenError(
-                f"another job took the folder {self._url}{_by(found)}; this one stops writing. Let one job at a time "
-                "use the folder of a run"
+                f"another job took the folder {self._url}{_by(stored_ledger)}; this one stops writing. Let one job at "
+                "a time use the folder of a run"
             )
         # not before: with the version of another job's ledger the next change would replace that
-        self._ledger, self._version = found or known, version
+        self._ledger, self._version = stored_ledger or known, version
 
     def _busy(self) -> StorageError:
         return StorageError(
@@ -475,12 +475,12 @@ def _moment(seconds: float, form: str) -> str:
 
 def _deletable(keys: Sequence[str]) -> list[str]:
     """Leave out keys that no backend takes, as a name with a backslash that somebody has put there."""
-    found = []
+    valid_keys = []
     for key in keys:
         with suppress(InputError):
             check_key(key.removesuffix("/"))
-            found.append(key)
-    return found
+            valid_keys.append(key)
+    return valid_keys
 
 
 async def _pause() -> None:

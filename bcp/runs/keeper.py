@@ -168,14 +168,14 @@ class Keeper:
             log.warning("unfinished writes of the ledger were not listed", error=repr(error))
             return None
 
-    async def _note(self, how: Callable[[Ledger], Ledger] = lambda ledger: ledger) -> Ledger:
+    async def _note(self, change: Callable[[Ledger], Ledger] = lambda ledger: ledger) -> Ledger:
         """Store the entries that are not stored yet, and a change."""
         unnoted = dict(self._unnoted)
 
         def note(ledger: Ledger) -> Ledger:
             for step, (committed, metrics) in unnoted.items():
                 ledger = ledger.with_checkpoint(step, committed, metrics)
-            return how(ledger.observed(self.hours()) if unnoted else ledger)
+            return change(ledger.observed(self.hours()) if unnoted else ledger)
 
         ledger = await self._folder.change(note)
         for step in unnoted:
@@ -196,9 +196,9 @@ class Keeper:
         """Delete the empty folders that a save has made which wrote nothing."""
         await self._folder.drop(step)
 
-    async def change(self, how: Callable[[Ledger], Ledger]) -> None:
+    async def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Change the ledger."""
-        await self._note(how)
+        await self._note(change)
 
     async def close(self, end: End) -> None:
         """Record how this life of the job ended, so that the next one counts failures only; close the connections."""

@@ -47,7 +47,7 @@ def latest(
     """
     try:
         return _bridge.run(
-            partial(alatest, url, trust=trust, storage_options=storage_options), what=f"list {shown(str(url))}"
+            partial(alatest, url, trust=trust, storage_options=storage_options), name=f"list {shown(str(url))}"
         )
     except BcpError as error:
         raise plain(error) from error.__cause__

@@ -182,13 +182,13 @@ class Ledger:
 
     def _with(self, step: int, **changes: Any) -> Ledger:
         """Change the entry of a step."""
-        found = [entry for entry in self.entries if entry.step == step]
-        if not found:
+        entries = [entry for entry in self.entries if entry.step == step]
+        if not entries:
             steps = [entry.step for entry in self.entries]
             more = f" and {len(steps) - 10} older ones" if len(steps) > 10 else ""  # noqa: PLR2004 -- as below
-            there = ", ".join(map(str, steps[-10:])) + more if steps else "none yet"
-            raise InputError(f"run {self.run_id!r} has no checkpoint of step {step!r}; it has {there}")
-        return self.with_entries([replace(found[0], **changes)])
+            step_text = ", ".join(map(str, steps[-10:])) + more if steps else "none yet"
+            raise InputError(f"run {self.run_id!r} has no checkpoint of step {step!r}; it has {step_text}")
+        return self.with_entries([replace(entries[0], **changes)])
 
     # -- lives --------------------------------------------------------------------------------
 
@@ -203,16 +203,16 @@ class Ledger:
             failures=self.failures + failed,
         )
 
-    def ended(self, how: Literal["finished", "preempted", "failed"]) -> Ledger:
+    def ended(self, ending: Literal["finished", "preempted", "failed"]) -> Ledger:
         """Say how the current life ended.
 
         Raises:
-            InputError: ``how`` is none of the three words.
+            InputError: ``ending`` is none of the three words.
 
         """
-        if how not in _ENDS:
-            raise InputError(f"how={how!r} is unknown; use one of {', '.join(map(repr, _ENDS))}")
-        return self._with_last(ended=how)
+        if ending not in _ENDS:
+            raise InputError(f"ending={ending!r} is unknown; use one of {', '.join(map(repr, _ENDS))}")
+        return self._with_last(ended=ending)
 
     def observed(self, hours: float) -> Ledger:
         """Say for how many hours the current life has run so far. Less than before changes nothing.
@@ -311,14 +311,14 @@ class Ledger:
 class _Fields:
     """A JSON object whose fields are asked for by type; ``ValueError`` names one that is not of it."""
 
-    def __init__(self, found: object, what: str) -> None:
-        if not isinstance(found, dict):
-            raise ValueError(f"{what} is no JSON object")  # noqa: TRY004 -- one kind of error for all contents
-        self.found = cast("dict[str, Any]", found)
-        self._what = what
+    def __init__(self, value: object, subject: str) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"{subject} is no JSON object")  # noqa: TRY004 -- one kind of error for all contents
+        self.values = cast("dict[str, Any]", value)
+        self._what = subject
 
     def _of(self, name: str, kind: type[T], fits: Callable[[T], bool]) -> T:
-        value = self.found.get(name)
+        value = self.values.get(name)
         if type(value) is not kind or not fits(value):
             raise ValueError(f"{self._what} has {str(value)[:50]!r} as {name!r}")
         return value
@@ -333,27 +333,27 @@ class _Fields:
         return self._of(name, int, lambda number: least <= number <= LARGEST_STEP)
 
     def number(self, name: str, least: float = -math.inf) -> float:
-        value = self.found.get(name)
+        value = self.values.get(name)
         if type(value) is int and abs(value) <= LARGEST_STEP:
-            self.found[name] = float(value)
+            self.values[name] = float(value)
         return self._of(name, float, lambda number: math.isfinite(number) and number >= least)
 
     def rows(self, name: str, row: Callable[[_Fields], T]) -> tuple[T, ...]:
-        found: list[object] = self._of(name, list, lambda _: True)
-        return tuple(row(_Fields(one, f"an item of {name!r}")) for one in found)
+        items: list[object] = self._of(name, list, lambda _: True)
+        return tuple(row(_Fields(item, f"an item of {name!r}")) for item in items)
 
 
 def _entry(fields: _Fields) -> Entry:
-    metrics = _Fields(fields.found.get("metrics"), "'metrics'")
+    metrics = _Fields(fields.values.get("metrics"), "'metrics'")
     trust = fields.text("trust")
     if trust not in _TRUSTS:
         raise ValueError(f"a checkpoint has {trust[:50]!r} as 'trust'")
-    if not all(map(_is_name, metrics.found)):
+    if not all(map(_is_name, metrics.values)):
         raise ValueError("a metric has no proper name")
     return Entry(
         step=fields.integer("step", 0),
         committed=fields.number("committed"),
-        metrics={name: metrics.number(name) for name in metrics.found},
+        metrics={name: metrics.number(name) for name in metrics.values},
         trust=cast("Trust", trust),
         reason=fields.text("reason"),
         pinned=fields.truth("pinned"),
@@ -400,15 +400,15 @@ def numbers(metrics: Mapping[str, float]) -> dict[str, float]:
         raise InputError(
             f"metrics={str(metrics)[:100]} are a {type(metrics).__name__}; pass a dict, as {{'loss': 2.5}}"
         )
-    found = {}
+    floats = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_name(name):
             raise InputError(f"metrics: {name!r} is no name; use a string of 1 to {_MOST_TEXT} characters")
         try:
-            found[name] = float(value)
+            floats[name] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InputError(f"metrics: {name!r} is {str(value)[:100]}, and has to be a number ({error})") from error
-    return found
+    return floats
 
 
 def _is_name(name: str) -> bool:
@@ -429,10 +429,10 @@ def _storable(text: str) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a JSON object has one name twice")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -175,7 +175,7 @@ class Meetings:
     @property
     def deadline(self) -> float | None:
         """``time.monotonic()`` at which the first rank is expected to be killed, as far as is known; else None."""
-        known = [each for each in (self._deadline, self._preemption.deadline) if each is not None]
+        known = [deadline for deadline in (self._deadline, self._preemption.deadline) if deadline is not None]
         return min(known, default=None)
 
     def at(self, step: int) -> bool:
@@ -413,8 +413,8 @@ _open: set[Meetings] = set()
 
 def _close_at_exit() -> None:
     """End threads that wait in C++: one that comes back to a Python that is gone may abort."""
-    for each in list(_open):
-        each.close()
+    for meetings in list(_open):
+        meetings.close()
 
 
 atexit.register(_close_at_exit)

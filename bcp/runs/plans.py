@@ -146,7 +146,7 @@ class Plans:
             async with operation as agreement:
                 return Plan.decode(await agreement.gather_broadcast("plan", b"", decide), sender=0)
 
-        self._asking = _bridge.start(ask, what=f"plan after step {step}", daemon=True)
+        self._asking = _bridge.start(ask, name=f"plan after step {step}", daemon=True)
 
     async def ended(self) -> None:
         """Wait until no plan is being made: a rank that leaves earlier would look like one that failed."""

@@ -136,7 +136,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             log.warning(
                 "signals are not watched: only the main thread can; make the run there",
-                signals=[_name(each) for each in self._signals],
+                signals=[_name(number) for number in self._signals],
             )
             return
         self._put_back()  # of a close in another thread
@@ -287,7 +287,7 @@ class Preemption:
 def _checked(signals: Iterable[int]) -> tuple[int, ...]:
     """Return signals that can be caught, each one once."""
     try:
-        numbers = tuple(dict.fromkeys(int(each) for each in signals))
+        numbers = tuple(dict.fromkeys(int(number) for number in signals))
     except (TypeError, ValueError) as error:
         raise InputError(f"signals={signals!r} are no signals; pass e.g. (signal.SIGTERM,)") from error
     for number in numbers:
@@ -319,7 +319,7 @@ _masks = threading.local()
 
 def _before_fork() -> None:
     """Hold signals back: the child's handler in C would write to the parent's pipe before it is taken down."""
-    signals = {number for each in _installed for number in each.signals}
+    signals = {number for preemption in _installed for number in preemption.signals}
     _masks.earlier = signal.pthread_sigmask(signal.SIG_BLOCK, signals) if signals else None
 
 
@@ -329,9 +329,9 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    signals = {number for each in _installed for number in each.signals}
-    for each in list(_installed):
-        each.after_fork()
+    signals = {number for preemption in _installed for number in preemption.signals}
+    for preemption in list(_installed):
+        preemption.after_fork()
     _installed.clear()
     if signals and _becomes_loader_worker():
         threading.Thread(target=_obey_parent, args=(signals,), name="bcp-preemption", daemon=True).start()

@@ -37,7 +37,7 @@ class Resumed:
 
     def __str__(self) -> str:
         chosen = f"resumed from step {self.step}" if self.step else "nothing to resume from: a new run"
-        return "; ".join([chosen, *(f"step {one.step} passed over: {one.reason}" for one in self.passed_over)])
+        return "; ".join([chosen, *(f"step {choice.step} passed over: {choice.reason}" for choice in self.passed_over)])
 
 
 async def resume(
@@ -66,9 +66,9 @@ async def resume(
         return (await candidates()).encode()
 
     async with ranks.begin(name, patience) as agreement:
-        found = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them), sender=0)
+        listing = Candidates.decode(await agreement.gather_broadcast("candidates", b"", list_them), sender=0)
     chosen, damaged = 0, []
-    for step in found.steps:
+    for step in listing.steps:
         reason = await _reason_against(ranks, f"{name}: step {step}", patience, step, load)
         if not reason:
             chosen = step
@@ -76,15 +76,15 @@ async def resume(
         damaged.append(Choice(step, reason))
     else:
         _refuse_if_damaged(damaged)
-    passed_over = [*found.others, *damaged]
-    newer = sorted((one for one in passed_over if one.step > chosen), key=lambda one: -one.step)
-    return Resumed(chosen, tuple(newer), found.life)
+    passed_over = [*listing.others, *damaged]
+    newer = sorted((choice for choice in passed_over if choice.step > chosen), key=lambda choice: -choice.step)
+    return Resumed(chosen, tuple(newer), listing.life)
 
 
 def _refuse_if_damaged(damaged: Sequence[Choice]) -> None:
     """Refuse to begin anew where checkpoints were tried: their work, and the states as they were, would be lost."""
     if damaged:
-        reasons = "; ".join(f"step {one.step}: {one.reason}" for one in damaged)
+        reasons = "; ".join(f"step {choice.step}: {choice.reason}" for choice in damaged)
         raise CorruptError(
             f"none of {len(damaged)} checkpoints can be loaded, and the states may hold parts of them. Repair one, or "
             f"make a new model and begin in another folder: {reasons}"

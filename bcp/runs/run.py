@@ -454,11 +454,11 @@ class Run:
         """
         self._change(f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
 
-    def _change(self, name: str, how: Callable[[Ledger], Ledger]) -> None:
+    def _change(self, name: str, change: Callable[[Ledger], Ledger]) -> None:
         _ = self._started
         if self._keeper is not None:
             drive(once(self._saves.kept), name)
-            drive(once(partial(self._saves.between_keepings, partial(self._keeper.change, how))), name)
+            drive(once(partial(self._saves.between_keepings, partial(self._keeper.change, change))), name)
 
     # -- life --------------------------------------------------------------------------------------
 

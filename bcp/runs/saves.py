@@ -88,7 +88,7 @@ class Saves:
     def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun, self._tolerated = step, time.monotonic(), None
-        self._newest = _bridge.start(partial(self._save, step, call), what=call.what)
+        self._newest = _bridge.start(partial(self._save, step, call), name=call.name)
         return self._newest
 
     def raise_failure(self, *, last: bool = False) -> None:
@@ -158,8 +158,8 @@ class Saves:
 
     async def committed(self, step: int, report: SaveReport) -> None:
         """Begin the housekeeping after a commit, and call the user's callback."""
-        keeping = _bridge.start(lambda _: self._keep(step), what=f"housekeeping after step {step}")
-        self._keeping = {each for each in self._keeping if not each.done()} | {keeping}
+        keeping = _bridge.start(lambda _: self._keep(step), name=f"housekeeping after step {step}")
+        self._keeping = {background for background in self._keeping if not background.done()} | {keeping}
         await self._tell(self._on_commit, step, report)
 
     async def _keep(self, step: int) -> None:
@@ -235,7 +235,7 @@ class Standby:
             await saves.committed(step, report)
             return report
 
-        self._held = _bridge.start(hold, what=call.what, daemon=True)
+        self._held = _bridge.start(hold, name=call.name, daemon=True)
         return self._held
 
     def release(self) -> bool:

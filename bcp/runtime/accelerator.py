@@ -55,8 +55,8 @@ def devices_in_use() -> list[int]:
 
 def _has_context(device: int) -> bool:
     """Whether this process has a CUDA context on a device; there is no public name for it, and none in CPU builds."""
-    found: bool = torch._C._cuda_hasPrimaryContext(device)  # type: ignore[attr-defined]  # noqa: SLF001 -- see above
-    return found
+    exists: bool = torch._C._cuda_hasPrimaryContext(device)  # type: ignore[attr-defined]  # noqa: SLF001 -- see above
+    return exists
 
 
 def new_stream(device: int) -> torch.Stream | None:

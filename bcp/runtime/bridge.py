@@ -29,7 +29,7 @@ Operation = Callable[[Callable[[], None]], Awaitable[T]]
 Outcome = tuple[T, None] | tuple[None, BaseException]
 
 
-def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call") -> T:
+def run(function: Callable[[], Awaitable[T]], *, name: str = "a synchronous call") -> T:
     """Await ``function()`` on bcp's loop; block until it has ended, and return its result or raise its error.
 
     It sees the caller's context variables. Works inside a running event loop too, which it blocks meanwhile, as any
@@ -39,17 +39,17 @@ def run(function: Callable[[], Awaitable[T]], *, what: str = "a synchronous call
 
     Raises RuntimeError on bcp's own loop, which would wait for itself.
     """
-    refuse_on_own_thread(f"wait for {what}")
-    return Background[T](what)._join(lambda _: function())  # noqa: SLF001 -- the two are one
+    refuse_on_own_thread(f"wait for {name}")
+    return Background[T](name)._join(lambda _: function())  # noqa: SLF001 -- the two are one
 
 
-def start(function: Operation[T], *, what: str, daemon: bool = False) -> Background[T]:
+def start(function: Operation[T], *, name: str, daemon: bool = False) -> Background[T]:
     """Await ``function(started)`` on bcp's loop, in the background; it calls ``started()`` when the caller may go on.
 
-    ``what`` names the operation in messages, as in ``"save to /ckpt/100"``. It sees the caller's context variables.
-    A daemon operation is cancelled at the end of the process; any other one is waited for.
+    ``name`` stands for the operation in messages, as in ``"save to /ckpt/100"``. ``function`` sees the caller's
+    context variables. A daemon operation is cancelled at the end of the process; any other one is waited for.
     """
-    background = Background[T](what, daemon=daemon)
+    background = Background[T](name, daemon=daemon)
     background._launch(function)  # noqa: SLF001 -- the two are one
     return background
 
@@ -63,8 +63,8 @@ class Background(Generic[T]):
 
     _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
 
-    def __init__(self, what: str, *, daemon: bool = False) -> None:
-        self.what = what
+    def __init__(self, name: str, *, daemon: bool = False) -> None:
+        self.name = name
         self.daemon = daemon
         self._loop: Loop | None = None
         self._task: asyncio.Task[Outcome[T]] | None = None
@@ -117,7 +117,7 @@ class Background(Generic[T]):
         """
         self._check()
         if not wait_for(self._finished, timeout):
-            raise TimeoutError(f"{self.what} is not done after {timeout} s; it goes on")
+            raise TimeoutError(f"{self.name} is not done after {timeout} s; it goes on")
         return self._take()
 
     async def result(self) -> T:
@@ -165,7 +165,7 @@ class Background(Generic[T]):
         self._seen = True
         if not (self._cancelled and isinstance(self._error, cancelled)):
             tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure
-            tell("%s failed, and nobody waited for it", self.what, exc_info=self._error)
+            tell("%s failed, and nobody waited for it", self.name, exc_info=self._error)
 
     def __repr__(self) -> str:
         if self._pid != os.getpid():
@@ -174,7 +174,7 @@ class Background(Generic[T]):
             state = "cancelling" if self._cancelled else "running"
         else:
             state = "done" if self._error is None else repr(self._error)
-        return f"<Background {self.what}: {state}>"
+        return f"<Background {self.name}: {state}>"
 
     def __del__(
         self, getpid: Callable[[], int] = os.getpid, is_finalizing: Callable[[], bool] = sys.is_finalizing
@@ -193,14 +193,14 @@ class Background(Generic[T]):
         """Refuse in a forked child, where no thread would ever wake a waiter."""
         if self._pid != os.getpid():
             raise RuntimeError(
-                f"{self.what} was begun by process {self._pid}, and this is its forked child {os.getpid()}: "
+                f"{self.name} was begun by process {self._pid}, and this is its forked child {os.getpid()}: "
                 "wait for it or cancel it in the parent"
             )
 
     def _check(self) -> None:
         """Refuse to wait where that would last for ever."""
         self._check_process()
-        refuse_on_own_thread(f"wait for {self.what}")
+        refuse_on_own_thread(f"wait for {self.name}")
 
     def _launch(self, function: Operation[T]) -> None:
         try:
@@ -244,7 +244,7 @@ class Background(Generic[T]):
     def _begin(self, function: Operation[T]) -> None:
         # The task must not know this object: its error would, and an error nobody asks for could not be told in time.
         settled = _settled(function, partial(_set_once, self._started))
-        self._task = asyncio.get_running_loop().create_task(settled, name=f"bcp {self.what}")
+        self._task = asyncio.get_running_loop().create_task(settled, name=f"bcp {self.name}")
         self._task.add_done_callback(self._end)
 
     def _cancel_task(self) -> None:
@@ -263,7 +263,7 @@ class Background(Generic[T]):
         """Keep the outcome and wake who waits."""
         assert self._loop is not None  # noqa: S101 -- this runs on it
         if isinstance(error, asyncio.CancelledError):
-            cancelled = CancelledError(f"{self.what} was cancelled")  # asyncio's own would cancel the one who waits
+            cancelled = CancelledError(f"{self.name} was cancelled")  # asyncio's own would cancel the one who waits
             cancelled.__cause__ = error
             error = cancelled
         self._result, self._error, self._ended = result, error, True

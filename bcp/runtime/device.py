@@ -210,13 +210,13 @@ def _in_use(streams: Sequence[torch.Stream]) -> Iterator[None]:
     if not streams:
         yield
         return
-    here = torch.accelerator.current_device_index()
+    current_device = torch.accelerator.current_device_index()
     before = [torch.accelerator.current_stream(stream.device_index) for stream in streams]
     try:
-        _use(streams, here)
+        _use(streams, current_device)
         yield
     finally:
-        _use(before, here)
+        _use(before, current_device)
 
 
 def _use(streams: Sequence[torch.Stream], device: int) -> None:

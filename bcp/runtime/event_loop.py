@@ -29,7 +29,7 @@ NAP_SECONDS = 0.2
 class Running(Protocol):
     """An operation on the loop, as the end of the process sees it."""
 
-    what: str
+    name: str
     daemon: bool
 
     def wait_ended(self) -> None:
@@ -96,10 +96,10 @@ def current_loop() -> Loop:
     return _current
 
 
-def refuse_on_own_thread(what: str) -> None:
+def refuse_on_own_thread(action: str) -> None:
     """Raise where waiting would block the very thread that is waited for."""
     if _current is not None and threading.current_thread() is _current.thread:
-        raise RuntimeError(f"cannot {what} on bcp's own event loop: it would wait for itself; await the async twin")
+        raise RuntimeError(f"cannot {action} on bcp's own event loop: it would wait for itself; await the async twin")
 
 
 def _forget_in_child() -> None:
@@ -124,7 +124,7 @@ def _finish_at_exit(*, late: bool) -> None:
         for background in list(loop.running):
             if background.daemon:
                 background.cancel()
-        names = [background.what for background in list(loop.running) if not background.daemon]
+        names = [background.name for background in list(loop.running) if not background.daemon]
         if names:
             log.warning("waiting for %d operations before the process ends: %s", len(names), ", ".join(names))
             if late:

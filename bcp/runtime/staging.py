@@ -70,7 +70,7 @@ class StagingPool:
             return self._free_nbytes()
 
     def _free_nbytes(self) -> int:
-        return sum(one.buffer.numel() for one in self._free)
+        return sum(entry.buffer.numel() for entry in self._free)
 
     @contextmanager
     def lease(self, *, keep: bool = True, most: int = sys.maxsize) -> Iterator[Lease]:
@@ -108,10 +108,10 @@ class StagingPool:
     def _take(self, nbytes: int) -> torch.Tensor | None:
         """Return a free buffer that fits well, if there is one."""
         with self._lock:
-            fits = [one for one in self._free if nbytes <= one.buffer.numel() <= SLACK * max(nbytes, PAGE)]
+            fits = [entry for entry in self._free if nbytes <= entry.buffer.numel() <= SLACK * max(nbytes, PAGE)]
             if not fits:
                 return None
-            best = min(fits, key=lambda one: one.buffer.numel())
+            best = min(fits, key=lambda entry: entry.buffer.numel())
             self._free.remove(best)
             return best.buffer
 
@@ -154,18 +154,18 @@ class StagingPool:
         with self._lock:
             self._free.extend(_Free(buffer) for number, buffer in lease.out.items() if lease.pool_of[number] is self)
             drop = set() if keep else lease.fresh
-            for one in list(self._free):
-                one.idle = 0 if id(one.buffer) in lease.used else one.idle + keep
-                if one.idle >= PATIENCE or id(one.buffer) in drop:
-                    self._free.remove(one)
-                    self._nbytes -= one.buffer.numel()
-                    dropped.append(one)  # they go when this returns, without the lock
+            for entry in list(self._free):
+                entry.idle = 0 if id(entry.buffer) in lease.used else entry.idle + keep
+                if entry.idle >= PATIENCE or id(entry.buffer) in drop:
+                    self._free.remove(entry)
+                    self._nbytes -= entry.buffer.numel()
+                    dropped.append(entry)  # they go when this returns, without the lock
 
     def clear(self) -> None:
         """Give all free buffers back to the operating system."""
         with self._lock:
             free, self._free = self._free, []
-            self._nbytes -= sum(one.buffer.numel() for one in free)
+            self._nbytes -= sum(entry.buffer.numel() for entry in free)
 
 
 class Lease:

@@ -34,10 +34,10 @@ def gather(item: WriteItem, buffer: torch.Tensor, fence: Fence) -> None:
     if plain.all():
         _move(item, item.part.columns, buffer)
         return
-    rows, start, stop, at = item.part.columns[:, ~plain]
+    rows, start, stop, offset = item.part.columns[:, ~plain]
     first = item.table.start[rows]
     tensors = [item.tensors[row] for row in rows.tolist()]
-    rest = list(zip(tensors, (start - first).tolist(), (stop - first).tolist(), at.tolist(), strict=True))
+    rest = list(zip(tensors, (start - first).tolist(), (stop - first).tolist(), offset.tolist(), strict=True))
     with torch.no_grad(), on_side_stream(accelerators(tensors), fence):
         for run in _runs(rest):
             _together(run, buffer)
@@ -49,23 +49,23 @@ def host_copies(tensors: Sequence[torch.Tensor], fence: Fence) -> list[torch.Ten
     """Return copies in host memory, with the strides of their tensors; small ones of a device come in one transfer."""
     copies: dict[int, torch.Tensor] = {}
     small = defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
-    for at, tensor in enumerate(tensors):
+    for row, tensor in enumerate(tensors):
         if not tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes < SMALL_BYTES:
-            small[tensor.device, tensor.dtype].append(at)
+            small[tensor.device, tensor.dtype].append(row)
     with torch.no_grad(), on_side_stream(accelerators(tensors), fence):
         for rows in small.values():
-            copies |= zip(rows, _copies([tensors[at] for at in rows]), strict=True)
-        rest = (at for at in range(len(tensors)) if at not in copies)
-        copies |= {at: tensors[at].detach().to("cpu", copy=True) for at in rest}
-    return [copies[at] for at in range(len(tensors))]
+            copies |= zip(rows, _copies([tensors[row] for row in rows]), strict=True)
+        rest = (row for row in range(len(tensors)) if row not in copies)
+        copies |= {row: tensors[row].detach().to("cpu", copy=True) for row in rest}
+    return [copies[row] for row in range(len(tensors))]
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Copy contiguous tensors of one device by one transfer; they have one dtype, so that each copy is aligned."""
-    here, at = _packed(tensors).to("cpu"), 0
+    host_bytes, offset = _packed(tensors).to("cpu"), 0
     for tensor in tensors:
-        yield typed(here, at, tuple(tensor.shape), tensor.dtype)
-        at += tensor.nbytes
+        yield typed(host_bytes, offset, tuple(tensor.shape), tensor.dtype)
+        offset += tensor.nbytes
 
 
 def _check_in_place(item: WriteItem, rows: Ints) -> None:
@@ -84,23 +84,25 @@ def _move(item: WriteItem, spans: Ints, buffer: torch.Tensor) -> None:
 
     8,192 tensors of 4 KiB: one by one with ``copy_`` 9 us each, with ``torch.cat`` 4, like this 1.
     """
-    table, (row, start, stop, at) = item.table, spans
+    table, (row, start, stop, offset) = item.table, spans
     size = table.tensors.itemsize[table.tensor[row]]
     source = item.address[row] + (start - table.start[row]) * size
-    move(buffer.data_ptr() + at, source, (stop - start) * size)
+    move(buffer.data_ptr() + offset, source, (stop - start) * size)
 
 
 def _runs(copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
     """Group whole, small, neighbouring tensors of one device; all others stay alone."""
     begin, device, end = 0, None, -1
-    for index, (tensor, start, stop, at) in enumerate(copies):
+    for index, (tensor, start, stop, offset) in enumerate(copies):
         nbytes = (stop - start) * tensor.itemsize
         small = nbytes < SMALL_BYTES and not tensor.is_cpu and stop - start == tensor.numel() and tensor.is_contiguous()
         own = tensor.device if small else None
-        if index and (own is None or own != device or at != end or at + nbytes - copies[begin][3] > _TOGETHER_BYTES):
+        if index and (
+            own is None or own != device or offset != end or offset + nbytes - copies[begin][3] > _TOGETHER_BYTES
+        ):
             yield copies[begin:index]
             begin = index
-        device, end = own, at + nbytes
+        device, end = own, offset + nbytes
     yield copies[begin:]
 
 
@@ -108,14 +110,14 @@ def _together(run: Sequence[Copy], buffer: torch.Tensor) -> None:
     """Copy neighbours in the buffer by one transfer, if the device has room to gather them."""
     if len(run) > 1:
         try:
-            there = _packed([tensor for tensor, *_ in run])
+            device_bytes = _packed([tensor for tensor, *_ in run])
         except torch.OutOfMemoryError:
             pass
         else:
-            buffer[run[0][3] :][: there.numel()].copy_(there, non_blocking=True)
+            buffer[run[0][3] :][: device_bytes.numel()].copy_(device_bytes, non_blocking=True)
             return
-    for tensor, start, stop, at in run:
-        flat_to_bytes(tensor.detach(), start, stop, buffer[at : at + (stop - start) * tensor.itemsize])
+    for tensor, start, stop, offset in run:
+        flat_to_bytes(tensor.detach(), start, stop, buffer[offset : offset + (stop - start) * tensor.itemsize])
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

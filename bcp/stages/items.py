@@ -89,15 +89,15 @@ class HostPart:
 
         If a part holds only some of a tensor, the name carries the flat range inside the shard, as in ``w{0:1024}``.
         """
-        table, found = self.item.table, {}
+        table, tensors = self.item.table, {}
         for span in self.item.part.spans:
             meta = table.meta(span.row)
             count = span.stop - span.start
             name = meta.fqn if count == _numel(meta.shape) else f"{meta.fqn}{{{span.start}:{span.stop}}}"
-            while name in found:
+            while name in tensors:
                 name += "'"
-            found[name] = typed(self.buffer, span.at, (count,), torch_dtype(meta.dtype))
-        return found
+            tensors[name] = typed(self.buffer, span.at, (count,), torch_dtype(meta.dtype))
+        return tensors
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -44,12 +44,12 @@ def check(stored: Stored, file: FileReceipt, rank: int) -> None:
     """
     item, blocks, rows = stored.item, file.blocks, stored.item.rows
     lengths = blocks.stored_length[rows].tolist()
-    for row, found in enumerate(digests(stored.outs, lengths), rows.start):
+    for row, digest in enumerate(digests(stored.outs, lengths), rows.start):
         wanted = blocks.checksum[row]
-        if found != wanted:
+        if digest != wanted:
             start, length = int(blocks.stored_start[row]), int(blocks.stored_length[row])
             raise CorruptError(
-                f"{item.key} is corrupt: bytes {start} to {start + length} have checksum {found.hex()}, "
+                f"{item.key} is corrupt: bytes {start} to {start + length} have checksum {digest.hex()}, "
                 f"saved as {wanted.hex()} (rank {rank}, {item.name}); restore the file, or load another checkpoint"
             )
 
@@ -86,11 +86,11 @@ def check_seal(data: memoryview, name: str, sender: int, rank: int) -> None:
 
     """
     sent = bytes(data[-SEAL_BYTES:])
-    found = seal(data[:-SEAL_BYTES], verify=True)
-    if sent not in (_UNSEALED, found):
+    digest = seal(data[:-SEAL_BYTES], verify=True)
+    if sent not in (_UNSEALED, digest):
         raise CorruptError(
             f"{name}: the {len(data) - SEAL_BYTES} bytes that rank {rank} received from rank {sender} have digest "
-            f"{found.hex()}, rank {sender} sent them with {sent.hex()}: they changed in the memory of one of the two "
+            f"{digest.hex()}, rank {sender} sent them with {sent.hex()}: they changed in the memory of one of the two "
             "hosts or on the network between them; the checkpoint itself may be sound: load it again"
         )
 
@@ -104,12 +104,12 @@ def decoded(
         CorruptError: a codec gave back another number of bytes than it was given.
 
     """
-    blocks, (view,), at, end = file.blocks, stored.outs, 0, 0
+    blocks, (view,), offset, end = file.blocks, stored.outs, 0, 0
     rows = stored.item.rows
     raw = np.empty(room, np.uint8)
     for row in range(rows.start, rows.stop):
         length, wanted = int(blocks.stored_length[row]), int(blocks.raw_length[row])
-        data: Buffer = view[at : at + length]
+        data: Buffer = view[offset : offset + length]
         for name in reversed(file.codecs):
             data = flat_view(codecs[name].decode(data))
         if len(data) != wanted:
@@ -120,7 +120,7 @@ def decoded(
         if not end:  # a part has decoded to the size that the receipt claims: only now is memory taken for all of them
             raw = np.empty(int(blocks.raw_length[rows].sum()) + room, np.uint8)
         raw[end : end + wanted] = np.frombuffer(data, np.uint8)
-        at, end = at + length, end + wanted
+        offset, end = offset + length, end + wanted
     return torch.from_numpy(raw)
 
 

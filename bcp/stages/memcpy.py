@@ -48,15 +48,15 @@ def bytes_of(data: torch.Tensor) -> memoryview:
     return memoryview(data.numpy().data)
 
 
-def typed(data: torch.Tensor, at: int, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """View the bytes of uint8 ``data`` from byte ``at`` as an array of that shape and dtype, to be read.
+def typed(data: torch.Tensor, offset: int, lengths: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """View the bytes of uint8 ``data`` from byte ``offset`` as an array of that shape and dtype, to be read.
 
     A copy of them, where they are not aligned for elements of that size.
     """
     count = 1
     for length in lengths:
         count *= length
-    piece = data[at : at + count * dtype.itemsize]
+    piece = data[offset : offset + count * dtype.itemsize]
     if piece.data_ptr() % dtype.itemsize or piece.storage_offset() % dtype.itemsize:  # only foreign buffers ever are
         piece = piece.clone()
     return piece.view(dtype).view(lengths)
@@ -86,11 +86,11 @@ def flat_to_bytes(tensor: torch.Tensor, start: int, stop: int, out: torch.Tensor
         return
     size = tensor.element_size()
     for first, box in flat_boxes(tuple(tensor.shape), start, stop):
-        at = (first - start) * size
-        if (out.data_ptr() + at) % size or (out.storage_offset() + at) % size:
-            out[at : at + box.numel * size].copy_(_packed(block_of(tensor, box)), non_blocking=True)
+        offset = (first - start) * size
+        if (out.data_ptr() + offset) % size or (out.storage_offset() + offset) % size:
+            out[offset : offset + box.numel * size].copy_(_packed(block_of(tensor, box)), non_blocking=True)
         else:
-            typed(out, at, box.lengths, tensor.dtype).copy_(block_of(tensor, box), non_blocking=True)
+            typed(out, offset, box.lengths, tensor.dtype).copy_(block_of(tensor, box), non_blocking=True)
 
 
 def _packed(block: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,10 @@ def addresses(tensors: Sequence[torch.Tensor], table: ShardTable) -> Ints:
     rows = zip(tensors, table.tensor.tolist(), table.nbytes.tolist(), strict=True)
     return np.array(
         [
-            tensor.data_ptr() if tensor.nbytes == size and tensor.dtype is dtypes[of] and _is_plain(tensor) else 0
-            for tensor, of, size in rows
+            tensor.data_ptr()
+            if tensor.nbytes == size and tensor.dtype is dtypes[tensor_row] and _is_plain(tensor)
+            else 0
+            for tensor, tensor_row, size in rows
         ],
         np.int64,
     )
@@ -160,9 +162,9 @@ def writable(tensors: Sequence[torch.Tensor], address: Ints, nbytes: Ints, same:
     rows = np.flatnonzero(stop > start)
     alone = rows[apart(start[rows], (stop - start)[rows])]
     alone = alone[same[alone] & (address[alone] > 0)]
-    found = np.zeros_like(address)
-    found[alone] = address[alone]
-    return found
+    writable_address = np.zeros_like(address)
+    writable_address[alone] = address[alone]
+    return writable_address
 
 
 def stretch(tensor: torch.Tensor) -> tuple[int, int]:
@@ -202,12 +204,12 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
 
 def move(targets: Ints, sources: Ints, nbytes: Ints) -> None:
     """Copy bytes from addresses to addresses; they do not overlap. Memory has to stay as long as this runs."""
-    sizes, which, count = np.unique(nbytes, return_inverse=True, return_counts=True)
+    sizes, indices, count = np.unique(nbytes, return_inverse=True, return_counts=True)
     alike = (count >= ALIKE) & (sizes > 0) & (sizes <= HOLD_BYTES)
     for number in np.flatnonzero(alike).tolist():
-        mine = which == number
-        _move_alike(targets[mine], sources[mine], int(sizes[number]))
-    rest = ~alike[which]
+        mask = indices == number
+        _move_alike(targets[mask], sources[mask], int(sizes[number]))
+    rest = ~alike[indices]
     for target, source, length in zip(
         targets[rest].tolist(), sources[rest].tolist(), nbytes[rest].tolist(), strict=True
     ):
@@ -216,11 +218,13 @@ def move(targets: Ints, sources: Ints, nbytes: Ints) -> None:
 
 def _move_alike(targets: Ints, sources: Ints, size: int) -> None:
     """Copy many pieces of one size. numpy takes half as long as one call for each of them, and gives up the GIL."""
-    (into, there), (out_of, here) = _rows(targets, size), _rows(sources, size)
+    (into, target_rows), (out_of, source_rows) = _rows(targets, size), _rows(sources, size)
     step = max(1, CACHED_BYTES // size)  # numpy may need a copy in between
     for first in range(0, len(targets), step):
         part = slice(first, first + step)
-        into[part if there is None else there[part]] = out_of[part if here is None else here[part]]
+        into[part if target_rows is None else target_rows[part]] = out_of[
+            part if source_rows is None else source_rows[part]
+        ]
 
 
 def _rows(address: Ints, size: int) -> tuple[npt.NDArray[np.void], Ints | None]:

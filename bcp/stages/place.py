@@ -46,16 +46,16 @@ class LoadBuffers:
 
         Bytes without a target go to memory of their own, which lives as long as the views.
         """
-        runs, outs, at = self.straight.of_chunk(chunk.number), [], start
+        runs, outs, offset = self.straight.of_chunk(chunk.number), [], start
         self._written(runs.row)
         columns = (runs.start, runs.nbytes, self.address[runs.row] + runs.to)
         for begin, nbytes, address in zip(*(column.tolist() for column in columns), strict=True):
-            if at < begin:
-                outs.append(_nowhere(begin - at))
+            if offset < begin:
+                outs.append(_nowhere(begin - offset))
             outs.append(bytes_at(address, nbytes))
-            at = begin + nbytes
-        if at < stop:
-            outs.append(_nowhere(stop - at))
+            offset = begin + nbytes
+        if offset < stop:
+            outs.append(_nowhere(stop - offset))
         return outs
 
     def filled(self, chunk: Chunk) -> int:
@@ -69,19 +69,19 @@ class LoadBuffers:
             How many bytes were put into tensors, and when the copies are done: ``data`` has to stay until then.
 
         """
-        copies, mine = self.copies, self.copies.of_chunk(chunk.number)
-        self._written(copies.row[mine])  # first, as above
+        copies, indices = self.copies, self.copies.of_chunk(chunk.number)
+        self._written(copies.row[indices])  # first, as above
         # Row by row as bytes, blocks of many rows would take longer: 2 GB/s for rows of 4 KiB, where torch does 4.
-        raw = (copies.run[mine] == copies.numel[mine]) & (self.address[copies.row[mine]] > 0)
+        raw = (copies.run[indices] == copies.numel[indices]) & (self.address[copies.row[indices]] > 0)
         if raw.any():
-            self._into_host(mine[raw], data, chunk.start)
+            self._into_host(indices[raw], data, chunk.start)
         with torch.no_grad(), self.lanes.opened():
-            for group in self._groups(mine[~raw]):
+            for group in self._groups(indices[~raw]):
                 if len(group) > 1:
                     self._together(group, data, chunk.start)
                 else:
                     self._alone(int(group[0]), data, chunk.start)
-            return self._nbytes(mine), self.lanes.mark()
+            return self._nbytes(indices), self.lanes.mark()
 
     def _into_host(self, rows: Ints, data: torch.Tensor, start: int) -> None:
         """Copy runs of bytes by memcpy."""
@@ -110,8 +110,8 @@ class LoadBuffers:
         dtypes = {name: torch_dtype(name) for name in {self.dtypes[row] for row in rows}}
         candidates = zip(map(self.tensors.__getitem__, rows), (dtypes[self.dtypes[row]] for row in rows), strict=True)
         return [
-            tensor.device if one and tensor.dtype is dtype and _is_flat(tensor) else None
-            for one, (tensor, dtype) in zip(small.tolist(), candidates, strict=True)
+            tensor.device if is_small and tensor.dtype is dtype and _is_flat(tensor) else None
+            for is_small, (tensor, dtype) in zip(small.tolist(), candidates, strict=True)
         ]
 
     def _together(self, group: Ints, data: torch.Tensor, start: int) -> None:
@@ -119,8 +119,8 @@ class LoadBuffers:
         runs, device = self.copies.runs(group), self.tensors[int(self.copies.row[group[0]])].device
         first, stop = int(runs.start[0]), int(runs.start[-1] + runs.nbytes[-1])
         gaps = np.diff(runs.start, append=stop) - runs.nbytes
-        there = data[first - start : stop - start].to(device, non_blocking=True)
-        sources = there.split(np.stack([runs.nbytes, gaps], axis=1).ravel().tolist())[::2]
+        device_bytes = data[first - start : stop - start].to(device, non_blocking=True)
+        sources = device_bytes.split(np.stack([runs.nbytes, gaps], axis=1).ravel().tolist())[::2]
         targets = []
         for row, to, nbytes in zip(runs.row.tolist(), runs.to.tolist(), runs.nbytes.tolist(), strict=True):
             flat = bytes_row_of(self.tensors[row])
@@ -137,8 +137,8 @@ class LoadBuffers:
             target = target[first : first + math.prod(block.target_lengths)].view(block.target_lengths)
         block_of(target, block.target).copy_(block_of(source, block.source), non_blocking=True)
 
-    def _nbytes(self, mine: Ints) -> int:
-        return int((self.copies.numel[mine] * self.sizes[self.copies.row[mine]]).sum())
+    def _nbytes(self, indices: Ints) -> int:
+        return int((self.copies.numel[indices] * self.sizes[self.copies.row[indices]]).sum())
 
     def _written(self, rows: Ints) -> None:
         written([self.tensors[row] for row in set(rows.tolist())])

@@ -185,9 +185,9 @@ def checksum(context: SaveContext) -> Stage[Blob, PartReceipt]:
 
     async def run(blob: Blob) -> PartReceipt:
         await context.let_copies_go_first()
-        found = await in_thread(_digests, blob)
+        checksums = await in_thread(_digests, blob)
         context.lease.give(blob.part.buffer)
-        return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, found)
+        return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, checksums)
 
     return Stage("checksum", run)
 

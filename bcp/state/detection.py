@@ -49,8 +49,8 @@ class InspectedStates(Mapping[str, Any]):
     @cached_property
     def modules(self) -> list[nn.Module]:
         """The modules among these, and all that are inside of them."""
-        found = (leaf for leaves in self.leaves.values() for leaf in leaves if isinstance(leaf, nn.Module))
-        return [part for module in found for part in module.modules()]
+        leaf_modules = (leaf for leaves in self.leaves.values() for leaf in leaves if isinstance(leaf, nn.Module))
+        return [part for module in leaf_modules for part in module.modules()]
 
     @cached_property
     def special(self) -> list[Any]:

@@ -53,7 +53,7 @@ class DimensionCut(NamedTuple):
     """How one mesh dimension cuts one tensor dimension."""
 
     parts: int  # number of ranks of the mesh dimension
-    mine: int  # coordinate of this rank on it
+    coordinate: int  # of this rank on it
     factor: int | None = None  # split factor of a ``_StridedShard``; None for a ``Shard``
 
 
@@ -85,16 +85,16 @@ def runs_in_order(length: int, cuts: Iterable[DimensionCut]) -> list[Run]:
     A cut with factor f makes f groups first, and takes a part of each.
     """
     runs = [(0, length)] if length else []
-    for parts, mine, factor in cuts:
+    for parts, coordinate, factor in cuts:
         groups = [runs] if factor is None else [chunk(runs, factor, group) for group in range(factor)]
-        runs = _merged(run for group in groups for run in chunk(group, parts, mine))
+        runs = _merged(run for group in groups for run in chunk(group, parts, coordinate))
     return runs
 
 
-def chunk(runs: Sequence[Run], parts: int, mine: int) -> list[Run]:
+def chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
     """Cut runs, back to back, as ``torch.chunk`` does: parts of the rounded-up size, the last ones may be empty."""
     size = -(-sum(count for _, count in runs) // parts)
-    low, high = size * mine, size * (mine + 1)
+    low, high = size * index, size * (index + 1)
     out, position = [], 0
     for first, count in runs:
         start, stop = max(low, position), min(high, position + count)
@@ -111,12 +111,12 @@ def decoded(cuts: Sequence[DimensionCut]) -> list[int] | None:
     is ``DTensorSpec._maybe_convert_StridedShard_to_shard_order`` of torch 2.13.
     """
     order: list[int] = []
-    for at in reversed(range(len(cuts))):
+    for index in reversed(range(len(cuts))):
         before = [math.prod(cuts[other].parts for other in order[:place]) for place in range(len(order) + 1)]
-        factor = cuts[at].factor or 1
+        factor = cuts[index].factor or 1
         if factor not in before:
             return None
-        order.insert(before.index(factor), at)
+        order.insert(before.index(factor), index)
     return order
 
 
@@ -135,19 +135,19 @@ def _cut_after_strided(length: int, cuts: Sequence[DimensionCut]) -> bool:
 
 def _is_fsdp2(cuts: Sequence[DimensionCut]) -> bool:
     """Return whether FSDP2 makes these cuts: one strided cut, after all shards by mesh dimensions to its right."""
-    strided = [at for at, cut in enumerate(cuts) if (cut.factor or 1) > 1]
+    strided = [index for index, cut in enumerate(cuts) if (cut.factor or 1) > 1]
     return len(strided) == 1 and cuts[strided[0]].factor == math.prod(cut.parts for cut in cuts[strided[0] + 1 :])
 
 
 def _plain(cuts: Sequence[DimensionCut], order: Iterable[int]) -> list[DimensionCut]:
-    return [DimensionCut(cuts[at].parts, cuts[at].mine) for at in order]
+    return [DimensionCut(cuts[index].parts, cuts[index].coordinate) for index in order]
 
 
 def _check_same(length: int, cuts: Sequence[DimensionCut], order: Sequence[int]) -> None:
     """Raise AmbiguousCutsError if the two readings differ on any rank."""
     for coordinate in product(*(range(cut.parts) for cut in cuts)):
-        there = [cut._replace(mine=mine) for cut, mine in zip(cuts, coordinate, strict=True)]
-        if runs_in_order(length, there) != runs_in_order(length, _plain(there, order)):
+        rank_cuts = [cut._replace(coordinate=index) for cut, index in zip(cuts, coordinate, strict=True)]
+        if runs_in_order(length, rank_cuts) != runs_in_order(length, _plain(rank_cuts, order)):
             raise AmbiguousCutsError("the dimension does not divide evenly")
 
 
@@ -300,13 +300,13 @@ def _traced(
     A model has thousands of tensors and a few layouts: remembering them takes a third off the planning.
     """
     cuts: list[dict[int, DimensionCut]] = [{} for _ in shape]
-    for at, split in enumerate(splits):
+    for mesh_dim, split in enumerate(splits):
         if split:
-            cuts[split[0]][at] = DimensionCut(parts[at], coordinate[at], split[1])
-    places = [decoded(list(each.values())) for each in cuts]
+            cuts[split[0]][mesh_dim] = DimensionCut(parts[mesh_dim], coordinate[mesh_dim], split[1])
+    places = [decoded(list(dim_cuts.values())) for dim_cuts in cuts]
     runs = []
     for dim, length in enumerate(shape):
-        stated = [cuts[dim][at] for at in _order(orders, dim, list(cuts[dim]))]
+        stated = [cuts[dim][mesh_dim] for mesh_dim in _order(orders, dim, list(cuts[dim]))]
         order = None if None in places else places[dim]
         runs.append(runs_in_order(length, stated) if stated else runs_of(length, list(cuts[dim].values()), order))
     return tuple(sum(count for _, count in dim) for dim in runs), tuple(_boxes(runs))

@@ -35,12 +35,12 @@ in_forked_child(_loads.clear)
 @contextmanager
 def being_loaded(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let no snapshot of these tensors begin: a load counts its writes before they begin, not when they have ended."""
-    mine = list(tensors)
-    _loads[id(mine)] = mine
+    own_tensors = list(tensors)
+    _loads[id(own_tensors)] = own_tensors
     try:
         yield
     finally:
-        _loads.pop(id(mine), None)  # a forked child has forgotten it
+        _loads.pop(id(own_tensors), None)  # a forked child has forgotten it
 
 
 def check_not_loading(shards: LocalShards, rank: int) -> None:
@@ -96,19 +96,19 @@ def torch_optimizers(given: object) -> tuple[list[Optimizer], bool]:
     ``chained_optimizers``; whatever they do with parameters they do after that one's ``step``. Also says whether any
     was in a wrapper. Raises InputError if an object's steps, or a part of them, cannot be held back.
     """
-    found = dict(_optimizers(given, wrapped=False))
-    for one, wrapped in found.items():
-        if any(group.get("capturable") for group in one.param_groups):
+    optimizers = dict(_optimizers(given, wrapped=False))
+    for optimizer, wrapped in optimizers.items():
+        if any(group.get("capturable") for group in optimizer.param_groups):
             raise InputError(
-                f"{type(one).__name__} was made with capturable=True: its steps may be replayed from a CUDA graph, "
-                "where they cannot be held back; save with snapshot='eager'"
+                f"{type(optimizer).__name__} was made with capturable=True: its steps may be replayed from a CUDA "
+                "graph, where they cannot be held back; save with snapshot='eager'"
             )
-        if wrapped and type(one).__name__ in _EARLY:
+        if wrapped and type(optimizer).__name__ in _EARLY:
             raise InputError(
-                f"{type(one).__name__} has states that DeepSpeed changes before its step begins, where that cannot be "
-                "held back; save with snapshot='eager'"
+                f"{type(optimizer).__name__} has states that DeepSpeed changes before its step begins, where that "
+                "cannot be held back; save with snapshot='eager'"
             )
-    return list(found), any(found.values())
+    return list(optimizers), any(optimizers.values())
 
 
 def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]]:
@@ -119,8 +119,8 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
     if isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False):
         yield given, wrapped
     elif isinstance(given, (list, tuple)):
-        for one in given:
-            yield from _optimizers(one, wrapped=wrapped)
+        for child in given:
+            yield from _optimizers(child, wrapped=wrapped)
     elif isinstance(given, Mapping) and given:
         yield from _optimizers(list(given.values()), wrapped=wrapped)
     elif inner is not None:

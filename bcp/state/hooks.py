@@ -152,17 +152,17 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     whole wherever units are not 0. They say nothing about order: memory is cut in row-major order. Raises StateError
     if the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
     """
-    at, ragged = next((at, p) for at, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
+    mesh_dim, ragged = next((mesh_dim, p) for mesh_dim, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"
-    _check(tensor, at, ragged, label)
+    _check(tensor, mesh_dim, ragged, label)
     local = local_tensor(tensor)
-    others = [Replicate() if index == at else placement for index, placement in enumerate(tensor.placements)]
+    others = [Replicate() if index == mesh_dim else placement for index, placement in enumerate(tensor.placements)]
     if (traced := mesh_blocks(tensor, others, name)) is None:
         return Placement(tuple(tensor.shape), tuple(local.shape), ())
     blocks = [box for box, _ in traced[1] if box.numel]
     if len(blocks) > 1:
         raise StateError(f"{label} cuts {len(blocks)} blocks at once, which is not supported; redistribute it")
-    coordinate = tensor.device_mesh.get_coordinate()[at]
+    coordinate = tensor.device_mesh.get_coordinate()[mesh_dim]
     spans = tuple(LocalInterval(box, *_interval(ragged, coordinate, box.numel, label)) for box in blocks)
     placement = Placement(tuple(tensor.shape), tuple(local.shape), spans)
     if local.numel() != placement.numel or not local.is_contiguous():
@@ -174,9 +174,9 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     return placement
 
 
-def _check(tensor: Any, at: int, ragged: Any, label: str) -> None:
+def _check(tensor: Any, mesh_dim: int, ragged: Any, label: str) -> None:
     """Raise StateError for a ragged placement that does not say which elements are here."""
-    parts, units = tuple(tensor.device_mesh.shape)[at], tuple(ragged.local_units)
+    parts, units = tuple(tensor.device_mesh.shape)[mesh_dim], tuple(ragged.local_units)
     if hasattr(ragged, "split_factor"):
         raise StateError(
             f"{label} has split_factor={ragged.split_factor}: strided ragged placements are not supported; "
@@ -186,7 +186,7 @@ def _check(tensor: Any, at: int, ragged: Any, label: str) -> None:
         raise StateError(f"{label}: dims of a tensor of shape {tuple(tensor.shape)} must be its first ones, in order")
     if len(units) != parts or min(units, default=0) < 0 or not sum(units):
         raise StateError(
-            f"{label}: needs {parts} units that are not negative, as many as mesh dimension {at} has ranks"
+            f"{label}: needs {parts} units that are not negative, as many as mesh dimension {mesh_dim} has ranks"
         )
 
 
@@ -214,7 +214,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
 def local_shards(tensor: Any) -> list[torch.Tensor]:
     """Return the local tensors of a ``ShardedTensor``, those of nested ones included."""
     parts = [shard.tensor for shard in tensor.local_shards()]
-    return [each for part in parts for each in (local_shards(part) if is_sharded_tensor(part) else [part])]
+    return [local for part in parts for local in (local_shards(part) if is_sharded_tensor(part) else [part])]
 
 
 def sharded_leaf(tensor: Any, label: str) -> ShardedLeaf:

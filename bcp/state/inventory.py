@@ -199,8 +199,8 @@ class Leaves:
                 views.append(whole)  # as a rule; a whole one is never lazy
                 continue
             label = self._label(labels[number])
-            found = looks.views(number, label) if whole is None else [whole]
-            views += (writable(view, label) for view in found)
+            leaf_views = looks.views(number, label) if whole is None else [whole]
+            views += (writable(view, label) for view in leaf_views)
         return views
 
     def _listed(self) -> tuple[list[Name], list[Leaf]]:
@@ -251,10 +251,10 @@ class Leaves:
         return f"{name[0]} tensor {name[1]!r} on rank {self.rank}"
 
 
-def state_dict_of(owner: Any, where: str, **how: bool) -> Any:
+def state_dict_of(owner: Any, where: str, **options: bool) -> Any:
     """Return the state dict of the owner at ``where`` in the states. Raises StateError if the owner's method raised."""
     try:
-        return owner.state_dict(**how)
+        return owner.state_dict(**options)
     except Exception as error:
         raise StateError(
             f"state_dict() of the {type(owner).__name__} at {where} raised {type(error).__name__}: {error}; "

@@ -70,8 +70,8 @@ def writable(view: torch.Tensor, label: str) -> torch.Tensor:
     if view.is_conj() or view.is_neg():
         raise StateError(f"{label} is a lazy conjugate or negative; load into a clone of it, made with .resolve_conj()")
     if not view.is_contiguous() and overlaps_itself(view.shape, view.stride()):
-        how = "an expanded tensor" if 0 in view.stride() else "a view (as of unfold or as_strided)"
-        raise StateError(f"{label} is {how} whose elements share memory; load into a .contiguous() one")
+        description = "an expanded tensor" if 0 in view.stride() else "a view (as of unfold or as_strided)"
+        raise StateError(f"{label} is {description} whose elements share memory; load into a .contiguous() one")
     if view.is_inference():
         raise StateError(
             f"{label} was made under torch.inference_mode(), outside of which torch refuses to write to it; "
@@ -84,7 +84,7 @@ def unsupported(leaf: Leaf) -> str:
     """Return the reason why a tensor has no plain memory here, and the remedy; "" for one that has."""
     if not isinstance(leaf, ShardedLeaf):
         return _reason(leaf, None)
-    reasons = (_reason(each.tensor, each.placement.numel) for each in (leaf, *leaf.more))
+    reasons = (_reason(sharded_leaf.tensor, sharded_leaf.placement.numel) for sharded_leaf in (leaf, *leaf.more))
     return next(filter(None, reasons), "")
 
 

@@ -89,17 +89,17 @@ class ParamNames:
 
     def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, list[str]]:
         """Return the names of each leaf by its ``id``."""
-        found: dict[int, list[str]] = {}
+        names_by_id: dict[int, list[str]] = {}
         for fqn, leaf in named:
-            found.setdefault(id(leaf), []).append(fqn)
-        return self._sorted(found)
+            names_by_id.setdefault(id(leaf), []).append(fqn)
+        return self._sorted(names_by_id)
 
-    def _sorted(self, found: dict[Any, list[str]]) -> dict[Any, list[str]]:
+    def _sorted(self, names_by_key: dict[Any, list[str]]) -> dict[Any, list[str]]:
         """Put the names of each leaf in their order."""
-        for names in found.values():
+        for names in names_by_key.values():
             if len(names) > 1:
                 names.sort(key=lambda fqn: (("model", fqn) not in self._saved, fqn))
-        return found
+        return names_by_key
 
     @cached_property
     def _hidden(self) -> dict[int, list[str]]:
@@ -108,11 +108,11 @@ class ParamNames:
     @cached_property
     def _by_memory(self) -> dict[object, list[str]]:
         """The names by memory, which is slow to compare, and rarely needed."""
-        found: dict[object, list[str]] = {}
+        names_by_memory: dict[object, list[str]] = {}
         for fqn, tensor in self._named.items():
             if _has_memory(tensor):
-                found.setdefault(memory(tensor), []).append(fqn)
-        return self._sorted(found)
+                names_by_memory.setdefault(memory(tensor), []).append(fqn)
+        return self._sorted(names_by_memory)
 
     def __call__(self, parameter: torch.Tensor) -> list[str]:
         """Return the parameter's FQN, and the FQNs tied to it. Raises StateError if the model lacks the parameter."""
@@ -216,8 +216,8 @@ def in_turn(finishes: Iterable[Finish]) -> Finish:
     functions = list(finishes)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        for each in functions:
-            each(objects)
+        for function in functions:
+            function(objects)
 
     return finish
 

@@ -96,9 +96,9 @@ def _check_keys(value: Any, where: str, path: Path) -> None:
     """Raise StateError for a key that cannot be a part of a name."""
     for key in value:
         if type(key) is not str and (isinstance(key, bool) or not isinstance(key, (str, int))):
-            at = dotted(path) or "the top"
+            place = dotted(path) or "the top"
             raise StateError(
-                f"{where} has the key {key!r} of type {type(key).__name__} at {at}; "
+                f"{where} has the key {key!r} of type {type(key).__name__} at {place}; "
                 "use strings or ints as keys, so that leaves have names"
             )
 

@@ -218,13 +218,18 @@ def _dtype(described: Any) -> Any:
     return dtype
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(dtype: Any, other: Any) -> bool:
     """Return whether two dtypes also agree in scalar type, alignment and metadata, which ``==`` ignores."""
-    if one != other or one.type is not other.type or one.isalignedstruct != other.isalignedstruct or one.metadata:
+    if (
+        dtype != other
+        or dtype.type is not other.type
+        or dtype.isalignedstruct != other.isalignedstruct
+        or dtype.metadata
+    ):
         return False
-    if one.subdtype:
-        return _alike(one.subdtype[0], other.subdtype[0])
-    return all(_alike(one.fields[name][0], other.fields[name][0]) for name in one.names or ())
+    if dtype.subdtype:
+        return _alike(dtype.subdtype[0], other.subdtype[0])
+    return all(_alike(dtype.fields[name][0], other.fields[name][0]) for name in dtype.names or ())
 
 
 # -- the table ---------------------------------------------------------------------------------------

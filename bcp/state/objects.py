@@ -54,8 +54,8 @@ def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
         state = known[id(value)] if id(value) in known else state_dict_of(value, where)
         return _collected(state, where, known)
     if isinstance(value, Mapping):
-        found = {key: _collected(value[key], f"{where}.{key}", known) for key in _in_order(value)}
-        return _like(value, {key: found[key] for key in value})
+        children = {key: _collected(value[key], f"{where}.{key}", known) for key in _in_order(value)}
+        return _like(value, {key: children[key] for key in value})
     if type(value) in (list, tuple):
         return type(value)(_collected(child, f"{where}.{index}", known) for index, child in enumerate(value))
     return value
@@ -65,14 +65,14 @@ def _in_order(keys: Iterable[Any]) -> list[Any]:
     return sorted(keys, key=lambda key: (str(key), type(key).__name__))
 
 
-def _like(value: Mapping[Any, Any], found: dict[Any, Any]) -> Any:
+def _like(value: Mapping[Any, Any], children: dict[Any, Any]) -> Any:
     """Return the collected items in a mapping of the type of ``value``, if that is stored with its type."""
     if type(value) is dict or not keeps_type(value):
-        return found
+        return children
     made: Any = copy(value)
     if not isinstance(value, defaultdict):
         vars(made).update(vars(value))
-    for key, child in found.items():  # update() of a Counter would add
+    for key, child in children.items():  # update() of a Counter would add
         made[key] = child
     return made
 
@@ -147,19 +147,19 @@ class _Restoring:
 
     def _mapping(self, target: MutableMapping[Any, Any], loaded: Mapping[Any, Any], where: str) -> Any:
         """Restore the items in the order of their keys; new ones are added in the order in which they were saved."""
-        found = {}
+        values = {}
         for key in _in_order(loaded):
             value = loaded[key]
-            found[key] = self.restored(target[key], value, f"{where}.{key}") if key in target else value
+            values[key] = self.restored(target[key], value, f"{where}.{key}") if key in target else value
         for key in loaded:
             try:
-                target[key] = found[key]
+                target[key] = values[key]
             except BcpError:
                 raise
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
                 raise StateError(
-                    f"{where}.{key} cannot be set in a {type(target).__name__}: {said}; pass a dict"
+                    f"{where}.{key} cannot be set in a {type(target).__name__}: {message}; pass a dict"
                 ) from error
         return target
 

@@ -29,7 +29,7 @@ Change = tuple[dict[str, Any], str, Any]
 """(group, key, value) to set."""
 
 
-def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) -> tuple[Check, Finish]:
+def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: CheckpointNames) -> tuple[Check, Finish]:
     """Add the targets of the optimizers, and make the states that the checkpoint has and they lack altogether.
 
     New states become the optimizer's own when everything is in place: a load that fails leaves it without.
@@ -46,18 +46,18 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
     """
     slots: dict[str, Slot] = {}
     aside = _Aside()
-    for slot in map(aside.instead, found):
+    for slot in map(aside.instead, optimizer_slots):
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
-    there = _There.of(saved, slots)
+    entries = _There.of(saved, slots)
     paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(_owner(slot) for slot in slots.values())
-    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, there.states[slot.fqn], saved)}
+    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, entries.states[slot.fqn], saved)}
     counts = []
     for slot in slots.values():
         counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
-        counts += _want_count(leaves, slot, there.states[slot.fqn], saved) if counted else []
-        never_stepped = _owner(slot) in made and set(there.states[slot.fqn]) <= {MASTER}  # others of its unit were
+        counts += _want_count(leaves, slot, entries.states[slot.fqn], saved) if counted else []
+        never_stepped = _owner(slot) in made and set(entries.states[slot.fqn]) <= {MASTER}  # others of its unit were
         for path, value in () if never_stepped else slot.leaves(leaves.rank):
             if counted and path == (STEP,):
                 continue
@@ -66,15 +66,15 @@ def slot_targets(leaves: Leaves, found: Iterable[Slot], saved: CheckpointNames) 
             paths[name] = (slot, path)
         if slot.master is not None:
             leaves.add(OPTIMIZER, f"state.{slot.fqn}.{MASTER}", slot.master)
-    tensors = _want_hypers(leaves, slots.values(), there, saved)
+    tensors = _want_hypers(leaves, slots.values(), entries, saved)
     _want_tied(leaves, slots.values(), saved)
 
     def check(objects: Mapping[ObjectKey, Any]) -> None:
-        _agreed(objects, slots, there)
+        _agreed(objects, slots, entries)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        changes = [*_agreed({**objects, **tensors}, slots, there), *_counted(counts)]
-        _set_states(objects, slots, there, paths)
+        changes = [*_agreed({**objects, **tensors}, slots, entries), *_counted(counts)]
+        _set_states(objects, slots, entries, paths)
         aside.hand_over()
         for group, key, value in changes:
             _set_hyper(group, key, value)
@@ -122,13 +122,13 @@ class _There:
     @classmethod
     def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _There:
         """Sort the names of a checkpoint."""
-        there = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
-        for names, hypers in ((saved.rows, there.tensors), (saved.objects, there.hypers)):
+        entries = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
+        for names, hypers in ((saved.rows, entries.tensors), (saved.objects, entries.hypers)):
             for kind, name in names:
-                if kind == OPTIMIZER and (place := there.place(name)):
+                if kind == OPTIMIZER and (place := entries.place(name)):
                     section, fqn, key = place
-                    (there.states if section == "state" else hypers)[fqn].append(key)
-        return there
+                    (entries.states if section == "state" else hypers)[fqn].append(key)
+        return entries
 
     def place(self, name: str) -> tuple[str, str, str] | None:
         """Return the section, FQN and key that a name is made of; None for one of another kind."""
@@ -198,7 +198,7 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
 
 
 def _want_hypers(
-    leaves: Leaves, slots: Iterable[Slot], there: _There, saved: CheckpointNames
+    leaves: Leaves, slots: Iterable[Slot], entries: _There, saved: CheckpointNames
 ) -> dict[ObjectKey, torch.Tensor]:
     """Want the hyper-parameters of all parameters: those of a group that were saved alike together.
 
@@ -207,13 +207,13 @@ def _want_hypers(
     alike: dict[tuple[int, tuple[str, ...]], tuple[Slot, list[str]]] = {}
     tensors: dict[ObjectKey, torch.Tensor] = {}
     for slot in slots:
-        for key in there.tensors[slot.fqn]:
+        for key in entries.tensors[slot.fqn]:
             name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
             meta = saved.meta(name)
             tensors[name] = _fresh(meta, torch.device("cpu"))
-        known = there.hypers[slot.fqn] or there.tensors[slot.fqn]
+        known = entries.hypers[slot.fqn] or entries.tensors[slot.fqn]
         place = {key: number for number, key in enumerate(slot.hyper)}  # in the order in which a save has them
-        keys = sorted(there.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
+        keys = sorted(entries.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
         _, prefixes = alike.setdefault((id(slot.group), tuple(keys)), (slot, []))
         prefixes.append(f"param_groups.{slot.fqn}")
     leaves.add_all(OPTIMIZER, ((name, value) for (_, name), value in tensors.items()))
@@ -243,12 +243,12 @@ def _want_count(
 
 def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
     """Find the one step count of every group or state that counts by itself, or raise MismatchError."""
-    found: dict[int, tuple[Slot, float]] = {}
+    first_counts: dict[int, tuple[Slot, float]] = {}
     for slot, count in counts:
         number = count.item()
         if not cmath.isfinite(number):
             raise CorruptError(f"{slot.fqn!r} was saved after {number} steps; load another checkpoint")
-        first, steps = found.setdefault(id(slot.counter), (slot, number))
+        first, steps = first_counts.setdefault(id(slot.counter), (slot, number))
         if steps != number:
             raise MismatchError(
                 f"the target counts the steps of {first.fqn!r}, saved after {steps:.0f}, and of {slot.fqn!r}, saved "
@@ -257,7 +257,7 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
             )
     return [
         (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) or steps % 1 else int(steps))
-        for slot, steps in found.values()
+        for slot, steps in first_counts.values()
     ]
 
 
@@ -266,14 +266,14 @@ def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) ->
     fqns = {tied: slot.fqn for slot in slots for tied in slot.tied}
     wanted = leaves.tensors.get(OPTIMIZER, {})
     for kind, name in saved.rows if fqns else ():
-        if kind == OPTIMIZER and (found := split(name, fqns)):
-            section, tied, key = found
+        if kind == OPTIMIZER and (place := split(name, fqns)):
+            section, tied, key = place
             first = f"{section}.{fqns[tied]}.{key}"
             if first in wanted:
                 leaves.add_alias(OPTIMIZER, name, first)
 
 
-def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There) -> list[Change]:
+def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries: _There) -> list[Change]:
     """Find the one value of every hyper-parameter of every group, or raise MismatchError.
 
     Keys that the target's group does not have (another framework's) are left out where parameters disagree.
@@ -281,7 +281,7 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
     first: dict[tuple[int, str], tuple[str, Change]] = {}
     foreign: set[tuple[int, str]] = set()
     for (kind, name), value in values.items():
-        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        section, fqn, key = (entries.place(name) if kind == OPTIMIZER else None) or ("", "", "")
         if section != "param_groups":
             continue
         group = slots[fqn].group
@@ -299,11 +299,11 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _
 
 
 def _set_states(
-    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], there: _There, paths: Mapping[str, tuple[Slot, Path]]
+    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries: _There, paths: Mapping[str, tuple[Slot, Path]]
 ) -> None:
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():
-        section, fqn, key = (there.place(name) if kind == OPTIMIZER else None) or ("", "", "")
+        section, fqn, key = (entries.place(name) if kind == OPTIMIZER else None) or ("", "", "")
         if section != "state":
             continue
         slot, path = paths.get(name, (slots[fqn], (key,)))

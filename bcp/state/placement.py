@@ -61,9 +61,9 @@ def _of_megatron() -> dict[str, int]:
 
 def _of_mesh(states: States) -> dict[str, int]:
     """Return the coordinates in the device mesh with the most dimensions, and of these in the largest one."""
-    tensors = (each for each in islice(_leaves(states), LOOKED_AT) if is_dtensor(each))
+    tensors = (leaf for leaf in islice(_leaves(states), LOOKED_AT) if is_dtensor(leaf))
     meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors}.values()
-    mesh = max(meshes, key=lambda each: (each.ndim, each.size()), default=None)
+    mesh = max(meshes, key=lambda device_mesh: (device_mesh.ndim, device_mesh.size()), default=None)
     place = None if mesh is None else mesh.get_coordinate()
     if mesh is None or place is None:
         return {}
@@ -94,12 +94,12 @@ class LocalInterval:
     # one past the last. ``start == stop``: nothing is here. A rank states that too, so that all ranks of a sharding
     # group state the same boxes and are planned for as one.
     stop: int
-    at: int = 0  # where the interval begins in the local tensor, in elements of the flattened tensor
+    offset: int = 0  # where the interval begins in the local tensor, in elements of the flattened tensor
 
     @classmethod
-    def whole(cls, box: Box, at: int = 0) -> LocalInterval:
+    def whole(cls, box: Box, offset: int = 0) -> LocalInterval:
         """Return the span that is all of a box."""
-        return cls(box, 0, box.numel, at)
+        return cls(box, 0, box.numel, offset)
 
     @property
     def is_whole(self) -> bool:
@@ -166,7 +166,7 @@ class ShardedLeaf:
             raise StateError(f"{label}: {len(spans)} parts of it lie in memory that is not contiguous; make it so")
         flat = local.view(-1)
         for span in spans:
-            view = flat.narrow(0, span.at if span.stop > span.start else 0, span.stop - span.start)
+            view = flat.narrow(0, span.offset if span.stop > span.start else 0, span.stop - span.start)
             yield LocalShard(span.box, span.start, span.stop, view.view(span.box.lengths) if span.is_whole else view)
 
 
@@ -178,7 +178,7 @@ def numel_of(leaf: Leaf) -> int:
     """Return how many elements a leaf has: of a placed one here, of any other tensor in all."""
     if not isinstance(leaf, ShardedLeaf):
         return math.prod(leaf.shape)
-    return sum(each.placement.numel for each in (leaf, *leaf.more))
+    return sum(sharded_leaf.placement.numel for sharded_leaf in (leaf, *leaf.more))
 
 
 def memory_of(leaf: Leaf) -> torch.Tensor:

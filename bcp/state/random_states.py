@@ -68,8 +68,8 @@ class RngState:
         np.random.set_state(state["numpy"])  # noqa: NPY002 -- as above
         torch.set_rng_state(state["torch"])
         for device, module in _accelerators():
-            for number, each in enumerate(state.get(device, ())[: module.device_count()]):
-                module.set_rng_state(each, number)
+            for number, generator_state in enumerate(state.get(device, ())[: module.device_count()]):
+                module.set_rng_state(generator_state, number)
         for name, tracker in _trackers():
             if name in state:
                 set_tracked(tracker, state[name])
@@ -112,8 +112,8 @@ def _trackers() -> Iterator[tuple[str, Any]]:
 
 def tracked(tracker: Any) -> dict[str, torch.Tensor]:
     """Return the states of a framework's tracker; under CUDA graphs they are generators."""
-    found = tracker.get_states().items()
-    return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in found}
+    items = tracker.get_states().items()
+    return {name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in items}
 
 
 def set_tracked(tracker: Any, saved: Mapping[str, torch.Tensor]) -> None:
@@ -137,12 +137,12 @@ def _accelerators() -> Iterator[tuple[str, Any]]:
 @contextmanager
 def undisturbed(*roots: Any) -> Iterator[Mapping[int, Any]]:
     """Read the state of every :class:`RngState` in some extra states, by id, and undo all that happens to it inside."""
-    found = {id(owner): owner for owner in _owners(roots)}
-    states = {number: owner.state_dict() for number, owner in found.items()}
+    owners = {id(owner): owner for owner in _owners(roots)}
+    states = {number: owner.state_dict() for number, owner in owners.items()}
     try:
         yield states
     finally:
-        for number, owner in found.items():
+        for number, owner in owners.items():
             owner.load_state_dict(states[number])
 
 

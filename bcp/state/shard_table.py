@@ -48,7 +48,7 @@ class TableRows:
     ) -> TableRows:
         """Take leaves. A tensor without an element on this rank is left out, unless it has no elements at all."""
         own: dict[int, Sequence[int]] = {
-            n: [each for each in (n, *more) if forms[each].spans] for n, more in copies.items()
+            n: [number for number in (n, *more) if forms[number].spans] for n, more in copies.items()
         }
         taken = [
             n
@@ -56,11 +56,11 @@ class TableRows:
             if (form.spans or own.get(n) or 0 in form.shape or n in firsts) and firsts.get(n) != LEFT_OUT
         ]
         shards = [
-            (tensor, each)
+            (tensor, number)
             for tensor, n in enumerate(taken)
             if n not in firsts
-            for each in own.get(n, (n,))
-            if forms[each].spans
+            for number in own.get(n, (n,))
+            if forms[number].spans
         ]
         return cls(
             kinds=[_CODES[names[n][0]] for n in taken],
@@ -68,8 +68,8 @@ class TableRows:
             forms=[forms[n] for n in taken],
             tied_to=[names[firsts[n]][1] if n in firsts else "" for n in taken],
             owners=[tensor for tensor, _ in shards],
-            stored=[each for _, each in shards],
-            held=[forms[each] for _, each in shards],
+            stored=[number for _, number in shards],
+            held=[forms[number] for _, number in shards],
         )
 
     def add(self, kind: str, fqn: str, form: TensorSpec, tied_to: str) -> None:
@@ -83,33 +83,33 @@ class TableRows:
         """Make the table; ``objects`` are sorted."""
         tensors, (distinct, number) = self._tensors(), _distinct(self.held)
         spans = [span for form in distinct for span in form.spans]
-        each = _column(len(form.spans) for form in distinct)
-        width, count = tensors.shape.shape[1], each[number]
-        at = runs((np.cumsum(each) - each)[number], count)
+        span_counts = _column(len(form.spans) for form in distinct)
+        width, count = tensors.shape.shape[1], span_counts[number]
+        indices = runs((np.cumsum(span_counts) - span_counts)[number], count)
         return ShardTable(
             tensors=tensors,
             tensor=np.repeat(_column(self.owners), count),
-            offset=matrix([span.box.offsets for span in spans], width, 0)[at],
-            length=matrix([span.box.lengths for span in spans], width, 1)[at],
-            start=_column(span.start for span in spans)[at],
-            stop=_column(span.stop for span in spans)[at],
+            offset=matrix([span.box.offsets for span in spans], width, 0)[indices],
+            length=matrix([span.box.lengths for span in spans], width, 1)[indices],
+            start=_column(span.start for span in spans)[indices],
+            stop=_column(span.stop for span in spans)[indices],
             objects=objects,
         )
 
     def _tensors(self) -> TensorTable:
         """Make the part of the table that is about tensors."""
         distinct, number = _distinct(self.forms)
-        width, of = max((len(form.shape) for form in distinct), default=0), number.tolist()
+        width, numbers = max((len(form.shape) for form in distinct), default=0), number.tolist()
         dtypes, devices = [dtype_name(form.dtype) for form in distinct], [form.device for form in distinct]
         return TensorTable(
             kind=_column(self.kinds),
             fqn=self.fqns,
-            dtype=list(map(dtypes.__getitem__, of)),
+            dtype=list(map(dtypes.__getitem__, numbers)),
             itemsize=_column(form.dtype.itemsize for form in distinct)[number],
             ndim=_column(len(form.shape) for form in distinct)[number],
             shape=matrix([form.shape for form in distinct], width, 1)[number],
             stride=matrix([form.stride for form in distinct], width, 0)[number],
-            device=list(map(devices.__getitem__, of)),
+            device=list(map(devices.__getitem__, numbers)),
             requires_grad=_column(form.requires_grad for form in distinct)[number],
             tied_to=self.tied_to,
         )
@@ -153,16 +153,16 @@ def recall(seen: Seen) -> ShardTableCache | None:
     """Return the results of equal names, specs and ties, or None."""
     with _lock:
         stocks = list(_stocks)
-    found = next((stock for stock in stocks if stock.seen == seen), None)
-    if found is not None:
-        _put_first(found)
-    return found
+    known_stock = next((stock for stock in stocks if stock.seen == seen), None)
+    if known_stock is not None:
+        _put_first(known_stock)
+    return known_stock
 
 
 def remember(stock: ShardTableCache) -> None:
     """Remember results. Others will get the same table, so its numbers become read-only."""
     for part in (stock.table, stock.table.tensors):
-        for column in (getattr(part, each.name) for each in fields(part)):
+        for column in (getattr(part, field.name) for field in fields(part)):
             if isinstance(column, np.ndarray):
                 column.setflags(write=False)
     _put_first(stock)
@@ -171,4 +171,4 @@ def remember(stock: ShardTableCache) -> None:
 def _put_first(stock: ShardTableCache) -> None:
     """Note that a stock was just needed; the one that was needed longest ago makes room."""
     with _lock:
-        _stocks[:] = [stock, *(each for each in _stocks if each is not stock)][:MOST]
+        _stocks[:] = [stock, *(other for other in _stocks if other is not stock)][:MOST]

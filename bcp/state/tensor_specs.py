@@ -129,14 +129,14 @@ def _spec_key(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> ob
     if type(memory) not in PLAIN or hasattr(memory, _CHUNKS) or marked:
         return None
     order = memory.is_contiguous() or memory.stride()  # to ask for strides takes twice as long
-    said = memory.shape, order, memory.dtype, memory.device, memory.requires_grad, memory.is_neg()
+    memory_key = memory.shape, order, memory.dtype, memory.device, memory.requires_grad, memory.is_neg()
     if leaf is memory:
-        return said
+        return memory_key
     if kind is ShardedLeaf:  # whose placement is there as long as the leaves are looked at, and no longer
-        return (id(leaf.placement), said) if memory is leaf.tensor and not leaf.more else None
+        return (id(leaf.placement), memory_key) if memory is leaf.tensor and not leaf.more else None
     if kind is not DTensor or (layout := layout_of(leaf, meshes)) is None:
         return None
-    return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, said
+    return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, memory_key
 
 
 def _address(leaf: Leaf, memory: torch.Tensor, label: Callable[[int], str], number: int) -> int:

@@ -101,15 +101,15 @@ def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
 def _tensors(memory: torch.Tensor, rows: Sequence[tuple[int, str, list[int]]]) -> list[torch.Tensor]:
     """Cut memory into the tensors that lie in it, by number; ValueError unless they fill it."""
     tensors: dict[int, torch.Tensor] = {}
-    at = 0
+    offset = 0
     for number, name, shape in rows:
         dtype = _DTYPES[name]
         nbytes = math.prod(shape) * dtype.itemsize
-        if min(shape, default=1) < 1 or nbytes > len(memory) - at:
+        if min(shape, default=1) < 1 or nbytes > len(memory) - offset:
             raise ValueError(f"a tensor of shape {shape} and dtype {name} does not fit into {len(memory)} bytes")
-        tensors[number] = memory[at : at + nbytes].view(dtype).reshape(shape)
-        at += nbytes
-    if at != len(memory) or sorted(tensors) != list(range(len(rows))):
+        tensors[number] = memory[offset : offset + nbytes].view(dtype).reshape(shape)
+        offset += nbytes
+    if offset != len(memory) or sorted(tensors) != list(range(len(rows))):
         raise ValueError(f"{len(rows)} tensors do not fill {len(memory)} bytes")
     return [tensors[number] for number in range(len(rows))]
 
@@ -136,19 +136,19 @@ def sharded_states(states: States) -> dict[str, ShardedState]:
     A name is keys joined by ``/``, empty for ``states["dataloader"]`` itself. Raises InputError if two states
     would have one name.
     """
-    found: dict[str, ShardedState] = {}
-    _find(states.get(DATALOADER), "", found)
-    return found
+    named_states: dict[str, ShardedState] = {}
+    _find(states.get(DATALOADER), "", named_states)
+    return named_states
 
 
-def _find(value: Any, name: str, found: dict[str, ShardedState]) -> None:
+def _find(value: Any, name: str, named_states: dict[str, ShardedState]) -> None:
     if isinstance(value, ShardedState):
-        if name in found:
+        if name in named_states:
             raise InputError(f"two dataloader states would be named {name!r}; rename one of the keys")
-        found[name] = value
+        named_states[name] = value
     elif _is_container(value):
         for key, child in value.items():
-            _find(child, f"{name}/{key}" if name else str(key), found)
+            _find(child, f"{name}/{key}" if name else str(key), named_states)
 
 
 def _is_container(value: Any) -> bool:
@@ -182,9 +182,9 @@ def _is_gone(child: Any, rest: Any) -> bool:
     return isinstance(child, ShardedState) or (_is_container(child) and len(child) > 0 and not rest)
 
 
-def remember(found: Mapping[str, ShardedState]) -> None:
+def remember(named_states: Mapping[str, ShardedState]) -> None:
     """Take note of the states of the latest save or load, for as long as they live."""
-    _latest[:] = [weakref.ref(state) for state in found.values() if type(state).__weakrefoffset__]
+    _latest[:] = [weakref.ref(state) for state in named_states.values() if type(state).__weakrefoffset__]
 
 
 def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
@@ -220,10 +220,10 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
     if (step + 1) % every:
         return False
     alive = [reference() for reference in _latest] if states is None else list(sharded_states(states).values())
-    found = [state for state in alive if state is not None]
-    for state in found:
+    live_states = [state for state in alive if state is not None]
+    for state in live_states:
         state.prepare(step + 1)
-    return bool(found)
+    return bool(live_states)
 
 
 def collect_units(states: States, *, trust: bool) -> Units:
@@ -233,9 +233,9 @@ def collect_units(states: States, *, trust: bool) -> Units:
     in a unit cannot be serialized.
     """
     claims, images = [], {}
-    found = sharded_states(states)
-    remember(found)
-    for name, state in sorted(found.items()):
+    named_states = sharded_states(states)
+    remember(named_states)
+    for name, state in sorted(named_states.items()):
         where = f"dataloader {name!r}" if name else "dataloader"
         shared, units = _asked(state, where)
         for unit in units:

@@ -87,19 +87,19 @@ def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -
     return values
 
 
-def same_value(one: object, other: object) -> bool:
+def same_value(value: object, other: object) -> bool:
     """Whether two values have the same type and bits: 0.0 is not -0.0, 1 is not True, a nan is itself."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and torch.equal(_bytes_of(one), _bytes_of(other))
-    kind = type(one)
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = value.dtype == other.dtype and value.shape == other.shape
+        return alike and torch.equal(_bytes_of(value), _bytes_of(other))
+    kind = type(value)
     if kind is not type(other):
         return False
     if kind is float:
-        return struct.pack("d", one) == struct.pack("d", other)
+        return struct.pack("d", value) == struct.pack("d", other)
     if kind in (bool, int, str, bytes):
-        return one == other
-    return encode_value(one, trust=True) == encode_value(other, trust=True)
+        return value == other
+    return encode_value(value, trust=True) == encode_value(other, trust=True)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,11 +133,11 @@ class Alerts:
         seconds = event.ended - event.started
         if seconds > limit:
             self._slow_requests.add(watch)
-            said = (
+            sentence = (
                 f"{event.operation} of {event.key} in {event.store} ({event.nbytes:,} bytes, attempt {event.attempt}) "
                 f"took {seconds:.3g} s; look at the storage and the network, or use fewer io_workers"
             )
-            self._tell_of(watch, "max_request_seconds", seconds, limit, said)
+            self._tell_of(watch, "max_request_seconds", seconds, limit, sentence)
 
     def ended(self, watch: Watch) -> None:
         """Judge the save or load."""
@@ -155,11 +155,11 @@ class Alerts:
     def _judge_throughput(self, watch: Watch, report: SaveReport | LoadReport) -> None:
         limit = self.min_throughput
         if limit is not None and report.nbytes >= SMALL_NBYTES and report.throughput < limit:
-            said = (
+            sentence = (
                 f"the {watch.kind} moved {report.throughput / 1e6:.4g} MB/s on this rank; see the stage that takes "
                 "longest in bcp.report, and the storage's load"
             )
-            self._tell_of(watch, "min_throughput", report.throughput, limit, said)
+            self._tell_of(watch, "min_throughput", report.throughput, limit, sentence)
 
     def _judge_save(self, watch: Watch, report: SaveReport) -> None:
         waited = report.blocking_seconds if watch.background else report.seconds
@@ -172,8 +172,10 @@ class Alerts:
             )
             self._tell_of(watch, "max_stall", stall, self.max_stall, f"training waited {stall:.3g} s; {remedy}")
         if self.max_durable is not None and report.seconds > self.max_durable:
-            said = f"the save was durable after {report.seconds:.3g} s; see the slowest stage and rank in bcp.report"
-            self._tell_of(watch, "max_durable", report.seconds, self.max_durable, said)
+            sentence = (
+                f"the save was durable after {report.seconds:.3g} s; see the slowest stage and rank in bcp.report"
+            )
+            self._tell_of(watch, "max_durable", report.seconds, self.max_durable, sentence)
 
     def _judge_stages(self, watch: Watch) -> None:
         limit = self.straggler_ratio
@@ -182,13 +184,13 @@ class Alerts:
         stragglers = list(_stragglers(watch.events))
         if not stragglers:
             return
-        ratio, event = max(stragglers, key=lambda each: each[0])
+        ratio, event = max(stragglers, key=lambda straggler: straggler[0])
         if ratio > limit:
-            said = (
+            sentence = (
                 f"{event.item} took {event.ended - event.started:.3g} s in stage {event.stage}, {ratio:.3g} times as "
                 "long per byte as the median; see its requests and retries in bcp.report"
             )
-            self._tell_of(watch, "straggler_ratio", ratio, limit, said)
+            self._tell_of(watch, "straggler_ratio", ratio, limit, sentence)
 
     # -- the age -------------------------------------------------------------------------------
 
@@ -208,9 +210,11 @@ class Alerts:
         since, path, step = self._newest
         age = time.monotonic() - since
         newest = f"the newest durable state, {path}, is {age:.3g} s old" if path else f"no save in {age:.3g} s"
-        said = f"{newest}; see if saves fail or hang, or save more often"
+        sentence = f"{newest}; see if saves fail or hang, or save more often"
         self._tell(
-            Alert(name="max_age", value=age, limit=self.max_age, path=path, step=step, rank=self._rank, sentence=said)
+            Alert(
+                name="max_age", value=age, limit=self.max_age, path=path, step=step, rank=self._rank, sentence=sentence
+            )
         )
 
     # -- telling -------------------------------------------------------------------------------

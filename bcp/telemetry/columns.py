@@ -82,11 +82,11 @@ def covered(start: Floats, end: Floats, group: Ints, groups: int) -> Floats:
         return np.zeros(groups)
     apart = float(end.max() - start.min()) + 1.0  # so that intervals of different groups never meet
     order = np.lexsort((start, group))
-    of = group[order]
-    first, last = start[order] + of * apart, end[order] + of * apart
+    sorted_groups = group[order]
+    first, last = start[order] + sorted_groups * apart, end[order] + sorted_groups * apart
     reached = np.maximum.accumulate(last)
     before = np.concatenate([[-np.inf], reached[:-1]])
-    return np.bincount(of, np.maximum(reached - np.maximum(first, before), 0.0), groups).astype(np.float64)
+    return np.bincount(sorted_groups, np.maximum(reached - np.maximum(first, before), 0.0), groups).astype(np.float64)
 
 
 def _numbers(table: pa.Table, column: str, kind: Any) -> Any:
@@ -105,4 +105,4 @@ def _by_start(column: pa.ChunkedArray, start: Floats) -> tuple[list[str], Ints]:
     order = np.argsort(first, kind="stable")
     place = np.empty(len(known), np.int64)
     place[order] = np.arange(len(known))
-    return [known[at] for at in order.tolist()], place[codes]
+    return [known[code] for code in order.tolist()], place[codes]

@@ -52,10 +52,10 @@ _COLUMNS = pa.schema(list(EVENTS)[1:])
 
 def figures_of(report: SaveReport | LoadReport) -> dict[str, float]:
     """Return the fields of a report that are numbers."""
-    found = {each.name: getattr(report, each.name) for each in fields(report)}
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
     return {
         name: round(value, 6)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, int | float) and name not in ("rank", "world_size")
     }
 
@@ -95,9 +95,9 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
 
     """
     known = {rank: _unpacked(message) for rank, message in enumerate(messages) if message}
-    about = {rank: found for rank, (found, _) in known.items()}
+    about = {rank: facts for rank, (facts, _) in known.items()}
     clocks = _clocks(about)
-    started = {rank: each["started"] - clocks.get(rank, 0.0) for rank, each in about.items()}
+    started = {rank: facts["started"] - clocks.get(rank, 0.0) for rank, facts in about.items()}
     first = min(started.values(), default=watch.time)
     stores = sorted({event.store for event in watch.events if isinstance(event, RequestEvent)})
     more: dict[str, Any] = {"stores": stores[:8]} if stores else {}
@@ -109,7 +109,7 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
         time=first,
         ranks=_ranks(about, started),
         events=pa.concat_tables(tables).combine_chunks() if tables else EVENTS.empty_table(),
-        dropped=sum(each["dropped"] for each in about.values()),
+        dropped=sum(facts["dropped"] for facts in about.values()),
         more=more,
     )
 
@@ -117,7 +117,7 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
 def recording_of_failure(watch: Watch, failure: FailureRecord, place: Mapping[str, int], local_rank: int) -> Recording:
     """Return the recording of one rank of a save or load that has failed."""
     batch, dropped = _batch(watch, MOST_ROWS)
-    mine = RankRecord(
+    rank_record = RankRecord(
         rank=watch.rank,
         host=failure.host,
         local_rank=max(local_rank, 0),
@@ -126,7 +126,9 @@ def recording_of_failure(watch: Watch, failure: FailureRecord, place: Mapping[st
         figures={"seconds": round(watch.seconds, 6)},
     )
     table = _placed(watch.rank, batch, 0.0)
-    return Recording(**_head(watch), time=watch.time, ranks=(mine,), events=table, dropped=dropped, failures=(failure,))
+    return Recording(
+        **_head(watch), time=watch.time, ranks=(rank_record,), events=table, dropped=dropped, failures=(failure,)
+    )
 
 
 def _head(watch: Watch) -> dict[str, Any]:
@@ -161,15 +163,15 @@ def _row(event: Recorded, zero: float) -> Row:
     """Return an event as a row."""
     match event:
         case StageEvent(stage, item, nbytes, started, ended, waited, error):
-            said, took = error[:MOST_TEXT], ended - started
-            return "stage", stage, item[:MOST_TEXT], nbytes, started - zero, took, waited, 1, _status(error), said
+            text, took = error[:MOST_TEXT], ended - started
+            return "stage", stage, item[:MOST_TEXT], nbytes, started - zero, took, waited, 1, _status(error), text
         case PhaseEvent(phase, started, ended, error):
             return "phase", phase, "", 0, started - zero, ended - started, 0.0, 1, _status(error), error[:MOST_TEXT]
         case BudgetEvent(item, nbytes, started, ended):
             return "budget", "", item[:MOST_TEXT], nbytes, started - zero, ended - started, 0.0, 1, "ok", ""
-        case RequestEvent(_, verb, key, nbytes, started, ended, attempt, status, said):
+        case RequestEvent(_, verb, key, nbytes, started, ended, attempt, status, text):
             took, item = ended - started, key[:MOST_TEXT]
-            return "request", verb, item, nbytes, started - zero, took, 0.0, attempt, status, said[:MOST_TEXT]
+            return "request", verb, item, nbytes, started - zero, took, 0.0, attempt, status, text[:MOST_TEXT]
 
 
 def _status(error: str) -> str:
@@ -180,7 +182,7 @@ def _telling(rows: Sequence[Row], most: int) -> list[Row]:
     """Return so many of the rows: phases, errors, and the longest of the others, in their old order."""
     weights = [-math.inf if row[0] == "phase" or row[8] != "ok" else -row[5] for row in rows]
     kept = np.sort(np.argsort(weights, kind="stable")[:most])
-    return [rows[at] for at in kept.tolist()]
+    return [rows[index] for index in kept.tolist()]
 
 
 # -- on rank 0 ------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def _unpacked(message: bytes) -> tuple[dict[str, Any], pa.RecordBatch]:
 
 def _clocks(about: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     """Return by how many seconds the clocks of ranks are ahead of rank 0's, if that is much."""
-    heard = {rank: each["heard"] for rank, each in about.items() if each["heard"]}
+    heard = {rank: facts["heard"] for rank, facts in about.items() if facts["heard"]}
     ahead = {rank: seconds - heard[0] for rank, seconds in heard.items()} if 0 in heard else {}
     return {rank: seconds for rank, seconds in ahead.items() if abs(seconds) > SKEW_SECONDS}
 
@@ -221,15 +223,15 @@ def _ranks(about: Mapping[int, Mapping[str, Any]], started: Mapping[int, float])
     """
     places: Counter[str] = Counter()
     records = []
-    for rank, each in sorted(about.items()):
-        host, local_rank = each["host"], each["local_rank"]
+    for rank, facts in sorted(about.items()):
+        host, local_rank = facts["host"], facts["local_rank"]
         record = RankRecord(
             rank=rank,
             host=host,
             local_rank=places[host] if local_rank < 0 else local_rank,
-            coordinates=each["coordinates"],
+            coordinates=facts["coordinates"],
             started=round(started[rank], 6),
-            figures=each["figures"],
+            figures=facts["figures"],
         )
         places[host] += 1
         records.append(record)
@@ -244,14 +246,16 @@ def joined(recordings: Sequence[Recording]) -> list[Recording]:
 
     The guilty rank's words come first.
     """
-    found: list[Recording] = []
-    for recording in sorted(recordings, key=lambda each: each.time):
-        partner = next((at for at, each in enumerate(found) if _are_one(each, recording)), None)
+    joined_recordings: list[Recording] = []
+    for recording in sorted(recordings, key=lambda recording: recording.time):
+        partner = next(
+            (index for index, candidate in enumerate(joined_recordings) if _are_one(candidate, recording)), None
+        )
         if partner is None:
-            found.append(recording)
+            joined_recordings.append(recording)
         else:
-            found[partner] = _together(found[partner], recording)
-    return found
+            joined_recordings[partner] = _together(joined_recordings[partner], recording)
+    return joined_recordings
 
 
 def _are_one(first: Recording, later: Recording) -> bool:
@@ -260,7 +264,7 @@ def _are_one(first: Recording, later: Recording) -> bool:
         bool(first.failures and later.failures)
         and (first.kind, first.path, first.operation) == (later.kind, later.path, later.operation)
         and later.time - first.time < SAME_SECONDS
-        and {each.rank for each in first.ranks}.isdisjoint(each.rank for each in later.ranks)
+        and {record.rank for record in first.ranks}.isdisjoint(record.rank for record in later.ranks)
     )
 
 
@@ -270,8 +274,10 @@ def _together(first: Recording, later: Recording) -> Recording:
     columns["start"] = _later(columns["start"].combine_chunks(), later.time - first.time)
     return replace(
         first,
-        ranks=sorted((*first.ranks, *later.ranks), key=lambda each: each.rank),
+        ranks=sorted((*first.ranks, *later.ranks), key=lambda record: record.rank),
         events=pa.concat_tables([first.events, pa.table(list(columns.values()), schema=EVENTS)]).combine_chunks(),
         dropped=first.dropped + later.dropped,
-        failures=sorted((*first.failures, *later.failures), key=lambda each: (each.rank != each.guilty, each.rank)),
+        failures=sorted(
+            (*first.failures, *later.failures), key=lambda failure: (failure.rank != failure.guilty, failure.rank)
+        ),
     )

@@ -47,14 +47,16 @@ def failure_of(watch: Watch, error: BaseException) -> FailureRecord:
         tensors=tuple(tensors[:MOST_TENSORS]),
         file=file if request is None else request.key,
         attempt=0 if request is None else request.attempt,
-        errors=tuple((type(each).__name__, _cut(str(each))) for each in chain),
-        notes=tuple(_cut(str(note)) for each in chain for note in getattr(each, "__notes__", ()))[:MOST_NOTES],
+        errors=tuple((type(exception).__name__, _cut(str(exception))) for exception in chain),
+        notes=tuple(_cut(str(note)) for exception in chain for note in getattr(exception, "__notes__", ()))[
+            :MOST_NOTES
+        ],
     )
 
 
 def failed_phase(watch: Watch) -> str:
     """Return the phase that failed; empty if none did."""
-    return next((each.phase for each in reversed(watch.events) if isinstance(each, PhaseEvent) and each.error), "")
+    return next((event.phase for event in reversed(watch.events) if isinstance(event, PhaseEvent) and event.error), "")
 
 
 @lru_cache(1)
@@ -86,12 +88,14 @@ def _stage(watch: Watch, chain: list[BaseException]) -> tuple[str, str]:
     for event in watch.events:
         if isinstance(event, StageEvent) and event.error:
             return event.stage, event.item
-    return next(((each.stage, each.item) for each in chain if isinstance(each, StageError)), ("", ""))
+    return next(
+        ((exception.stage, exception.item) for exception in chain if isinstance(exception, StageError)), ("", "")
+    )
 
 
 def _request(watch: Watch, chain: list[BaseException]) -> RequestEvent | None:
     """Return the last request that failed for good, if storage is to blame at all."""
-    if not any(isinstance(each, StorageError | CorruptError) for each in chain):
+    if not any(isinstance(exception, StorageError | CorruptError) for exception in chain):
         return None
     requests = (event for event in reversed(watch.events) if isinstance(event, RequestEvent))
     return next((event for event in requests if event.status == "failed"), None)

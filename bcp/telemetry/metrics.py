@@ -267,8 +267,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _scheme(store: str) -> str:
     """Return the kind of a store, as in ``gs``; ``file`` for a directory."""
-    scheme, found, _ = store.partition("://")
-    return scheme if found else "file"
+    scheme, separator, _ = store.partition("://")
+    return scheme if separator else "file"
 
 
 def _seconds_of(created: str, otherwise: float) -> float:

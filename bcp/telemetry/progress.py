@@ -175,11 +175,11 @@ class _Drawn:
         self._progress.advance(self._task, nbytes)
 
     def close(self, *, failed: bool) -> None:
-        progress, task = self._progress, next(each for each in self._progress.tasks if each.id == self._task)
-        said = _final(task.completed, task.total or 0, time.monotonic() - self._started, failed=failed)
+        progress, task = self._progress, next(task for task in self._progress.tasks if task.id == self._task)
+        text = _final(task.completed, task.total or 0, time.monotonic() - self._started, failed=failed)
         progress.remove_task(self._task)
         progress.refresh()
-        progress.print(f"{self._title}: {said}", style="red" if failed else None, markup=False, highlight=False)
+        progress.print(f"{self._title}: {text}", style="red" if failed else None, markup=False, highlight=False)
         self._display.leave(progress)
 
 

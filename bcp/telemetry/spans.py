@@ -176,8 +176,8 @@ class _Parts:
                 self._item(name, moving, events)
         if "request" in self.groups:
             outer = [(event, span) for event, span in made if event.phase != "snapshot"]
-            found = [event for event in self.watch.events if isinstance(event, RequestEvent)]
-            requests, left_out["bcp.requests.left_out"] = _telling(found, _of_request)
+            request_events = [event for event in self.watch.events if isinstance(event, RequestEvent)]
+            requests, left_out["bcp.requests.left_out"] = _telling(request_events, _of_request)
             for request in requests:
                 self._request(request, outer)
         return {name: count for name, count in left_out.items() if count}
@@ -267,13 +267,13 @@ def _grouped(events: Sequence[StageEvent], key: Callable[[StageEvent], str]) -> 
     return groups.items()
 
 
-def _telling(found: Sequence[T], weight: Callable[[T], tuple[bool, float]]) -> tuple[Sequence[T], int]:
+def _telling(candidates: Sequence[T], weight: Callable[[T], tuple[bool, float]]) -> tuple[Sequence[T], int]:
     """Return the ones of the greatest weight, in their order, and the number of the others."""
     most = settings.most_spans
-    if len(found) <= most:
-        return found, 0
-    kept = sorted(nlargest(most, range(len(found)), key=lambda at: weight(found[at])))
-    return [found[at] for at in kept], len(found) - most
+    if len(candidates) <= most:
+        return candidates, 0
+    kept = sorted(nlargest(most, range(len(candidates)), key=lambda index: weight(candidates[index])))
+    return [candidates[index] for index in kept], len(candidates) - most
 
 
 def _of_item(item: tuple[str, Sequence[StageEvent]]) -> tuple[bool, float]:
@@ -310,7 +310,7 @@ def _figures(report: SaveReport | LoadReport | None) -> Attributes:
     return {"bcp.operation": report.operation, "bcp.bytes": report.nbytes, "bcp.retries": report.retries}
 
 
-def _fail(span: Span, error: BaseException | None, at: int) -> None:
+def _fail(span: Span, error: BaseException | None, timestamp: int) -> None:
     """Note on a span that the operation has failed, and by whom."""
     if error is None:
         return
@@ -319,7 +319,7 @@ def _fail(span: Span, error: BaseException | None, at: int) -> None:
         span.set_attributes({"bcp.stage": error.stage, "bcp.item": error.item})
     if isinstance(error, PeerError):
         span.set_attribute("bcp.guilty_rank", error.rank)
-    span.record_exception(error, timestamp=at)
+    span.record_exception(error, timestamp=timestamp)
     span.set_status(Status(StatusCode.ERROR, told(error)))
 
 

@@ -121,7 +121,7 @@ def _check_schema(schema: pa.Schema, where: str) -> None:
             "use a newer bcp"
         )
     if not schema.equals(EVENTS):
-        raise ValueError(f"it has other columns: {', '.join(f'{one.name} {one.type}' for one in schema)}")
+        raise ValueError(f"it has other columns: {', '.join(f'{column.name} {column.type}' for column in schema)}")
 
 
 def _check_events(recording: Recording) -> None:
@@ -198,41 +198,49 @@ def _recording(about: Mapping[str, Any], events: pa.Table) -> Recording:
     """Build the recording. Raises ValueError if its facts contradict each other or are out of bounds."""
     if about["kind"] not in ("save", "load") or not 1 <= about["world_size"] <= MOST_RANKS or about["dropped"] < 0:
         raise ValueError(f"it is of a {about['kind']!r} by {about['world_size']} ranks")
-    ranks = tuple(_rank(each, about["world_size"]) for each in about["ranks"])
-    if len({each.rank for each in ranks}) != len(ranks):
+    ranks = tuple(_rank(record, about["world_size"]) for record in about["ranks"])
+    if len({record.rank for record in ranks}) != len(ranks):
         raise ValueError("two records of one rank")
     failures = tuple(map(_failure, about["failures"]))
     return Recording(**{name: about[name] for name in _ABOUT}, ranks=ranks, failures=failures, events=events)
 
 
 def _rank(value: object, world_size: int) -> RankRecord:
-    found = _fields(value, _RANK)
-    numbers = [*found["coordinates"].values(), found["rank"], found["local_rank"]]
-    if not _all(int, numbers) or not all(0 <= each < MOST_RANKS for each in numbers) or found["rank"] >= world_size:
+    fields = _fields(value, _RANK)
+    numbers = [*fields["coordinates"].values(), fields["rank"], fields["local_rank"]]
+    if (
+        not _all(int, numbers)
+        or not all(0 <= number < MOST_RANKS for number in numbers)
+        or fields["rank"] >= world_size
+    ):
         raise ValueError(f"the record of a rank with numbers {numbers[:8]}")
-    if not all(type(each) in _NUMBER and _is_sane(each) for each in found["figures"].values()):
-        raise ValueError(f"rank {found['rank']} has figures that are no numbers")
-    return RankRecord(**found)
+    if not all(type(figure) in _NUMBER and _is_sane(figure) for figure in fields["figures"].values()):
+        raise ValueError(f"rank {fields['rank']} has figures that are no numbers")
+    return RankRecord(**fields)
 
 
 def _failure(value: object) -> FailureRecord:
-    found = dict(_fields(value, _FAILURE))
-    errors = found["errors"]
-    pairs = all(type(each) is list and len(each) == 2 and _all(str, each) for each in errors)  # noqa: PLR2004 -- a pair
-    if not (pairs and _all(str, found["tensors"]) and _all(str, found["notes"])):
+    fields = dict(_fields(value, _FAILURE))
+    errors = fields["errors"]
+    pairs = all(type(pair) is list and len(pair) == 2 and _all(str, pair) for pair in errors)  # noqa: PLR2004 -- a pair
+    if not (pairs and _all(str, fields["tensors"]) and _all(str, fields["notes"])):
         raise ValueError("a failure whose words are none")
-    found |= {"errors": tuple(map(tuple, errors)), "tensors": tuple(found["tensors"]), "notes": tuple(found["notes"])}
-    return FailureRecord(**found)
+    fields |= {
+        "errors": tuple(map(tuple, errors)),
+        "tensors": tuple(fields["tensors"]),
+        "notes": tuple(fields["notes"]),
+    }
+    return FailureRecord(**fields)
 
 
 def _fields(value: object, kinds: Mapping[str, tuple[type, ...]]) -> Mapping[str, Any]:
     """Return these fields of a JSON object; more may be there. Raises ValueError if one has another type."""
-    found = {name: value.get(name) for name in kinds} if isinstance(value, dict) else {}
-    wrong = [name for name, kind in kinds.items() if type(found.get(name)) not in kind]
-    wrong += [name for name, each in found.items() if isinstance(each, int | float) and not _is_sane(each)]
+    fields = {name: value.get(name) for name in kinds} if isinstance(value, dict) else {}
+    wrong = [name for name, kind in kinds.items() if type(fields.get(name)) not in kind]
+    wrong += [name for name, field in fields.items() if isinstance(field, int | float) and not _is_sane(field)]
     if wrong:
         raise ValueError(f"it has no sound {', '.join(wrong[:4])}")
-    return found
+    return fields
 
 
 def _is_sane(number: float) -> bool:

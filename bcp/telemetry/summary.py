@@ -57,7 +57,7 @@ def summary_of(recording: Recording) -> Summary:
     work = _Work.of(stages)
     seconds = _most(recording.ranks, "seconds")
     blocking = _most(recording.ranks, "blocking_seconds") if recording.background else seconds
-    nbytes = sum(each.figures.get("nbytes", 0.0) for each in recording.ranks)
+    nbytes = sum(record.figures.get("nbytes", 0.0) for record in recording.ranks)
     ranks, counts = np.unique(requests.rank[requests.is_status("again")], return_counts=True)
     waits = covered(budget.start, budget.end, *_dense(budget.rank))
     return Summary(
@@ -97,15 +97,15 @@ def trends_of(summaries: Sequence[Summary]) -> list[Trend]:
 
     """
     return [
-        _trend(kind, figure, those)
+        _trend(kind, figure, series)
         for kind in ("save", "load")
-        if len(those := [each for each in summaries if each.kind == kind and not each.failures]) > 1
+        if len(series := [summary for summary in summaries if summary.kind == kind and not summary.failures]) > 1
         for figure in FIGURES
     ]
 
 
 def _trend(kind: str, figure: str, summaries: Sequence[Summary]) -> Trend:
-    values = [float(getattr(each, figure)) for each in summaries]
+    values = [float(getattr(summary, figure)) for summary in summaries]
     usual, newest = statistics.median(values[:-1]), values[-1]
     if figure == "retries":  # mostly 0
         usual, newest = usual + 1, newest + 1
@@ -113,8 +113,8 @@ def _trend(kind: str, figure: str, summaries: Sequence[Summary]) -> Trend:
     return Trend(
         kind=kind,
         figure=figure,
-        steps=[each.step for each in summaries],
-        times=[each.time for each in summaries],
+        steps=[summary.step for summary in summaries],
+        times=[summary.time for summary in summaries],
         values=values,
         ratio=ratio,
         told=len(values) >= TREND_VALUES and (ratio < 1 / CHANGED if figure == "throughput" else ratio > CHANGED),
@@ -174,21 +174,21 @@ class _Work:
 
 
 def _stage(stages: Columns, number: int, work: _Work) -> StageFigures:
-    mine = stages.name == number
-    start, end, waited = stages.start[mine], stages.end[mine], stages.waited[mine]
+    mask = stages.name == number
+    start, end, waited = stages.start[mask], stages.end[mask], stages.waited[mask]
     wall = float(covered(start, end, np.zeros(len(start), np.int64), 1)[0])
-    nbytes = int(stages.nbytes[mine].sum())
+    nbytes = int(stages.nbytes[mask].sum())
     return StageFigures(
         name=stages.names[number],
         items=len(start),
         nbytes=nbytes,
-        busy=float(stages.seconds[mine].sum()),
+        busy=float(stages.seconds[mask].sum()),
         wall=wall,
         waited=float(waited.sum()),
         longest_wait=float(waited.max()),
         utilisation=float(work.utilisation[number].mean()),
         throughput=nbytes / wall if wall > 0 else 0.0,
-        errors=int((stages.is_status("failed") & mine).sum()),
+        errors=int((stages.is_status("failed") & mask).sum()),
     )
 
 
@@ -219,13 +219,13 @@ def _bottleneck(stages: Columns, work: _Work) -> Bottleneck | None:
 
 def _stragglers(recording: Recording, stages: Columns, phases: Columns, work: _Work) -> list[Straggler]:
     """Return the ranks that are much slower than the others, the worst first."""
-    hosts = {each.rank: each.host for each in recording.ranks}
-    found = [
-        Straggler(rank=rank, host=hosts.get(rank, ""), what=what, seconds=seconds, median=median)
-        for what, times in _times(recording, stages, phases, work)
+    hosts = {record.rank: record.host for record in recording.ranks}
+    stragglers = [
+        Straggler(rank=rank, host=hosts.get(rank, ""), what=figure, seconds=seconds, median=median)
+        for figure, times in _times(recording, stages, phases, work)
         for rank, seconds, median in _slow(times)
     ]
-    return sorted(found, key=lambda each: each.median - each.seconds)[:SHOWN]
+    return sorted(stragglers, key=lambda straggler: straggler.median - straggler.seconds)[:SHOWN]
 
 
 def _times(
@@ -233,8 +233,8 @@ def _times(
 ) -> Iterator[tuple[str, Mapping[int, float]]]:
     """Yield each figure by which ranks are compared, with the seconds of each rank."""
     ranks = work.ranks.tolist()
-    called = min((each.started for each in recording.ranks), default=0.0)
-    yield "call", {each.rank: each.started - called for each in recording.ranks}
+    called = min((record.started for record in recording.ranks), default=0.0)
+    yield "call", {record.rank: record.started - called for record in recording.ranks}
     yield "end", dict(zip(ranks, (work.last - work.first.min(initial=np.inf)).tolist(), strict=True))
     for name, wall in zip(stages.names, work.wall.tolist(), strict=True):
         yield name, dict(zip(ranks, wall, strict=True))
@@ -254,9 +254,9 @@ def _slow(times: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
 
 def _of_phase(phases: Columns, number: int) -> dict[int, float]:
     """Return the seconds of each rank in a phase."""
-    mine = phases.name == number
-    ranks, row = np.unique(phases.rank[mine], return_inverse=True)
-    return dict(zip(ranks.tolist(), np.bincount(row, phases.seconds[mine]).tolist(), strict=True))
+    mask = phases.name == number
+    ranks, row = np.unique(phases.rank[mask], return_inverse=True)
+    return dict(zip(ranks.tolist(), np.bincount(row, phases.seconds[mask]).tolist(), strict=True))
 
 
 def _phase(phases: Columns, number: int) -> PhaseFigures:
@@ -268,7 +268,7 @@ def _phase(phases: Columns, number: int) -> PhaseFigures:
 
 
 def _balance(ranks: Sequence[RankRecord]) -> Balance | None:
-    nbytes = {each.rank: each.figures["nbytes"] for each in ranks if "nbytes" in each.figures}
+    nbytes = {record.rank: record.figures["nbytes"] for record in ranks if "nbytes" in record.figures}
     if not nbytes:
         return None
     rank, mean = max(nbytes, key=nbytes.__getitem__), statistics.fmean(nbytes.values())
@@ -276,13 +276,13 @@ def _balance(ranks: Sequence[RankRecord]) -> Balance | None:
 
 
 def _most(ranks: Sequence[RankRecord], figure: str) -> float:
-    return max((each.figures.get(figure, 0.0) for each in ranks), default=0.0)
+    return max((record.figures.get(figure, 0.0) for record in ranks), default=0.0)
 
 
 def _dense(ranks: Ints) -> tuple[Ints, int]:
     """Number the ranks from 0 on; also return how many there are."""
-    found, row = np.unique(ranks, return_inverse=True)
-    return row, len(found)
+    distinct_ranks, row = np.unique(ranks, return_inverse=True)
+    return row, len(distinct_ranks)
 
 
 # -- storage --------------------------------------------------------------------------------------
@@ -292,24 +292,24 @@ def _verbs(requests: Columns) -> list[Verb]:
     again, failed, ok = (requests.is_status(status) for status in ("again", "failed", "ok"))
     totals, verbs = [], []
     for number, name in enumerate(requests.names):
-        mine = requests.name == number
-        seconds = requests.seconds[mine]
+        mask = requests.name == number
+        seconds = requests.seconds[mask]
         p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
         totals.append(-float(seconds.sum()))
         verbs.append(
             Verb(
                 name=name,
                 count=len(seconds),
-                nbytes=int(requests.nbytes[mine & ok].sum()),
+                nbytes=int(requests.nbytes[mask & ok].sum()),
                 p50=p50,
                 p90=p90,
                 p99=p99,
                 longest=float(seconds.max()),
-                retries=int((again & mine).sum()),
-                failures=int((failed & mine).sum()),
+                retries=int((again & mask).sum()),
+                failures=int((failed & mask).sum()),
             )
         )
-    return [verbs[at] for at in np.argsort(totals, kind="stable").tolist()]
+    return [verbs[index] for index in np.argsort(totals, kind="stable").tolist()]
 
 
 def _slowest(requests: Columns) -> list[Request]:

@@ -64,7 +64,7 @@ def remove_sink(sink: Sink) -> None:
     """Let a sink follow no save and no load that begins from now on."""
     global _sinks  # noqa: PLW0603 -- of the process
     with _lock:
-        _sinks = tuple(each for each in _sinks if each is not sink)
+        _sinks = tuple(other for other in _sinks if other is not sink)
 
 
 def sinks() -> Sequence[Sink]:
@@ -205,17 +205,17 @@ class Watch:
         known = {name: value for name, value in values.items() if value not in ("", None)}
         return {**known, "rank": self.rank, "path": self.path}
 
-    def _tell_all(self, what: Literal["began", "joined", "ended"]) -> None:
+    def _tell_all(self, method: Literal["began", "joined", "ended"]) -> None:
         for sink in tuple(self._sinks):
             try:
-                getattr(sink, what)(self)
+                getattr(sink, method)(self)
             except Exception:  # noqa: BLE001 -- a save does not fail by those who look on
                 self._leave_out(sink)
 
     def _leave_out(self, sink: Sink) -> None:
         """Log the error that a sink raises, and call it no more in this operation."""
-        self._sinks = [each for each in self._sinks if each is not sink]
-        self._live = [each for each in self._live if each is not sink]
+        self._sinks = [other for other in self._sinks if other is not sink]
+        self._live = [other for other in self._live if other is not sink]
         log.exception("telemetry raised and is left out of this operation", sink=repr(sink), path=self.path)
 
 
@@ -229,7 +229,7 @@ def step_of(path: str) -> int | None:
     None where no name of the last two ends in a number.
     """
     for name in reversed(path.rstrip("/").split("/")[-2:]):
-        found = re.fullmatch(r"(?:.*[^0-9])?([0-9]{1,18})", name)
-        if found:
-            return int(found[1])
+        match = re.fullmatch(r"(?:.*[^0-9])?([0-9]{1,18})", name)
+        if match:
+            return int(match[1])
     return None

@@ -43,7 +43,7 @@ class Block:
 
 def clean(text: str) -> str:
     """Return a text in one line, without characters that command a terminal."""
-    return "".join(each if each.isprintable() else " " for each in text)
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def title(summary: Summary) -> str:
@@ -55,36 +55,36 @@ def title(summary: Summary) -> str:
 
 def sentences(summary: Summary) -> list[str]:
     """Return the findings of one save or load as sentences, the most important first."""
-    found = [line for failure in summary.failures for line in failure_lines(failure)[:1]]
+    lines = [line for failure in summary.failures for line in failure_lines(failure)[:1]]
     if not summary.failures:
-        found += [f"Bottleneck: {summary.bottleneck.reason}."] if summary.bottleneck else []
-        found += [f"Straggler: {_straggler(each)}." for each in summary.stragglers[:SHOWN]]
+        lines += [f"Bottleneck: {summary.bottleneck.reason}."] if summary.bottleneck else []
+        lines += [f"Straggler: {_straggler(straggler)}." for straggler in summary.stragglers[:SHOWN]]
     more = len(summary.stragglers) - SHOWN
     if more > 0 and not summary.failures:
-        found.append(f"{more} more comparisons name stragglers.")
+        lines.append(f"{more} more comparisons name stragglers.")
     if summary.retries:
         ranks = ", ".join(f"rank {rank}: {count}" for rank, count in _most(summary.retries_by_rank)[:SHOWN])
-        found.append(f"Storage: {summary.retries} requests failed and were made again ({ranks}).")
+        lines.append(f"Storage: {summary.retries} requests failed and were made again ({ranks}).")
     if summary.dropped:
-        found.append(f"{summary.dropped} events are not in this recording.")
-    return [clean(each) for each in found]
+        lines.append(f"{summary.dropped} events are not in this recording.")
+    return [clean(line) for line in lines]
 
 
 def failure_lines(failure: FailureRecord) -> list[str]:
     """Return one rank's words on a failure: the headline, then the details."""
-    who = "an unknown rank" if failure.guilty is None else f"rank {failure.guilty}"
+    guilty = "an unknown rank" if failure.guilty is None else f"rank {failure.guilty}"
     where = f" in phase {failure.phase}" if failure.phase else ""
     where += f", stage {failure.stage}, on {failure.item}" if failure.stage else ""
     errors = list(failure.errors)
     if len(errors) > 1 and errors[0][0] == "StageError":  # says no more than its cause and the stage
         errors.pop(0)
     first = ": ".join(errors[0]) if errors else "no error is known"
-    lines = [f"Failure of {who}{where}: {first}", f"told by rank {failure.rank} (host {failure.host})"]
+    lines = [f"Failure of {guilty}{where}: {first}", f"told by rank {failure.rank} (host {failure.host})"]
     if failure.tensors:
         lines.append(f"tensors: {', '.join(failure.tensors)}")
     if failure.file:
         lines.append(f"file: {failure.file}" + (f", attempt {failure.attempt}" if failure.attempt else ""))
-    lines += [f"caused by {': '.join(each)}" for each in errors[1:]]
+    lines += [f"caused by {': '.join(error)}" for error in errors[1:]]
     lines += [f"note: {note}" for note in failure.notes]
     return [clean(line) for line in lines]
 
@@ -94,7 +94,7 @@ def sections(summaries: Sequence[Summary], trends: Sequence[Trend]) -> Iterator[
     for summary in reversed(summaries):
         if summary.failures:
             head, *lines = failure_lines(summary.failures[0])
-            others = (" ".join(failure_lines(each)[1::-1]) for each in summary.failures[1:])
+            others = (" ".join(failure_lines(failure)[1::-1]) for failure in summary.failures[1:])
             yield Block(f"FAILED {title(summary)}: {head}", is_bad=True, lines=[*lines, *others])
     sound = [summary for summary in summaries if not summary.failures]
     for kind in ("save", "load"):
@@ -139,15 +139,15 @@ def _details(summary: Summary) -> Iterator[Block]:
             columns=("stage", "items", "busy", "wall", "waited", "in use", "bytes/s"),
             rows=[
                 (
-                    clean(each.name),
-                    str(each.items),
-                    _seconds(each.busy),
-                    _seconds(each.wall),
-                    _seconds(each.waited),
-                    f"{each.utilisation:.0%}",
-                    _bytes(each.throughput),
+                    clean(stage.name),
+                    str(stage.items),
+                    _seconds(stage.busy),
+                    _seconds(stage.wall),
+                    _seconds(stage.waited),
+                    f"{stage.utilisation:.0%}",
+                    _bytes(stage.throughput),
                 )
-                for each in summary.stages
+                for stage in summary.stages
             ],
         )
     if summary.verbs:
@@ -156,21 +156,21 @@ def _details(summary: Summary) -> Iterator[Block]:
             columns=("request", "count", "p50", "p90", "p99", "longest", "retries", "failures"),
             rows=[
                 (
-                    clean(each.name),
-                    str(each.count),
-                    *map(_seconds, (each.p50, each.p90, each.p99, each.longest)),
-                    str(each.retries),
-                    str(each.failures),
+                    clean(verb.name),
+                    str(verb.count),
+                    *map(_seconds, (verb.p50, verb.p90, verb.p99, verb.longest)),
+                    str(verb.retries),
+                    str(verb.failures),
                 )
-                for each in summary.verbs
+                for verb in summary.verbs
             ],
         )
 
 
 def _straggler(straggler: Straggler) -> str:
-    what = _WHAT.get(straggler.what, f"slow in {straggler.what}")
+    description = _WHAT.get(straggler.what, f"slow in {straggler.what}")
     times = f"{_seconds(straggler.seconds)}, the median is {_seconds(straggler.median)}"
-    return f"rank {straggler.rank} (host {straggler.host}) {what}: {times}"
+    return f"rank {straggler.rank} (host {straggler.host}) {description}: {times}"
 
 
 def _trend(trend: Trend) -> str:
@@ -186,12 +186,12 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table: the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
-        cells = (each.rjust(width) for each, width in zip(others, widths[1:], strict=True))
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         yield "  ".join(("", first.ljust(widths[0]), *cells)).rstrip()
 
 
 def _most(counts: Mapping[int, int]) -> list[tuple[int, int]]:
-    return sorted(counts.items(), key=lambda each: -each[1])
+    return sorted(counts.items(), key=lambda pair: -pair[1])
 
 
 def _moment(seconds: float) -> str:

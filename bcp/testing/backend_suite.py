@@ -121,14 +121,14 @@ class BackendSuite:
     async def test_put_if_replaces_what_was_found(self, backend: Backend) -> None:
         """An object is replaced if it has the version that was found, whoever has written it, and not otherwise."""
         await backend.put("key", _OLD)
-        found = await self.reopen(backend).version("key")
-        assert found
+        old_version = await self.reopen(backend).version("key")
+        assert old_version
         assert await backend.put_if("key", b"never", "no such version") is None
         assert await backend.put_if("key", b"never", None) is None
         assert bytes(await backend.get("key")) == _OLD
-        new = await backend.put_if("key", b"new", found)
-        assert new == await backend.version("key") != found
-        assert await backend.put_if("key", b"late", found) is None
+        new = await backend.put_if("key", b"new", old_version)
+        assert new == await backend.version("key") != old_version
+        assert await backend.put_if("key", b"late", old_version) is None
         assert bytes(await self.reopen(backend).get("key")) == b"new"
         assert await backend.put_if("key", b"newer", new)
         assert [info.key for info in await backend.list()] == ["key"]
@@ -136,17 +136,17 @@ class BackendSuite:
     async def test_put_if_notices_every_other_change(self, backend: Backend) -> None:
         """An object that was put, written in parts or deleted meanwhile is not the one that was found."""
         await backend.put("key", b"0")
-        found = await backend.version("key")
+        old_version = await backend.version("key")
         await backend.put("key", b"1")
-        assert await backend.put_if("key", b"never", found) is None
-        found = await backend.version("key")
+        assert await backend.put_if("key", b"never", old_version) is None
+        old_version = await backend.version("key")
         async with backend.open_write("key", 1) as writer:
             await writer.write_part(0, 0, b"2")
-        assert await backend.put_if("key", b"never", found) is None
-        found = await backend.version("key")
+        assert await backend.put_if("key", b"never", old_version) is None
+        old_version = await backend.version("key")
         await backend.delete(["key"])
         assert await backend.version("key") is None
-        assert await backend.put_if("key", b"never", found) is None
+        assert await backend.put_if("key", b"never", old_version) is None
         assert await backend.list() == []
 
     @pytest.mark.parametrize("there", [True, False])
@@ -155,11 +155,11 @@ class BackendSuite:
         await backend.put("neighbour", b"")
         if there:
             await backend.put("key", _OLD)
-        found = await backend.version("key")
+        old_version = await backend.version("key")
         done: list[tuple[bytes, str]] = []
 
         async def replace(data: bytes) -> None:
-            version = await self.reopen(backend).put_if("key", data, found)
+            version = await self.reopen(backend).put_if("key", data, old_version)
             if version is not None:
                 done.append((data, version))
 
@@ -186,7 +186,7 @@ class BackendSuite:
                 await backend.discard(listed)
                 await backend.discard(listed)
         except StorageError:
-            assert {one.key for one in listed} == {"a/new"}
+            assert {write.key for write in listed} == {"a/new"}
         else:
             assert list(listed) == []
             await backend.delete(["a/new"])
@@ -219,9 +219,9 @@ class BackendSuite:
         async with backend.open_write("large", 3 * size) as writer, anyio.create_task_group() as group:
             for index in (2, 0, 1):
                 group.start_soon(write, writer, index, buffers[index])
-        found = bytearray(3 * size)
-        await backend.read_into("large", 0, memoryview(found))
-        assert hashlib.sha256(found).digest() == expected.digest()
+        data = bytearray(3 * size)
+        await backend.read_into("large", 0, memoryview(data))
+        assert hashlib.sha256(data).digest() == expected.digest()
 
     async def test_no_parts(self, backend: Backend) -> None:
         """An object without a part is empty, and there."""
@@ -330,8 +330,8 @@ class BackendSuite:
             buffers = [bytearray(b"\xee" * (length + 2)) for length in lengths]
             await _scattered(backend, "key", start, [memoryview(buffer)[1:-1] for buffer in buffers])
             assert all(buffer[0] == buffer[-1] == 0xEE for buffer in buffers)  # noqa: PLR2004 -- as above
-            found = b"".join(bytes(buffer[1:-1]) for buffer in buffers)
-            assert found == data[start : start + sum(lengths)]
+            contents = b"".join(bytes(buffer[1:-1]) for buffer in buffers)
+            assert contents == data[start : start + sum(lengths)]
 
     async def test_scattered_wrong(self, backend: Backend) -> None:
         """Errors are those of read_into."""
@@ -355,8 +355,8 @@ class BackendSuite:
             await backend.put(key, bytes(nbytes))
         everything = [("a/b-", 4), ("a/b/c", 2), ("a/z", 1), ("ab", 3), ("b", 0)]
         for prefix in ("", "a", "a/", "a/b", "a/b/", "b", "c", "a/z"):
-            found = [(info.key, info.nbytes) for info in await self.reopen(backend).list(prefix)]
-            assert found == [pair for pair in everything if pair[0].startswith(prefix)], prefix
+            pairs = [(info.key, info.nbytes) for info in await self.reopen(backend).list(prefix)]
+            assert pairs == [pair for pair in everything if pair[0].startswith(prefix)], prefix
 
     async def test_folders(self, backend: Backend) -> None:
         """Folders come in order, each once; objects and deeper folders are not among them."""
@@ -404,15 +404,15 @@ class BackendSuite:
         """Sixteen tasks write, read, list and delete below one folder at once."""
 
         async def work(number: int) -> None:
-            mine, whole = f"shared/{number}/mine", f"shared/{number % 4}-{number}"
+            own_key, whole = f"shared/{number}/mine", f"shared/{number % 4}-{number}"
             for round_ in range(4):
-                await backend.put(mine, bytes([number, round_]))
+                await backend.put(own_key, bytes([number, round_]))
                 async with backend.open_write(whole, 2) as writer:
                     await writer.write_part(1, 1, bytes([round_]))
                     await writer.write_part(0, 0, bytes([number]))
-                assert bytes(await backend.get(mine)) == bytes(await backend.get(whole)) == bytes([number, round_])
-                assert mine in [info.key for info in await backend.list(f"shared/{number}/")]
-                await backend.delete([mine])
+                assert bytes(await backend.get(own_key)) == bytes(await backend.get(whole)) == bytes([number, round_])
+                assert own_key in [info.key for info in await backend.list(f"shared/{number}/")]
+                await backend.delete([own_key])
 
         async with anyio.create_task_group() as group:
             for number in range(16):
@@ -431,8 +431,8 @@ class BackendSuite:
         async with anyio.create_task_group() as group:
             for key in keys:
                 group.start_soon(put, key)
-        found = await self.reopen(backend).list("many/")
-        assert [(info.key, info.nbytes) for info in found] == [(key, len(key)) for key in keys]
+        infos = await self.reopen(backend).list("many/")
+        assert [(info.key, info.nbytes) for info in infos] == [(key, len(key)) for key in keys]
         await backend.delete(keys[1:])
         assert [info.key for info in await self.reopen(backend).list()] == keys[:1]
 

@@ -22,26 +22,26 @@ QUIET_SECONDS = 60.0  # a timeout that no test reaches
 async def run_ranks(
     coordinators: Sequence[Coordinator],
     body: Body,
-    what: str | Sequence[str] = "test",
+    operation: str | Sequence[str] = "test",
     timeout: float = QUIET_SECONDS,  # noqa: ASYNC109 -- of silence, not of this call
 ) -> list[object]:
     """Run ``body(rank, agreement)`` for all ranks at once, in one operation; return the result or error of each.
 
-    ``what`` is the operation's name, one for all or one for each.
+    ``operation`` is the operation's name, one for all or one for each.
     """
     outcomes: dict[int, object] = {}
 
-    async def one(coordinator: Coordinator, what: str) -> None:
+    async def one(coordinator: Coordinator, name: str) -> None:
         try:
-            async with coordinator.begin(what, timeout) as agreement:
+            async with coordinator.begin(name, timeout) as agreement:
                 outcome = await body(coordinator.rank, agreement)
             outcomes[coordinator.rank] = outcome
         except Exception as error:  # noqa: BLE001 -- errors are outcomes
             outcomes[coordinator.rank] = error
 
-    whats = [what] * len(coordinators) if isinstance(what, str) else what
+    operations = [operation] * len(coordinators) if isinstance(operation, str) else operation
     async with anyio.create_task_group() as group:
-        for coordinator, name in zip(coordinators, whats, strict=True):
+        for coordinator, name in zip(coordinators, operations, strict=True):
             group.start_soon(one, coordinator, name)
     return [outcomes[coordinator.rank] for coordinator in coordinators]
 
@@ -132,7 +132,7 @@ class CoordinatorFailures:
     async def test_wrong_number_of_answers(self) -> None:
         """A ``gather_scatter`` that leaves a rank out is an error on all ranks."""
         first, second = await run_ranks(
-            self.coordinators(2), lambda _, each: each.gather_scatter("plan", b"", lambda _: [b""])
+            self.coordinators(2), lambda _, agreement: agreement.gather_scatter("plan", b"", lambda _: [b""])
         )
         assert type(first) is InputError
         _check_peer_error(second, 0, "1 answers for 2 ranks")
@@ -174,10 +174,10 @@ class CoordinatorFailures:
         async def body(rank: int, agreement: Agreement) -> bytes:
             return await agreement.gather_broadcast("begin", b"refused" if rank == refused else b"", concatenated)
 
-        whats = [REFUSED if rank == refused else "save /a" for rank in range(4)]
+        operations = [REFUSED if rank == refused else "save /a" for rank in range(4)]
         coordinators = self.coordinators(4)
         expected = b"|".join(b"refused" if rank == refused else b"" for rank in range(4))
-        assert await run_ranks(coordinators, body, whats) == [expected] * 4
+        assert await run_ranks(coordinators, body, operations) == [expected] * 4
         await self._still_usable(coordinators)
 
     async def test_different_steps(self) -> None:
@@ -185,7 +185,7 @@ class CoordinatorFailures:
         coordinators = self.coordinators(3)
         steps = ["plan", "commit", "plan"]
         for outcome in await run_ranks(
-            coordinators, lambda rank, each: each.gather_broadcast(steps[rank], b"", concatenated)
+            coordinators, lambda rank, agreement: agreement.gather_broadcast(steps[rank], b"", concatenated)
         ):
             assert type(outcome) is InputError
             assert "gather_broadcast 'plan'" in str(outcome)
@@ -218,7 +218,7 @@ class CoordinatorFailures:
             return await agreement.gather_broadcast("commit", b"", concatenated)
 
         coordinators = self.coordinators(3)
-        others = [each for each in coordinators if each.rank != late]
+        others = [coordinator for coordinator in coordinators if coordinator.rank != late]
         for outcome in await run_ranks(others, body, timeout=1.0):
             _check_peer_error(outcome, late, "has not begun")
         [outcome] = await run_ranks([coordinators[late]], body, timeout=QUIET_SECONDS)
@@ -243,7 +243,7 @@ class CoordinatorFailures:
         outcomes: list[object] = []
 
         async def others() -> None:
-            live = [each for each in coordinators if each.rank != stuck]
+            live = [coordinator for coordinator in coordinators if coordinator.rank != stuck]
             try:
                 outcomes.extend(await run_ranks(live, body, timeout=1.0))
             finally:
@@ -263,9 +263,9 @@ class CoordinatorFailures:
     async def _still_usable(self, coordinators: Sequence[Coordinator]) -> None:
         """Check that the next operation works."""
         outcomes = await run_ranks(
-            coordinators, lambda rank, each: each.gather_broadcast("again", b"%d" % rank, concatenated)
+            coordinators, lambda rank, agreement: agreement.gather_broadcast("again", b"%d" % rank, concatenated)
         )
-        assert outcomes == [b"|".join(b"%d" % each.rank for each in coordinators)] * len(coordinators)
+        assert outcomes == [b"|".join(b"%d" % coordinator.rank for coordinator in coordinators)] * len(coordinators)
 
 
 def _check_peer_error(outcome: object, rank: int, cause: str) -> None:

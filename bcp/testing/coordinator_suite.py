@@ -39,7 +39,11 @@ class CoordinatorSuite(CoordinatorFailures):
 
     async def test_ranks(self) -> None:
         """Every coordinator knows its place."""
-        assert [(each.rank, each.world_size) for each in self.coordinators(3)] == [(0, 3), (1, 3), (2, 3)]
+        assert [(coordinator.rank, coordinator.world_size) for coordinator in self.coordinators(3)] == [
+            (0, 3),
+            (1, 3),
+            (2, 3),
+        ]
 
     @pytest.mark.parametrize("world_size", [1, 2, 5])
     async def test_divide(self, world_size: int) -> None:
@@ -122,9 +126,9 @@ class CoordinatorSuite(CoordinatorFailures):
             for number in range(4):
                 async with coordinator.begin(f"operation {number}", QUIET_SECONDS) as agreement:
                     for step in range(2):
-                        mine = b"%d%d%d" % (number, step, coordinator.rank)
+                        own_message = b"%d%d%d" % (number, step, coordinator.rank)
                         seen[coordinator.rank].append(
-                            await agreement.gather_broadcast(f"step {step}", mine, concatenated)
+                            await agreement.gather_broadcast(f"step {step}", own_message, concatenated)
                         )
 
         seen: list[list[bytes]] = [[], [], []]
@@ -137,7 +141,10 @@ class CoordinatorSuite(CoordinatorFailures):
     async def test_two_operations_at_once(self) -> None:
         """The n-th ``begin`` of every rank belong together, whichever is entered or ends first."""
         coordinators = self.coordinators(2)
-        begun = [(each.begin("first", QUIET_SECONDS), each.begin("second", QUIET_SECONDS)) for each in coordinators]
+        begun = [
+            (coordinator.begin("first", QUIET_SECONDS), coordinator.begin("second", QUIET_SECONDS))
+            for coordinator in coordinators
+        ]
 
         async def one_by_one(rank: int, answers: dict[int, list[bytes]]) -> None:
             order = (0, 1) if rank == 0 else (1, 0)

@@ -93,16 +93,18 @@ class PlannerSuite:
 
     def test_whole_tensors_are_those_of_any_number_of_ranks(self) -> None:
         """The same whole tensors result from one rank and from three ranks."""
-        one, three = (_whole([self._local_shards(rank, size) for rank in range(size)]) for size in (1, 3))
-        _check_equal(one, three)
+        tensors_of_one, tensors_of_three = (
+            _whole([self._local_shards(rank, size) for rank in range(size)]) for size in (1, 3)
+        )
+        _check_equal(tensors_of_one, tensors_of_three)
 
     def test_shards_are_live_memory(self) -> None:
         """Tensors are the framework's memory and no copies; they need no gradient."""
         states = self.states(0, 1, seed=0)
-        one, other = self.planner().local_shards(states), self.planner().local_shards(states)
-        assert [t.data_ptr() for t in one.tensors] == [t.data_ptr() for t in other.tensors]
-        assert not any(tensor.requires_grad for tensor in one.tensors)
-        for tensor in one.tensors:
+        shards, other = self.planner().local_shards(states), self.planner().local_shards(states)
+        assert [t.data_ptr() for t in shards.tensors] == [t.data_ptr() for t in other.tensors]
+        assert not any(tensor.requires_grad for tensor in shards.tensors)
+        for tensor in shards.tensors:
             tensor.zero_()
         assert not any(torch.count_nonzero(tensor) for tensor in self.planner().local_shards(states).tensors)
 
@@ -138,7 +140,7 @@ class PlannerSuite:
         targets.check(_objects(saved))
         after = self.planner().local_shards(states)
         _check_equal_tables(before.table, after.table)
-        assert all(_bits(one) == _bits(other) for one, other in zip(copies, after.tensors, strict=True))
+        assert all(_bits(clone) == _bits(other) for clone, other in zip(copies, after.tensors, strict=True))
         _check_equal_objects(objects, after.objects)
 
     def test_targets_keep_names_that_the_checkpoint_lacks(self) -> None:
@@ -146,8 +148,8 @@ class PlannerSuite:
         states = self.target_states(0, 1)
         wanted = _metas([self.planner().local_shards(states).table])
         targets = self.planner().load_targets(states, _names([]))
-        found = _metas([targets.shards.table])
-        assert {name for name in wanted if name[0] == "model"} <= found.keys()
+        target_metas = _metas([targets.shards.table])
+        assert {name for name in wanted if name[0] == "model"} <= target_metas.keys()
 
     @pytest.mark.parametrize("case", range(5))
     def test_what_ranks_save_other_ranks_load(self, case: int) -> None:
@@ -207,15 +209,15 @@ class PlannerSuite:
         """Call ``asave`` or ``aload`` for all ranks at once."""
         errors: list[BcpError] = []
 
-        async def on_rank(its: States, coordinator: Coordinator) -> None:
+        async def on_rank(rank_states: States, coordinator: Coordinator) -> None:
             try:
-                await call(store, its, framework=self.planner(), coordinator=coordinator)
+                await call(store, rank_states, framework=self.planner(), coordinator=coordinator)
             except BcpError as error:
                 errors.append(error)
 
         async with anyio.create_task_group() as group:
-            for its, coordinator in zip(states, memory_coordinators(len(states)), strict=True):
-                group.start_soon(partial(on_rank, its, coordinator))
+            for rank_states, coordinator in zip(states, memory_coordinators(len(states)), strict=True):
+                group.start_soon(partial(on_rank, rank_states, coordinator))
         if errors:
             raise errors[0]
 
@@ -301,7 +303,7 @@ def _metas(tables: Sequence[ShardTable]) -> dict[Name, TensorMeta]:
         for row in range(len(table.tensors)):
             meta = table.tensors[row]
             first = metas.setdefault((meta.kind, meta.fqn), meta)
-            facts = [(each.shape, each.dtype, each.itemsize, each.tied_to) for each in (first, meta)]
+            facts = [(tensor.shape, tensor.dtype, tensor.itemsize, tensor.tied_to) for tensor in (first, meta)]
             assert facts[0] == facts[1], f"ranks disagree about {meta.kind} tensor {meta.fqn!r}"
     return metas
 
@@ -334,20 +336,20 @@ def _fill(
     targets.finish(objects)
 
 
-def _check_equal(one: Mapping[Name, Elements], other: Mapping[Name, Elements]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not np.array_equal(one[name], other[name])] == []
+def _check_equal(tensors: Mapping[Name, Elements], other: Mapping[Name, Elements]) -> None:
+    assert tensors.keys() == other.keys()
+    assert [name for name in tensors if not np.array_equal(tensors[name], other[name])] == []
 
 
-def _check_equal_tables(one: ShardTable, other: ShardTable) -> None:
-    assert list(_metas([one]).values()) == list(_metas([other]).values())
+def _check_equal_tables(table: ShardTable, other: ShardTable) -> None:
+    assert list(_metas([table]).values()) == list(_metas([other]).values())
     for column in fields(ShardTable):
         if column.name != "tensors":
-            assert np.array_equal(getattr(one, column.name), getattr(other, column.name)), column.name
+            assert np.array_equal(getattr(table, column.name), getattr(other, column.name)), column.name
 
 
-def _check_equal_objects(one: Mapping[Name, Any], other: Mapping[Name, Any]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
+def _check_equal_objects(objects: Mapping[Name, Any], other: Mapping[Name, Any]) -> None:
+    assert objects.keys() == other.keys()
+    for name, value in objects.items():
         equal = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: bool(a == b)
         assert equal(value, other[name]), name

@@ -75,10 +75,10 @@ class CountingBackend:
         await self.before("version", key)
         return await self.inner.version(key)
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a small object if it is still the one that was found."""
         await self.before("put_if", key)
-        version = await self.inner.put_if(key, data, found)
+        version = await self.inner.put_if(key, data, expected)
         self.written[key] += memoryview(data).nbytes if version is not None else 0
         return version
 
@@ -136,7 +136,7 @@ class CountingBackend:
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove unfinished writes; counts as one call, with their keys joined by blanks."""
-        await self.before("discard", " ".join(one.key for one in unfinished))
+        await self.before("discard", " ".join(write.key for write in unfinished))
         if isinstance(self.inner, Sweeper):
             await self.inner.discard(unfinished)
 

@@ -149,7 +149,7 @@ def test_an_error_is_in_no_cycle_that_keeps_memory() -> None:
 
 def test_waiting_on_its_own_loop_is_refused() -> None:
     other = Held()
-    background = _bridge.start(other, what="save to /ckpt")
+    background = _bridge.start(other, name="save to /ckpt")
 
     async def nested() -> None:
         with pytest.raises(RuntimeError, match="cannot wait for a synchronous call on bcp's own event loop"):
@@ -170,7 +170,7 @@ def test_waiting_on_its_own_loop_is_refused() -> None:
 
 def test_started_then_done() -> None:
     held = Held()
-    background = _bridge.start(held, what="save to /ckpt")
+    background = _bridge.start(held, name="save to /ckpt")
     held.go()
     background.wait_started()
     assert not background.done()
@@ -190,7 +190,7 @@ def test_started_then_done() -> None:
 
 
 def test_an_operation_that_ends_without_saying_started() -> None:
-    background = _bridge.start(lambda _: twice(1), what="short")
+    background = _bridge.start(lambda _: twice(1), name="short")
     background.wait_started()
     assert background.wait() == 2
 
@@ -199,7 +199,7 @@ def test_a_failure_before_started_is_raised_by_wait_started() -> None:
     async def fail(_: Started) -> NoReturn:
         raise ValueError("early")
 
-    background = _bridge.start(fail, what="save")
+    background = _bridge.start(fail, name="save")
     for _ in range(2):
         with pytest.raises(ValueError, match="early"):
             background.wait_started()
@@ -210,7 +210,7 @@ def test_a_failure_before_started_is_raised_by_wait_started() -> None:
 def test_a_failure_after_started_is_raised_by_wait_only() -> None:
     error = OSError("late")
     held = Held(error=error)
-    background = _bridge.start(held, what="save")
+    background = _bridge.start(held, name="save")
     held.go()
     background.wait_started()
     held.let()
@@ -227,7 +227,7 @@ def test_a_failure_after_started_is_raised_by_wait_only() -> None:
 
 def test_cancel_cleans_up_and_is_told_as_an_error_that_cancels_no_waiter() -> None:
     held = Held()
-    background = _bridge.start(held, what="save")
+    background = _bridge.start(held, name="save")
     assert held.inside.wait(10)
     background.cancel()
     with pytest.raises(CancelledError, match="save was cancelled"):
@@ -245,7 +245,7 @@ def test_cancel_cleans_up_and_is_told_as_an_error_that_cancels_no_waiter() -> No
 
 def test_cancel_at_once_is_not_lost() -> None:
     for _ in range(50):
-        background = _bridge.start(Held(), what="save")
+        background = _bridge.start(Held(), name="save")
         background.cancel()
         with pytest.raises(CancelledError):
             background.wait(10)
@@ -255,7 +255,7 @@ def test_from_any_loop_without_blocking_it() -> None:
     held = Held()
 
     async def main() -> object:
-        background = _bridge.start(held, what="save")
+        background = _bridge.start(held, name="save")
         async with anyio.create_task_group() as group:
             group.start_soon(background.astarted)
             await anyio.wait_all_tasks_blocked()
@@ -271,7 +271,7 @@ def test_cancelling_astarted_cancels_the_operation_and_waits_for_its_clean_up() 
     held = Held()
 
     async def main() -> None:
-        background = _bridge.start(held, what="save")
+        background = _bridge.start(held, name="save")
         task = asyncio.create_task(background.astarted())
         await in_thread(held.inside.wait, 10)
         task.cancel()
@@ -285,7 +285,7 @@ def test_cancelling_astarted_cancels_the_operation_and_waits_for_its_clean_up() 
 
 def test_cancelling_who_awaits_the_result_leaves_it_running() -> None:
     held = Held()
-    background = _bridge.start(held, what="save")
+    background = _bridge.start(held, name="save")
     held.go()
     background.wait_started()
 
@@ -307,7 +307,7 @@ def forget(
     function: Callable[[Started], Awaitable[object]], look: Callable[[_bridge.Background[object]], object]
 ) -> None:
     """Start an operation, wait for its end, look, and forget it."""
-    background = _bridge.start(function, what="save to /ckpt/7")
+    background = _bridge.start(function, name="save to /ckpt/7")
     background._finished.result(10)
     look(background)
     del background
@@ -332,7 +332,7 @@ def test_an_error_is_logged_at_once_without_the_garbage_collector(caplog: pytest
     gc.collect()
     gc.disable()
     try:
-        _bridge.start(fail, what="save")
+        _bridge.start(fail, name="save")
         _bridge.run(lambda: twice(1))
         _bridge.run(lambda: twice(1))
         assert [record.getMessage() for record in caplog.records] == ["save failed, and nobody waited for it"]
@@ -354,7 +354,7 @@ def test_an_error_that_was_looked_at_is_not_logged(
 
 
 def test_a_cancellation_that_was_asked_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    background = _bridge.start(Held(), what="save")
+    background = _bridge.start(Held(), name="save")
     background.cancel()
     background._finished.result(10)
     del background

@@ -45,7 +45,7 @@ def test_ctrl_c_in_wait_started_cancels(tmp_path: Path) -> None:
         tmp_path,
         INTERRUPTED
         + """
-    background = _bridge.start(operation, what="save")
+    background = _bridge.start(operation, name="save")
     try:
         background.wait_started()
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def test_ctrl_c_in_wait_leaves_it_running(tmp_path: Path) -> None:
         await in_thread(go.wait, 10)
         return "result"
     go = threading.Event()
-    background = _bridge.start(operation, what="save")
+    background = _bridge.start(operation, name="save")
     try:
         background.wait()
     except KeyboardInterrupt:
@@ -137,7 +137,7 @@ FORK = """
                 file.write(f"{os.getpid()}\\n")
         return "result"
     go = threading.Event()
-    background = _bridge.start(operation, what="save to /ckpt")
+    background = _bridge.start(operation, name="save to /ckpt")
     background.wait_started()
     async def seven():
         return await in_thread(int, 7)
@@ -152,7 +152,7 @@ def test_a_forked_child_has_a_loop_of_its_own_and_leaves_the_parents_alone(tmp_p
         + f"""
     if (child := os.fork()) == 0:
         assert _bridge.run(seven) == 7
-        assert _bridge.start(lambda started: seven(), what="own").wait() == 7
+        assert _bridge.start(lambda started: seven(), name="own").wait() == 7
         result = lambda: asyncio.run(background.result())
         for ask in (background.wait, background.wait_started, background.cancel, result):
             try:
@@ -246,7 +246,7 @@ SLOW = """
             await in_thread((folder / f"part{number}").touch)
         async with aiofiles.open(folder / "metadata", "w") as file:
             await file.write("committed")
-    background = _bridge.start(operation, what="save to /ckpt/9")
+    background = _bridge.start(operation, name="save to /ckpt/9")
     background.wait_started()
 """
 
@@ -285,8 +285,8 @@ def test_the_end_waits_for_what_another_thread_starts_meanwhile(tmp_path: Path) 
             over.set()
             while not (background.done() and main_asks_for_the_lock()):
                 time.sleep(0.001)
-            _bridge.start(operation, what="second")  # at the last moment
-    background = _bridge.start(first, what="first")
+            _bridge.start(operation, name="second")  # at the last moment
+    background = _bridge.start(first, name="first")
     background.wait_started()
     threading.Thread(target=other).start()
     """,
@@ -314,7 +314,7 @@ def test_a_failure_that_nobody_waited_for_is_told_at_the_end(tmp_path: Path) -> 
     async def operation(started):
         started()
         raise OSError("disk full")
-    background = _bridge.start(operation, what="save to /ckpt/9")
+    background = _bridge.start(operation, name="save to /ckpt/9")
     while not background.done():
         time.sleep(0.001)
     # a daemon thread still has it at the very end, so that it is never collected
@@ -333,7 +333,7 @@ ENDED = """
         return await in_thread(int, 7)
     async def failing(started):
         raise OSError("disk full")
-    kept = [_bridge.start(operation, what="save")]
+    kept = [_bridge.start(operation, name="save")]
     assert kept[0].wait() == 7
 """
 
@@ -359,7 +359,7 @@ def test_what_is_forgotten_after_the_modules_were_cleared_says_what_it_has_to(tm
         tmp_path,
         ENDED
         + """
-    unseen = _bridge.start(failing, what="save to /ckpt/9")
+    unseen = _bridge.start(failing, name="save to /ckpt/9")
     unseen.wait_ended()
     broken = _bridge.Background.__new__(_bridge.Background)  # its making was interrupted
     _loop._current.failed.clear()
@@ -394,7 +394,7 @@ def test_ctrl_c_at_the_end_cancels_what_is_running(tmp_path: Path) -> None:
             await asyncio.sleep(100)
         finally:
             await in_thread((folder / "cleaned").touch)
-    background = _bridge.start(operation, what="save")
+    background = _bridge.start(operation, name="save")
     background.wait_started()
     """,
         interrupt=signal.SIGINT,
@@ -417,7 +417,7 @@ def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> 
     import atexit
     ending = threading.Event()
     atexit.register(ending.set)  # runs before the bridge's own
-    background = _bridge.start(operation, what="save to /ckpt/9")
+    background = _bridge.start(operation, name="save to /ckpt/9")
     background.wait_started()
     """,
         before="import concurrent.futures.thread; del threading._register_atexit",

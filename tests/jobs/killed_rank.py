@@ -39,12 +39,12 @@ class Deadly:
         self._step = step
         self._die = die
 
-    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
-        operation = self._inner.begin(what, timeout)
+    def begin(self, operation: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+        inner = self._inner.begin(operation, timeout)
 
         @asynccontextmanager
         async def deadly() -> AsyncIterator[Agreement]:
-            async with operation as agreement:
+            async with inner as agreement:
                 yield _DeadlyAgreement(agreement, self._inner.rank, self._step, self._die)
 
         return deadly()

@@ -22,7 +22,7 @@ def sharded(*spans: LocalInterval, local: int = 20, shape: tuple[int, ...] = (3,
 
 
 def test_a_flat_interval_is_a_view_of_local_memory() -> None:
-    leaf = sharded(LocalInterval(WHOLE, 2, 7, at=5))
+    leaf = sharded(LocalInterval(WHOLE, 2, 7, offset=5))
     (part,) = leaf.parts("w")
     assert (part.box, part.start, part.stop) == (WHOLE, 2, 7)
     assert part.view.tolist() == [5, 6, 7, 8, 9]
@@ -32,7 +32,7 @@ def test_a_flat_interval_is_a_view_of_local_memory() -> None:
 
 def test_a_whole_box_has_its_own_shape() -> None:
     upper, lower = Box((0, 0), (1, 4)), Box((1, 0), (2, 4))
-    parts = list(sharded(LocalInterval.whole(lower, at=8), LocalInterval.whole(upper, at=3)).parts("w"))
+    parts = list(sharded(LocalInterval.whole(lower, offset=8), LocalInterval.whole(upper, offset=3)).parts("w"))
     assert [tuple(part.view.shape) for part in parts] == [(2, 4), (1, 4)]
     assert parts[0].view.flatten().tolist() == list(range(8, 16))
 
@@ -42,7 +42,7 @@ def test_one_span_that_is_all_of_the_local_tensor_need_not_be_contiguous() -> No
     (part,) = ShardedLeaf(local, Placement((3, 4), (3, 4), (LocalInterval.whole(WHOLE),))).parts("w")
     assert part.view.data_ptr() == local.data_ptr()
     assert torch.equal(part.view, local)
-    two = Placement((3, 4), (3, 4), (LocalInterval(WHOLE, 0, 4), LocalInterval(WHOLE, 4, 12, at=4)))
+    two = Placement((3, 4), (3, 4), (LocalInterval(WHOLE, 0, 4), LocalInterval(WHOLE, 4, 12, offset=4)))
     with pytest.raises(StateError, match=r"w: 2 parts of it lie in memory that is not contiguous"):
         list(ShardedLeaf(local, two).parts("w"))
 
@@ -118,7 +118,7 @@ def test_states_that_do_not_exist_yet_are_made_in_local_shape() -> None:
     saved, values, objects = trained()
     flat = nn.Parameter(torch.full((20,), 7.0))
     fresh = optim.AdamW([flat], lr=1.0)
-    targets = targets_of([slot_of(fresh, flat, LocalInterval(WHOLE, 2, 7, at=5))], saved)
+    targets = targets_of([slot_of(fresh, flat, LocalInterval(WHOLE, 2, 7, offset=5))], saved)
     assert flat.eq(7.0).all()
     targets.check(objects)
     for row, tensor in enumerate(targets.shards.tensors):

@@ -312,8 +312,8 @@ class Forgetful(CountingBackend):
         super().__init__(inner)
         self.raises, self.loses = raises, False
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
-        version = await super().put_if(key, data, found)
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        version = await super().put_if(key, data, expected)
         if not self.loses:
             return version
         if self.raises:
@@ -674,8 +674,8 @@ class Mortal(CountingBackend):
         await super().put(key, data)
         await self._step()
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
-        version = await super().put_if(key, data, found)
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        version = await super().put_if(key, data, expected)
         await self._step()
         return version
 

@@ -106,7 +106,7 @@ def test_killed_and_failed_lives_are_failures(end: Any, failures: int) -> None:
 
 
 def test_an_end_is_one_of_three_words() -> None:
-    with pytest.raises(InputError, match="how='dead'"):
+    with pytest.raises(InputError, match="ending='dead'"):
         FULL.ended("dead")  # type: ignore[arg-type]  # as above
     assert EMPTY.ended("finished") == EMPTY, "there is no life that could end"
 

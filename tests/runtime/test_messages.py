@@ -124,7 +124,7 @@ EXAMPLES: list[Message] = [
     WholeVerdict(False, (7, 9)),  # noqa: FBT003 -- an example
     SharedDigests({"train": "ab"}),
     Opening("0123456789abcdef", True, None, ""),  # noqa: FBT003 -- an example
-    Opening("0123456789abcdef", cached=False, found="etag", trace="00-1-2-01"),
+    Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01"),
     CatalogueColumns(100, b"columns"),
     SlotColumns(2, bytes(16), bytes(16), bytes(32), bytes(32)),
     Table(b"catalogue", b"slots", "", bytes(20)),
@@ -326,7 +326,7 @@ def test_one_of_two_classes_is_told_by_its_tag() -> None:
 
 
 def test_no_pattern_lets_a_line_break_pass() -> None:
-    opening = Opening("0123456789abcdef\n", cached=True, found=None, trace="")
+    opening = Opening("0123456789abcdef\n", cached=True, version=None, trace="")
     job = ReaderJob({"job": ArrayPlace(0, (70,), "|u1\n")})
     for message in (opening, job):
         with pytest.raises(MessageError, match="matching regex"):
@@ -378,16 +378,16 @@ class _Forger:
         self._other = other
 
     async def gather_broadcast(
-        self, step: str, mine: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
+        self, step: str, payload: bytes, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
     ) -> bytes:
         del step
-        return await decide([mine, self._other])
+        return await decide([payload, self._other])
 
     async def gather_scatter(
-        self, step: str, mine: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+        self, step: str, payload: bytes, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
     ) -> bytes:
         del step
-        return divide([mine, self._other])[0]
+        return divide([payload, self._other])[0]
 
 
 @pytest.mark.parametrize("other", [b"", b"\7", b"\1", b'\1[null, "StateError", "no such name"]'])

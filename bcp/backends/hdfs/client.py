@@ -157,8 +157,8 @@ class Stream:
         """Wait until the DataNodes have all bytes, and end the file."""
         await self._call(f"closing {self._path}", self._end)
 
-    async def _call(self, what: str, function: Callable[..., object], *args: bytes) -> None:
-        async with self._hdfs.request(what):
+    async def _call(self, description: str, function: Callable[..., object], *args: bytes) -> None:
+        async with self._hdfs.request(description):
             await to_thread.run_sync(function, *args, abandon_on_cancel=True, limiter=self._threads)
 
 
@@ -181,9 +181,9 @@ class Hdfs:
         return f"Hdfs({self.cluster.url})"
 
     @asynccontextmanager
-    async def request(self, what: str) -> AsyncIterator[None]:
+    async def request(self, description: str) -> AsyncIterator[None]:
         """Make a request of hdfs-native within its deadline, and translate its errors."""
-        with hdfs_errors(what), anyio.fail_after(self.settings.seconds):
+        with hdfs_errors(description), anyio.fail_after(self.settings.seconds):
             yield
 
     # -- files --------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class Hdfs:
         async def read(first: int) -> None:
             count = min(READ_BYTES, nbytes - first)
             async with self.request(f"reading {count} bytes from byte {start + first} of {opened.path}"):
-                found = await opened.reader.read_range(start + first, count)
-            scatter(memoryview(found), [out[first : first + count]])
+                data = await opened.reader.read_range(start + first, count)
+            scatter(memoryview(data), [out[first : first + count]])
 
         async def read_all() -> None:
             await in_parallel(read, range(0, nbytes, READ_BYTES), session.reads)
@@ -267,10 +267,10 @@ class Hdfs:
         return nbytes
 
     async def _file_state(self, path: str) -> FileState:
-        found = await self.state(path)
-        if found is None or found.is_directory:
+        state = await self.state(path)
+        if state is None or state.is_directory:
             raise FileNotFoundError(errno.ENOENT, f"{self.cluster.url}{path} is no file")
-        return found
+        return state
 
     # -- names --------------------------------------------------------------------------------
 
@@ -284,19 +284,19 @@ class Hdfs:
                 session.has_states = False
         try:
             async with self.request(f"looking for {path}"):
-                found = await session.client.get_file_info(path)
+                status = await session.client.get_file_info(path)
         except FileNotFoundError:
             return None
-        return FileState(found.length, found.isdir, found.modification_time, 0)
+        return FileState(status.length, status.isdir, status.modification_time, 0)
 
     async def entries(self, path: str) -> list[Entry]:
         """List a directory. FileNotFoundError if there is none."""
         client = (await self._sessions.here()).client
         async with self.request(f"listing {path}"):
             return [
-                Entry(one.path, one.isdir, one.length, one.modification_time)
-                async for one in client.list_status(path)
-                if one.path != path  # of a file: itself
+                Entry(status.path, status.isdir, status.length, status.modification_time)
+                async for status in client.list_status(path)
+                if status.path != path  # of a file: itself
             ]
 
     async def make_directory(self, path: str, *, parents: bool = True) -> None:

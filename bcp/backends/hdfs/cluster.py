@@ -103,7 +103,9 @@ def find_cluster(authority: str, config: Mapping[str, str], config_dir: str | No
         web = [settings.get(f"dfs.namenode.http-address.{name}", "") for name in names]
     else:
         rpc, web = [authority], [settings.get("dfs.namenode.http-address", "")]
-    return Cluster(f"hdfs://{authority}", [_address(one) for one in rpc], [one for one in web if one], settings)
+    return Cluster(
+        f"hdfs://{authority}", [_address(address) for address in rpc], [address for address in web if address], settings
+    )
 
 
 def _address(text: str) -> Address:
@@ -118,7 +120,7 @@ def _settings(folder: str | None) -> dict[str, str]:
     if folder is None:
         home = os.environ.get("HADOOP_HOME")
         folder = os.environ.get("HADOOP_CONF_DIR") or (f"{home}/etc/hadoop" if home else None)
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name in _FILES if folder else ():
         path = Path(str(folder), name)
         if path.exists():
@@ -126,9 +128,9 @@ def _settings(folder: str | None) -> dict[str, str]:
                 root = ET.parse(path).getroot()  # noqa: S314 -- the administrator's own file
             except (ET.ParseError, OSError) as error:
                 raise InputError(f"{path} cannot be read: {error}") from error
-            for one in root.iter("property"):
-                found[(one.findtext("name") or "").strip()] = (one.findtext("value") or "").strip()
-    return found
+            for element in root.iter("property"):
+                settings[(element.findtext("name") or "").strip()] = (element.findtext("value") or "").strip()
+    return settings
 
 
 def user_name() -> str:
@@ -195,11 +197,11 @@ class NameNodes:
                     return _state(await self._rpc("getFileInfo", wire.field(1, path), self.new_call()))
                 except RpcRefusedError as error:
                     self._refuse(error)
-            found = (await self._web("GET", path, {"op": "GETFILESTATUS"}))["FileStatus"]
+            status = (await self._web("GET", path, {"op": "GETFILESTATUS"}))["FileStatus"]
         except FileNotFoundError:
             return None
-        is_directory = found["type"] == "DIRECTORY"
-        return FileState(found["length"], is_directory, found["modificationTime"], found.get("fileId", 0))
+        is_directory = status["type"] == "DIRECTORY"
+        return FileState(status["length"], is_directory, status["modificationTime"], status.get("fileId", 0))
 
     def close(self) -> None:
         """Close all connections."""
@@ -224,11 +226,11 @@ class NameNodes:
 
     async def _connection(self, index: int) -> Connection:
         async with self._opens[index]:
-            found = self._connections.get(index)
-            if found is None or found.closed:
-                found = await Connection.open(self._cluster.rpc[index], self._user, self._client_id)
-                self._connections[index] = found
-            return found
+            connection = self._connections.get(index)
+            if connection is None or connection.closed:
+                connection = await Connection.open(self._cluster.rpc[index], self._user, self._client_id)
+                self._connections[index] = connection
+            return connection
 
     async def _web(self, method: str, path: str, query: Mapping[str, str]) -> dict[str, Any]:
         if not self._cluster.web:
@@ -265,9 +267,9 @@ async def _first_active(ask: Callable[[int], Awaitable[T]], addresses: Sequence[
             raise
         except OSError as unreachable:  # as "no route to host", or an unknown name
             error = unreachable
-    said = f"{type(error).__name__}: {error}" if not isinstance(error, HdfsError) else str(error.strerror)
+    reason = f"{type(error).__name__}: {error}" if not isinstance(error, HdfsError) else str(error.strerror)
     raise HdfsError(
-        errno.EAGAIN, f"no NameNode of {', '.join(addresses)} serves requests: {said}", transient=True
+        errno.EAGAIN, f"no NameNode of {', '.join(addresses)} serves requests: {reason}", transient=True
     ) from error
 
 
@@ -311,10 +313,10 @@ async def _web_request(method: str, address: str, path: str, query: Mapping[str,
 
 def _state(answer: bytes) -> FileState | None:
     """Return the state in an answer to getFileInfo."""
-    found = wire.parse(answer).get(1)
-    if not found or not isinstance(found[0], bytes):
+    values = wire.parse(answer).get(1)
+    if not values or not isinstance(values[0], bytes):
         return None
-    fields = wire.parse(found[0])
+    fields = wire.parse(values[0])
 
     def number(index: int) -> int:
         value = fields.get(index, [0])[0]

@@ -34,8 +34,8 @@ PATIENCE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 
-async def put_if(hdfs: Hdfs, final: str, data: memoryview, found: Version | None) -> Version:
-    """Write a file if the one of that name still has the version ``found``; return its version.
+async def put_if(hdfs: Hdfs, final: str, data: memoryview, version: Version | None) -> Version:
+    """Write a file if the one of that name still has ``version``; return its new version.
 
     Raises:
         ConditionError: it has another one, or another writer took precedence. The file is as it was.
@@ -43,15 +43,15 @@ async def put_if(hdfs: Hdfs, final: str, data: memoryview, found: Version | None
         OSError: a request failed. The file is the old one or the new one.
 
     """
-    if await _version(hdfs, final) != found:
+    if await _version(hdfs, final) != version:
         raise ConditionError
     temp = temp_name(final)
     try:
         state = await write_checked(hdfs, temp, data)
-        if found is None:
+        if version is None:
             await _create(hdfs, temp, state, final)
         else:
-            await _Swap(hdfs, final, found).replace(temp, state)
+            await _Swap(hdfs, final, version).replace(temp, state)
     except BaseException:
         await hdfs.remove_quietly([temp])
         raise
@@ -92,10 +92,10 @@ async def _create(hdfs: Hdfs, temp: str, state: FileState, final: str) -> None:
 class _Swap:
     """One writer's replacement of one version of a file."""
 
-    def __init__(self, hdfs: Hdfs, final: str, found: Version) -> None:
+    def __init__(self, hdfs: Hdfs, final: str, version: Version) -> None:
         self._hdfs = hdfs
         self._final = final
-        self._found = found
+        self._version = version
         self._folder = final.rpartition("/")[0]
 
     async def replace(self, temp: str, state: FileState) -> None:
@@ -107,32 +107,32 @@ class _Swap:
                 break
             await self._end(claims[-1])
         now = await _version(self._hdfs, self._final)
-        if now == self._found:
+        if now == self._version:
             with suppress(FileNotFoundError):  # another writer has removed the temporary file, and this claim with it
                 await self._hdfs.place(temp, state, self._final, overwrite=True)
             now = await _version(self._hdfs, self._final)
-        if now != self._found:  # replaced, by this writer or another
+        if now != self._version:  # replaced, by this writer or another
             await self._hdfs.remove_quietly(claims)
         if now != state.version:
             raise ConditionError
 
     def _claim_path(self, turn: int) -> str:
         name = self._final.rpartition("/")[2]
-        return f"{self._folder}/.{name}.{self._found}-{turn}{TEMP_SUFFIX}"
+        return f"{self._folder}/.{name}.{self._version}-{turn}{TEMP_SUFFIX}"
 
     async def _claim(self, claim: str, temp: str) -> bool:
         """Make a claim; False if another writer has it."""
         if await self._hdfs.state(claim) is not None:
             return False
-        mine = temp_name(self._final, "-claim")
+        claim_temp = temp_name(self._final, "-claim")
         try:
-            state = await write_checked(self._hdfs, mine, memoryview(temp.rpartition("/")[2].encode()))
-            await self._hdfs.place(mine, state, claim, overwrite=False)
+            state = await write_checked(self._hdfs, claim_temp, memoryview(temp.rpartition("/")[2].encode()))
+            await self._hdfs.place(claim_temp, state, claim, overwrite=False)
         except FileExistsError:
-            await self._hdfs.remove_quietly([mine])
+            await self._hdfs.remove_quietly([claim_temp])
             return False
         except BaseException:
-            await self._hdfs.remove_quietly([mine])
+            await self._hdfs.remove_quietly([claim_temp])
             raise
         return True
 
@@ -156,5 +156,5 @@ class _Swap:
             name = text.decode()
         except (FileNotFoundError, UnicodeDecodeError):
             return None
-        its = final_name(name) if name.endswith(TEMP_SUFFIX) else ""
-        return f"{self._folder}/{name}" if "/" not in name and f"{self._folder}/{its}" == self._final else None
+        final = final_name(name) if name.endswith(TEMP_SUFFIX) else ""
+        return f"{self._folder}/{name}" if "/" not in name and f"{self._folder}/{final}" == self._final else None

@@ -70,8 +70,8 @@ class HdfsError(OSError):
         transient: whether the same request may succeed later.
     """
 
-    def __init__(self, number: int, said: str, *, java: str = "", transient: bool = False) -> None:
-        super().__init__(number, said)
+    def __init__(self, number: int, text: str, *, java: str = "", transient: bool = False) -> None:
+        super().__init__(number, text)
         self.java = java
         self.transient = transient
 
@@ -79,29 +79,29 @@ class HdfsError(OSError):
 def from_java(java: str, message: str) -> OSError:
     """Return the error of a Java exception; of the message the first line counts, the others are Java's stack."""
     name = java.rpartition(".")[2].rpartition("$")[2]
-    said = f"{name}: {message.splitlines()[0][:_LONGEST] if message else 'no message'}"
+    text = f"{name}: {message.splitlines()[0][:_LONGEST] if message else 'no message'}"
     if name in _ABSENT:
-        return FileNotFoundError(errno.ENOENT, said)
+        return FileNotFoundError(errno.ENOENT, text)
     if name == "FileAlreadyExistsException":
-        return FileExistsError(errno.EEXIST, said)
+        return FileExistsError(errno.EEXIST, text)
     if name in ("AccessControlException", "AuthorizationException"):
-        if "is not a directory" in said:
-            return FileNotFoundError(errno.ENOENT, said)
-        return PermissionError(errno.EACCES, said)
+        if "is not a directory" in text:
+            return FileNotFoundError(errno.ENOENT, text)
+        return PermissionError(errno.EACCES, text)
     if name in _TRANSIENT:
         hint = _TRANSIENT[name]
-        return HdfsError(errno.EAGAIN, f"{said}; {hint}" if hint else said, java=name, transient=True)
+        return HdfsError(errno.EAGAIN, f"{text}; {hint}" if hint else text, java=name, transient=True)
     number = _FINAL.get(name, errno.EIO)
     hint = _HINTS.get(number, "")
-    return HdfsError(number, f"{said}; {hint}" if hint else said, java=name)
+    return HdfsError(number, f"{text}; {hint}" if hint else text, java=name)
 
 
 @contextmanager
-def hdfs_errors(what: str) -> Iterator[None]:
+def hdfs_errors(description: str) -> Iterator[None]:
     """Turn hdfs-native's errors within the block into ``OSError``.
 
     Args:
-        what: the request in words, as in ``"reading /a"``.
+        description: the request in words, as in ``"reading /a"``.
 
     Raises:
         FileNotFoundError: there is no such file, or it is a directory.
@@ -117,40 +117,40 @@ def hdfs_errors(what: str) -> Iterator[None]:
         raise
     except (FileNotFoundError, FileExistsError, PermissionError) as error:
         first = error.strerror or str(error).partition("\n")[0]
-        raise type(error)(error.errno or _NUMBERS[type(error)], f"{what}: {first[:_LONGEST]}") from error
+        raise type(error)(error.errno or _NUMBERS[type(error)], f"{description}: {first[:_LONGEST]}") from error
     except OSError as error:  # of a socket, without errno
-        raise HdfsError(errno.EIO, f"{what}: {error}", transient=True) from error
+        raise HdfsError(errno.EIO, f"{description}: {error}", transient=True) from error
     except RuntimeError as error:
-        raise _from_runtime(what, error) from error
+        raise _from_runtime(description, error) from error
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        said = f"{what}: no NameNode answers, or none is active (hdfs-native: {error})"
-        raise HdfsError(errno.EAGAIN, said, transient=True) from None
+        text = f"{description}: no NameNode answers, or none is active (hdfs-native: {error})"
+        raise HdfsError(errno.EAGAIN, text, transient=True) from None
 
 
 _NUMBERS = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
 
 
-def _from_runtime(what: str, error: RuntimeError) -> OSError:
+def _from_runtime(description: str, error: RuntimeError) -> OSError:
     """Return the error that hdfs-native has put into the text of another."""
     text = str(error)
     match = _RPC_ERROR.match(text)
     if match is not None:
-        found = from_java(match[1], match[2].partition("\\n")[0].replace('\\"', '"'))
-        found.strerror = f"{what}: {found.strerror}"
-        return found
+        java_error = from_java(match[1], match[2].partition("\\n")[0].replace('\\"', '"'))
+        java_error.strerror = f"{description}: {java_error.strerror}"
+        return java_error
     final = text.startswith(_FINAL_WORDS)
-    return HdfsError(errno.EINVAL if final else errno.EIO, f"{what}: {text[:_LONGEST]}", transient=not final)
+    return HdfsError(errno.EINVAL if final else errno.EIO, f"{description}: {text[:_LONGEST]}", transient=not final)
 
 
 def as_request(error: OSError) -> RequestError:
     """Return the error as one that says whether to try again."""
-    said = error.strerror or str(error)
+    text = error.strerror or str(error)
     if isinstance(error, HdfsError):
-        return RequestError(said, transient=error.transient)
+        return RequestError(text, transient=error.transient)
     final = isinstance(error, FileNotFoundError | FileExistsError | PermissionError | NotADirectoryError)
-    return RequestError(said, transient=not final)
+    return RequestError(text, transient=not final)
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _strip_protocol(cls, path: str | list[str]) -> Any:
         """Return the absolute path within the cluster."""
         if isinstance(path, list):
-            return [cls._strip_protocol(one) for one in path]
+            return [cls._strip_protocol(url) for url in path]
         text = os.fspath(path)
         if text.startswith("hdfs://"):
             text = text.removeprefix("hdfs://").partition("/")[2]
@@ -107,10 +107,10 @@ class HdfsFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no ty
     async def _ls(self, path: str, detail: bool = True, **_kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002 -- fsspec's
         name = self._strip_protocol(path)
         entries = await self.hdfs.entries(name)
-        found = [_entry(one.path, one.is_directory, one.nbytes, one.modified) for one in entries]
-        if not found and (info := await self._info(name))["type"] != "directory":
-            found = [info]
-        return found if detail else [one["name"] for one in found]
+        infos = [_entry(entry.path, entry.is_directory, entry.nbytes, entry.modified) for entry in entries]
+        if not infos and (info := await self._info(name))["type"] != "directory":
+            infos = [info]
+        return infos if detail else [info["name"] for info in infos]
 
     async def _mkdir(self, path: str, create_parents: bool = True, **_kwargs: Any) -> None:  # noqa: FBT001, FBT002
         await self.hdfs.make_directory(self._strip_protocol(path), parents=create_parents)

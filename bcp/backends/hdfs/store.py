@@ -68,8 +68,8 @@ class HdfsStore:
     async def stat(self, key: str) -> Stat | None:
         """Return size and version of an object."""
         with request_errors(absent=True):
-            found = await self.hdfs.state(self._path(key))
-        return None if found is None or found.is_directory else Stat(found.nbytes, found.version)
+            state = await self.hdfs.state(self._path(key))
+        return None if state is None or state.is_directory else Stat(state.nbytes, state.version)
 
     async def get(self, key: str) -> tuple[bytes, Version]:
         """Read an object whole."""
@@ -91,8 +91,8 @@ class HdfsStore:
         """List objects, directory by directory; all are one page."""
         with request_errors(absent=False):
             entries = [(self._key(entry.path), entry) async for entry in self._files(prefix.rpartition("/")[0])]
-        mine = [(key, entry) for key, entry in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
-        return [ObjectInfo(key, entry.nbytes) for key, entry in mine], None
+        objects = [(key, entry) for key, entry in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
+        return [ObjectInfo(key, entry.nbytes) for key, entry in objects], None
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
         """List the directories in one directory; all are one page."""

@@ -29,10 +29,10 @@ AT_ONCE = 500
 """Sub-files of one concat; the NameNode answers nobody else meanwhile, for 0.07 ms a sub-file."""
 
 
-def temp_name(final: str, what: str = "") -> str:
+def temp_name(final: str, suffix: str = "") -> str:
     """Return an unused name next to a file."""
     folder, _, name = final.rpartition("/")
-    return f"{folder}/.{name}.{secrets.token_hex(12)}{what}{TEMP_SUFFIX}"
+    return f"{folder}/.{name}.{secrets.token_hex(12)}{suffix}{TEMP_SUFFIX}"
 
 
 class SubFiles:
@@ -89,7 +89,7 @@ class SubFiles:
         self._whole = state
         await self._hdfs.place(name, state, self.final, overwrite=overwrite)
         gone = {name} if self._merge is not None else set(names)
-        if rest := [one for one in self._created if one not in gone]:  # of attempts that failed, or copied
+        if rest := [temp for temp in self._created if temp not in gone]:  # of attempts that failed, or copied
             await self._hdfs.remove_quietly(rest)
 
     async def _joined(self, names: list[str], sizes: list[int]) -> str:

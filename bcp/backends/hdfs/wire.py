@@ -65,43 +65,43 @@ def _delimited(message: bytes) -> bytes:
     return _varint(len(message)) + message
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
     number = shift = 0
     while True:
-        byte = data[at]
-        at += 1
+        byte = data[offset]
+        offset += 1
         number |= (byte & 0x7F) << shift
         shift += 7
         if not byte & 0x80:
-            return number, at
+            return number, offset
 
 
-def _read_delimited(data: bytes, at: int) -> tuple[bytes, int]:
-    length, at = _read_varint(data, at)
-    if at + length > len(data):
+def _read_delimited(data: bytes, offset: int) -> tuple[bytes, int]:
+    length, offset = _read_varint(data, offset)
+    if offset + length > len(data):
         raise ValueError("a message is cut")
-    return data[at : at + length], at + length
+    return data[offset : offset + length], offset + length
 
 
 def parse(message: bytes) -> Fields:
     """Return the values of all fields of a message, by number. Raises ValueError or IndexError if it is none."""
-    found: dict[int, list[int | bytes]] = {}
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
+    fields: dict[int, list[int | bytes]] = {}
+    offset = 0
+    while offset < len(message):
+        key, offset = _read_varint(message, offset)
         kind = key & 7
         value: int | bytes
         if kind == _VARINT:
-            value, at = _read_varint(message, at)
+            value, offset = _read_varint(message, offset)
         elif kind == _BYTES:
-            value, at = _read_delimited(message, at)
+            value, offset = _read_delimited(message, offset)
         elif kind in (_FIXED64, _FIXED32):
             width = 8 if kind == _FIXED64 else 4
-            value, at = message[at : at + width], at + width
+            value, offset = message[offset : offset + width], offset + width
         else:
             raise ValueError(f"wire type {kind}")
-        found.setdefault(key >> 3, []).append(value)
-    return found
+        fields.setdefault(key >> 3, []).append(value)
+    return fields
 
 
 def _text(fields: Fields, number: int) -> str:
@@ -219,7 +219,7 @@ class Connection:
 
     def _take(self, answer: bytes) -> None:
         """Hand an answer to its request."""
-        raw, at = _read_delimited(answer, 0)
+        raw, offset = _read_delimited(answer, 0)
         header = parse(raw)
         status = _integer(header, 2)
         if status == _FATAL:
@@ -229,12 +229,12 @@ class Connection:
         if waiting is None or waiting.done():
             return  # it was cancelled
         if status == _SUCCESS:
-            waiting.set_result(_read_delimited(answer, at)[0])
+            waiting.set_result(_read_delimited(answer, offset)[0])
         else:
             waiting.set_exception(from_java(_text(header, 4), _text(header, 5)))
 
 
 def _fail(waiting: Iterable[asyncio.Future[bytes]], error: OSError) -> None:
-    for one in waiting:
-        if not one.done():
-            one.set_exception(error)
+    for future in waiting:
+        if not future.done():
+            future.set_exception(error)

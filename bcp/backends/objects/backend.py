@@ -81,10 +81,10 @@ class ObjectBackend:
 
     async def version(self, key: str) -> Version | None:
         """Return the store's version of an object."""
-        found = await self._stat(check_key(key))
-        return None if found is None else found.version
+        stat = await self._stat(check_key(key))
+        return None if stat is None else stat.version
 
-    async def put_if(self, key: str, data: Buffer, found: Version | None) -> Version | None:
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a small object if it still has the version that was found; the store compares.
 
         An attempt whose answer was lost may have succeeded. Then the condition of the next one fails, and the object is
@@ -97,7 +97,7 @@ class ObjectBackend:
             nonlocal attempts
             attempts += 1
             try:
-                return await self.store.put(key, view, If(found))
+                return await self.store.put(key, view, If(expected))
             except ConditionError:
                 return await self._mine(key, view) if attempts > 1 else None
 
@@ -163,18 +163,20 @@ class ObjectBackend:
 
     async def _read(self, key: str, start: int, out: memoryview) -> None:
         """Fill a buffer by one ranged read."""
-        what = f"reading bytes {start} to {start + len(out)} of {key!r}"
+        description = f"reading bytes {start} to {start + len(out)} of {key!r}"
         try:
-            found, version = await self._request("read", key, what, partial(self._read_once, key, start, out), len(out))
+            nbytes, version = await self._request(
+                "read", key, description, partial(self._read_once, key, start, out), len(out)
+            )
         except ConditionError as error:
             self._versions.forget(key)
             raise StorageError(
                 f"{self!r}: {key!r} was replaced while it was being read; nothing was mixed: read it again"
             ) from error
         self._versions.put(key, version)
-        if found < len(out):
+        if nbytes < len(out):
             raise CorruptError(
-                f"{self!r}: {key!r} is too short: wanted {len(out)} bytes from byte {start} and got {found}; the "
+                f"{self!r}: {key!r} is too short: wanted {len(out)} bytes from byte {start} and got {nbytes}; the "
                 "object was cut, or is not the one that was saved"
             )
 
@@ -191,13 +193,13 @@ class ObjectBackend:
         if prefix:
             check_key(prefix.rstrip("/"))
 
-        found = await self._pages("list", prefix, f"listing {prefix!r}", partial(self.store.list, prefix))
-        return sorted(found, key=lambda info: info.key)
+        infos = await self._pages("list", prefix, f"listing {prefix!r}", partial(self.store.list, prefix))
+        return sorted(infos, key=lambda info: info.key)
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
         """List the folders directly below ``prefix``."""
-        what = f"listing folders in {check_prefix(prefix)!r}"
-        return sorted({*await self._pages("folders", prefix, what, partial(self.store.folders, prefix))})
+        description = f"listing folders in {check_prefix(prefix)!r}"
+        return sorted({*await self._pages("folders", prefix, description, partial(self.store.folders, prefix))})
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects."""
@@ -212,16 +214,16 @@ class ObjectBackend:
 
     async def unfinished(self) -> Sequence[Unfinished]:
         """List the remains of unfinished uploads."""
-        found = await self._pages("unfinished", "", "listing unfinished uploads", self.store.unfinished)
-        return list(dict.fromkeys(found))
+        remnants = await self._pages("unfinished", "", "listing unfinished uploads", self.store.unfinished)
+        return list(dict.fromkeys(remnants))
 
     async def discard(self, unfinished: Sequence[Unfinished]) -> None:
         """Remove some of it."""
-        await in_turns(partial(self._discard, one) for one in unfinished)
+        await in_turns(partial(self._discard, remnant) for remnant in unfinished)
 
     async def _discard(self, unfinished: Unfinished) -> None:
-        what = f"removing an unfinished upload of {unfinished.key!r}"
-        await self._request("discard", unfinished.key, what, partial(self.store.discard, unfinished))
+        description = f"removing an unfinished upload of {unfinished.key!r}"
+        await self._request("discard", unfinished.key, description, partial(self.store.discard, unfinished))
 
     async def aclose(self) -> None:
         """Close connections."""
@@ -234,22 +236,22 @@ class ObjectBackend:
         self,
         operation: str,
         key: str,
-        what: str,
+        description: str,
         page: Callable[[str | None], Awaitable[tuple[Sequence[T], str | None]]],
     ) -> Sequence[T]:
         """Return the items of all pages of a list; each page is a request of its own."""
-        found: list[T] = []
+        items: list[T] = []
         after: str | None = None
         while True:
-            some, after = await self._request(operation, key, what, partial(page, after))
-            found += some
+            some, after = await self._request(operation, key, description, partial(page, after))
+            items += some
             if after is None:
-                return found
+                return items
 
     async def _request(
-        self, operation: str, key: str, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
+        self, operation: str, key: str, description: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
     ) -> T:
-        return await self.retries(f"{self!r}: {what}", attempt, nbytes, (self.store.name, operation, key))
+        return await self.retries(f"{self!r}: {description}", attempt, nbytes, (self.store.name, operation, key))
 
 
 class _Parts:
@@ -348,25 +350,29 @@ class _Parts:
             except Exception as error:  # noqa: BLE001 -- whatever it is, the next save removes them
                 log.warning("parts of a failed write were not removed", object=self._key, error=repr(error))
 
-    async def _request(self, operation: str, what: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0) -> T:
-        words = f"{what} {self._key!r}"
+    async def _request(
+        self, operation: str, description: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
+    ) -> T:
+        words = f"{description} {self._key!r}"
         return await self._backend._request(operation, self._key, words, attempt, nbytes)  # noqa: SLF001 -- one class in two
 
 
 def _pieces(start: int, outs: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
     """Cut the bytes that fill the buffers into reads; yield the first byte of each read, and its buffers."""
     run: list[memoryview] = []
-    at = begin = start
+    offset = begin = start
     for out in outs:
-        if run and (len(out) >= STRAIGHT_BYTES or at - begin >= RANGE_BYTES):
+        if run and (len(out) >= STRAIGHT_BYTES or offset - begin >= RANGE_BYTES):
             yield begin, run
             run = []
         if len(out) >= STRAIGHT_BYTES:
-            yield from ((at + first, [out[first : first + RANGE_BYTES]]) for first in range(0, len(out), RANGE_BYTES))
+            yield from (
+                (offset + first, [out[first : first + RANGE_BYTES]]) for first in range(0, len(out), RANGE_BYTES)
+            )
         elif len(out):
-            begin = begin if run else at
+            begin = begin if run else offset
             run.append(out)
-        at += len(out)
+        offset += len(out)
     if run:
         yield begin, run
 

@@ -129,14 +129,14 @@ class GcsApi:
         """
         query = {"alt": "media", **_condition(generation)}
         try:
-            filled, found = await self.http.fill(self._path(name), query, start, out)
+            filled, actual_generation = await self.http.fill(self._path(name), query, start, out)
         except FileNotFoundError as error:
             if generation is None:
                 raise
             raise ConditionError(f"generation {generation} of {name!r} is gone: {error}") from error
-        if generation not in (None, found):
-            raise ConditionError(f"{name!r} has generation {found} in place of {generation}")
-        return filled, found
+        if generation not in (None, actual_generation):
+            raise ConditionError(f"{name!r} has generation {actual_generation} in place of {generation}")
+        return filled, actual_generation
 
     async def remove(self, name: str, generation: Version | None = None) -> None:
         """Delete an object, if it has that generation; an absent one is no error."""
@@ -148,8 +148,8 @@ class GcsApi:
     async def names(self, prefix: str, after: str | None) -> tuple[Sequence[tuple[str, int]], str | None]:
         """Return a page of names and sizes of objects whose name starts with a prefix, and the next page's token."""
         page = await self._list(after, prefix=prefix, fields="items(name,size),nextPageToken")
-        found = [(item["name"], int(item["size"])) for item in page.get("items", ())]
-        return found, page.get("nextPageToken") or None
+        entries = [(item["name"], int(item["size"])) for item in page.get("items", ())]
+        return entries, page.get("nextPageToken") or None
 
     async def prefixes(self, above: str, after: str | None) -> tuple[Sequence[str], str | None]:
         """Return a page of names that start with ``above``, cut at their next slash, and a page token."""
@@ -311,17 +311,17 @@ class GcsUpload:
         The request has the condition that the object is as it was found, at first that it is absent. If that fails,
         an earlier attempt of this upload has made the object, or another writer has: the metadata tell.
         """
-        found: Version = ABSENT
+        generation: Version = ABSENT
         for _ in range(_RACES):
             try:
                 return await self._present(
-                    self._api.compose(self._name, sources, found, {_UPLOAD: self.id}),
+                    self._api.compose(self._name, sources, generation, {_UPLOAD: self.id}),
                 )
             except ConditionError:
-                there = await self._api.look(self._name)
-                if there is not None and there.metadata.get(_UPLOAD) == self.id:
-                    return there
-                found = ABSENT if there is None else there.generation
+                stored_object = await self._api.look(self._name)
+                if stored_object is not None and stored_object.metadata.get(_UPLOAD) == self.id:
+                    return stored_object
+                generation = ABSENT if stored_object is None else stored_object.generation
         raise RequestError(f"{self._name!r} was replaced {_RACES} times by other writers meanwhile", transient=True)
 
     async def _present(self, made: Awaitable[GcsObject]) -> GcsObject:
@@ -404,8 +404,8 @@ class GcsStore:
     async def put(self, key: str, data: memoryview, condition: If | None = None) -> Version:
         """Store an object by one media upload, and compare the server's CRC with that of the buffer."""
         crc, name = await checksum(data), self._above + key
-        found = None if condition is None else condition.version or ABSENT
-        made = await self._api.insert(name, data, found)
+        generation = None if condition is None else condition.version or ABSENT
+        made = await self._api.insert(name, data, generation)
         if not made.has(crc, len(data)):
             await self._api.remove(name, made.generation)
             raise CorruptError(
@@ -416,8 +416,8 @@ class GcsStore:
 
     async def stat(self, key: str) -> Stat | None:
         """Return size and generation."""
-        found = await self._api.look(self._above + key)
-        return None if found is None else Stat(found.nbytes, found.generation)
+        stored_object = await self._api.look(self._above + key)
+        return None if stored_object is None else Stat(stored_object.nbytes, stored_object.generation)
 
     async def get(self, key: str) -> tuple[bytes, Version]:
         """Read an object whole."""
@@ -452,8 +452,8 @@ class GcsStore:
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
         """List uploads that have parts; the name is the upload's id."""
         page, after = await self._api.names(self._above, after)
-        found = sorted(set(filter(None, (upload_of(name) for name, _ in page))))
-        return [Unfinished(name.removeprefix(self._above), upload) for name, upload in found], after
+        uploads = sorted(set(filter(None, (upload_of(name) for name, _ in page))))
+        return [Unfinished(name.removeprefix(self._above), upload) for name, upload in uploads], after
 
     async def discard(self, unfinished: Unfinished) -> None:
         """Remove all parts of an upload."""

@@ -253,14 +253,14 @@ class GcsHttp:
             self._secrets |= {token} - {""}
         return {**session.headers, "Accept-Encoding": "identity"}
 
-    async def _private(self, what: str, function: Callable[..., Any], *args: object) -> Any:
+    async def _private(self, failure: str, function: Callable[..., Any], *args: object) -> Any:
         """Call gcsfs in a thread. Its errors may quote tokens, so they are shown in part and never chained."""
         try:
             return await in_thread(function, *args)
         except Exception as error:  # noqa: BLE001 -- whatever google-auth, requests and gcsfs raise
             transient = isinstance(error, (TransportError, NoConnectionError))
-            said = self._shown(f"{what}: {type(error).__name__}: {error}; {_CREDENTIALS}")
-        raise RequestError(said, transient=transient, unreachable=transient)
+            text = self._shown(f"{failure}: {type(error).__name__}: {error}; {_CREDENTIALS}")
+        raise RequestError(text, transient=transient, unreachable=transient)
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -282,20 +282,20 @@ class GcsHttp:
     def _refused(self, session: _Session, status: int, answer: Answer) -> Exception:
         """Return the error of an answer that is no success."""
         message, reasons = _words(answer.body)
-        said = self._shown(f"{status} {message}")
+        text = self._shown(f"{status} {message}")
         if status == 404:  # noqa: PLR2004 -- not found
-            return self.no_bucket(RequestError(said)) if "bucket does not exist" in message else FileNotFoundError(said)
+            return self.no_bucket(RequestError(text)) if "bucket does not exist" in message else FileNotFoundError(text)
         if status == 412:  # noqa: PLR2004 -- precondition failed
-            return ConditionError(said)
+            return ConditionError(text)
         if status in _TRANSIENT or reasons & _RATE_REASONS:
             busy = status in _BUSY or bool(reasons & _RATE_REASONS)
-            return RequestError(said, transient=True, slow_down=busy, after=_retry_after(answer.headers))
+            return RequestError(text, transient=True, slow_down=busy, after=_retry_after(answer.headers))
         if status == 401:  # noqa: PLR2004 -- unauthorized
             session.until = 0.0
-            said = f"{said}; {_CREDENTIALS}"
+            text = f"{text}; {_CREDENTIALS}"
         if status == 403:  # noqa: PLR2004 -- forbidden
-            said = f"{said}; {_CREDENTIALS}; they need the role Storage Object User on {self.bucket!r}"
-        return RequestError(said)
+            text = f"{text}; {_CREDENTIALS}; they need the role Storage Object User on {self.bucket!r}"
+        return RequestError(text)
 
     @contextmanager
     def _connection_errors(self) -> Iterator[None]:
@@ -307,8 +307,8 @@ class GcsHttp:
         except (aiohttp.ClientError, OSError) as error:
             final = isinstance(error, (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL))
             unreachable = isinstance(error, aiohttp.ClientConnectorError)
-            said = self._shown(f"{type(error).__name__}: {error}")
-            made = RequestError(said, transient=not final, unreachable=unreachable)
+            text = self._shown(f"{type(error).__name__}: {error}")
+            made = RequestError(text, transient=not final, unreachable=unreachable)
             # A ClientResponseError has the request's headers in its arguments, and there the token.
             raise made from (None if isinstance(error, aiohttp.ClientResponseError) else error)
 
@@ -399,7 +399,7 @@ def _words(body: bytes) -> tuple[str, set[str]]:
     text = body.decode(errors="replace").strip()
     try:
         error = json.loads(text)["error"]
-        reasons = {str(one.get("reason")) for one in error.get("errors", ())}
+        reasons = {str(entry.get("reason")) for entry in error.get("errors", ())}
         return str(error["message"]), reasons
     except (ValueError, TypeError, KeyError, AttributeError):
         return text[:300] or "without a message", set()

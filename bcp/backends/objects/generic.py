@@ -74,9 +74,9 @@ def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | Non
 
 def _open(kind: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Make the file system, which may connect to a server."""
-    found = kind._get_kwargs_from_urls(url)  # noqa: SLF001 -- as above
+    url_options = kind._get_kwargs_from_urls(url)  # noqa: SLF001 -- as above
     try:
-        return kind(**{**found, **options, "skip_instance_cache": True})
+        return kind(**{**url_options, **options, "skip_instance_cache": True})
     except (ValueError, TypeError) as error:
         scheme = url.partition("://")[0]
         raise InputError(f"{scheme}:// does not take these options or this URL: {_said(error, options)}") from error
@@ -221,18 +221,18 @@ class FsspecStore:
 
     async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:  # noqa: ARG002
         """List objects with the prefix, without files that are being written; all are one page."""
-        found = await self._call(self._find)
-        mine = [(key, nbytes) for key, nbytes in found if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
-        return [ObjectInfo(key, nbytes) for key, nbytes in mine], None
+        entries = await self._call(self._find)
+        objects = [(key, nbytes) for key, nbytes in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
+        return [ObjectInfo(key, nbytes) for key, nbytes in objects], None
 
     def _find(self) -> Sequence[tuple[str, int]]:
         self._system.invalidate_cache()
         try:
-            found = self._system.find(self._root, detail=True)
+            infos = self._system.find(self._root, detail=True)
         except _ABSENT:
             return []
         start = len(self._root) + 1 if self._root else 0
-        return [(path[start:], int(info["size"])) for path, info in found.items() if path[start:]]
+        return [(path[start:], int(info["size"])) for path, info in infos.items() if path[start:]]
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
         """List the directories in one directory; all are one page."""
@@ -241,10 +241,10 @@ class FsspecStore:
     def _folders(self, top: str) -> Sequence[str]:
         self._system.invalidate_cache()
         try:
-            found = self._system.ls(top, detail=True)
+            infos = self._system.ls(top, detail=True)
         except _ABSENT:
             return []
-        paths = [str(info["name"]).rstrip("/") for info in found if info["type"] == "directory"]
+        paths = [str(info["name"]).rstrip("/") for info in infos if info["type"] == "directory"]
         return [path.rpartition("/")[2] for path in paths if path not in (top, "")]
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -288,8 +288,8 @@ class FsspecStore:
 
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:  # noqa: ARG002
         """List files that are being written, or were; all are one page."""
-        found = [key for key, _ in await self._call(self._find) if key.endswith(TEMP_SUFFIX)]
-        return [Unfinished(_final(key), key) for key in found], None
+        keys = [key for key, _ in await self._call(self._find) if key.endswith(TEMP_SUFFIX)]
+        return [Unfinished(_final(key), key) for key in keys], None
 
     async def discard(self, unfinished: Unfinished) -> None:
         """Remove one of these."""

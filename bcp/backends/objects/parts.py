@@ -101,16 +101,16 @@ class Grid:
         """Take bytes that begin at an offset of the object; yield the cells that they fill, by number."""
         self._end = max(self._end, offset + len(data))
         full = []
-        at = 0
-        while at < len(data):
-            number, inside = divmod(offset + at, self.nbytes)
-            count = min(self.nbytes - inside, len(data) - at)
+        position = 0
+        while position < len(data):
+            number, inside = divmod(offset + position, self.nbytes)
+            count = min(self.nbytes - inside, len(data) - position)
             cell = self._cells.setdefault(number, bytearray(self.nbytes))
-            cell[inside : inside + count] = data[at : at + count]
+            cell[inside : inside + count] = data[position : position + count]
             self._filled[number] = self._filled.get(number, 0) + count
             if self._filled[number] == self.nbytes:
                 full.append(number)
-            at += count
+            position += count
         for number in full:
             del self._filled[number]
             yield number, self._cells.pop(number)

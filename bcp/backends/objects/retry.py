@@ -151,7 +151,7 @@ class Retries:
 
     async def __call__(
         self,
-        what: str,
+        description: str,
         attempt: Callable[[], Awaitable[T]],
         nbytes: int = 0,
         about: tuple[str, str, str] = ("", "", ""),
@@ -159,7 +159,7 @@ class Retries:
         """Make a request until it succeeds.
 
         Args:
-            what: the request in words, with store, object and bytes, for messages.
+            description: the request in words, with store, object and bytes, for messages.
             attempt: makes it once. Errors other than :class:`RequestError`, ``OSError`` and ``TimeoutError`` are final,
                 and so are those that say so.
             nbytes: how many bytes it moves.
@@ -179,7 +179,7 @@ class Retries:
                     with anyio.fail_after(self.policy.attempt + nbytes / MIB):
                         result = await attempt()
             except (RequestError, TimeoutError, ConnectionError) as error:
-                await self._pause(what, _as_request(error), number, self._clock() - began, tell)
+                await self._pause(description, _as_request(error), number, self._clock() - began, tell)
             except (FileNotFoundError, ConditionError) as error:  # an answer
                 tell("ok", told(error))
                 raise
@@ -192,7 +192,7 @@ class Retries:
                 self.limiter.succeeded()
                 return result
 
-    async def _pause(self, what: str, error: RequestError, number: int, lasted: float, tell: _Tell) -> None:
+    async def _pause(self, description: str, error: RequestError, number: int, lasted: float, tell: _Tell) -> None:
         """Wait before the next attempt, or raise if there is to be none."""
         if error.slow_down:
             self.limiter.slow_down()
@@ -204,32 +204,34 @@ class Retries:
         if not error.transient or spent or lasted + pause > deadline:
             hint = "; no request has reached this store yet: check its endpoint" if is_new else ""
             tell("failed", error.said)
-            raise _final(what, error, number, lasted, spent=spent, hint=hint) from error
+            raise _final(description, error, number, lasted, spent=spent, hint=hint) from error
         tell("again", error.said)
         self.retries += 1
-        event = RetryEvent(what, number, pause, error.said, error.slow_down)
+        event = RetryEvent(description, number, pause, error.said, error.slow_down)
         self.policy.on_retry(event)
         emit(event)
-        log.info("a storage request is made again", request=what, attempt=number, pause=pause, said=error.said)
+        log.info("a storage request is made again", request=description, attempt=number, pause=pause, said=error.said)
         await self._sleep(pause)
 
 
-def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, said: str) -> None:
-    emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, said))
+def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, message: str) -> None:
+    emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, message))
 
 
 def _as_request(error: Exception) -> RequestError:
     """Return the error as one that says whether to try again."""
     if isinstance(error, RequestError):
         return error
-    said = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-    made = RequestError(said, transient=True)
+    message = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    made = RequestError(message, transient=True)
     made.__cause__ = error
     return made
 
 
-def _final(what: str, error: RequestError, attempts: int, seconds: float, *, spent: bool, hint: str) -> StorageError:
+def _final(
+    description: str, error: RequestError, attempts: int, seconds: float, *, spent: bool, hint: str
+) -> StorageError:
     """Return the error of a request that has failed for good, with its attempts and the server's words."""
     why = "; so many requests fail that no more is made again" if spent and error.transient else ""
     times = "once" if attempts == 1 else f"{attempts} times in {seconds:.1f} s"
-    return StorageError(f"{what} failed, tried {times}: {error.said}{why}{hint}")
+    return StorageError(f"{description} failed, tried {times}: {error.said}{why}{hint}")

@@ -92,8 +92,10 @@ class S3Error(RequestError):
         status: the HTTP status; 0 for a request without an answer.
     """
 
-    def __init__(self, said: str, *, code: str = "", status: int = 0, after: float | None = None, **kind: bool) -> None:
-        super().__init__(said, after=after, **kind)
+    def __init__(
+        self, message: str, *, code: str = "", status: int = 0, after: float | None = None, **kind: bool
+    ) -> None:
+        super().__init__(message, after=after, **kind)
         self.code = code
         self.status = status
 
@@ -114,15 +116,15 @@ def request_error(error: Exception, secrets: Secrets) -> S3Error:
         return error
     if isinstance(error, boto.ClientError):
         return _answered(error.response, secrets)
-    said = secrets.clean(f"{type(error).__name__}: {error}".rstrip(": "))
+    text = secrets.clean(f"{type(error).__name__}: {error}".rstrip(": "))
     code = type(error).__name__
     if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return S3Error(f"{said}; {_NO_CREDENTIALS}", code=code)
-    if "CERTIFICATE_VERIFY_FAILED" in said:
-        return S3Error(f"{said}; pass the certificates as AWS_CA_BUNDLE", code=code)
+        return S3Error(f"{text}; {_NO_CREDENTIALS}", code=code)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return S3Error(f"{text}; pass the certificates as AWS_CA_BUNDLE", code=code)
     if isinstance(error, _TRANSIENT_ERRORS) and not isinstance(error, _FINAL_ERRORS):
-        return S3Error(said, code=code, transient=True, unreachable=isinstance(error, _NOT_CONNECTED))
-    return S3Error(said, code=code)
+        return S3Error(text, code=code, transient=True, unreachable=isinstance(error, _NOT_CONNECTED))
+    return S3Error(text, code=code)
 
 
 FAILURES = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError, ValueError)
@@ -158,13 +160,13 @@ def _answered(response: Mapping[str, Any], secrets: Secrets) -> S3Error:
 
 def error_of(code: str, message: str, *, status: int = 0, after: str | None = None, region: str = "") -> S3Error:
     """Return the error for a code and a message of a server."""
-    said = " ".join(str(word) for word in (status or "", code if code != str(status) else "", message) if word)
+    text = " ".join(str(word) for word in (status or "", code if code != str(status) else "", message) if word)
     hint = _HINTS.get(code, _FORBIDDEN if status == 403 or code == "AccessDenied" else "")  # noqa: PLR2004 -- HTTP's
     if region and "region" in hint:
         hint += f"; the server says {region}"
     slow_down = status in _SLOW_DOWN_STATUS or code in _SLOW_DOWN
     return S3Error(
-        f"{said}; {hint}" if hint else said,
+        f"{text}; {hint}" if hint else text,
         code=code,
         status=status,
         after=float(after) if after and after.isdigit() else None,
@@ -458,10 +460,10 @@ async def _open(client: Client, options: Options, requests: int) -> None:
     """Give a client its connections."""
     session = await in_thread(_session, options)
     if not options.anonymous and "aws_access_key_id" not in options.client:
-        found = await session.get_credentials()
-        if found is None:
+        credentials = await session.get_credentials()
+        if credentials is None:
             raise boto.NoCredentialsError
-        frozen = await found.get_frozen_credentials()
+        frozen = await credentials.get_frozen_credentials()
         client.secrets.add(frozen.access_key, frozen.secret_key, frozen.token)
     made = session.create_client("s3", config=options.to_config(requests), **options.client)
     client.boto = await client.stack.enter_async_context(made)

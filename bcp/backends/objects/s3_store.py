@@ -96,7 +96,7 @@ class S3Store:
         try:
             return etag_of(await _on_condition(partial(send, IfMatch=self._condition(version)), missing=True))
         except ConditionError:
-            if self._bare_etags or (found := await self.stat(key)) is None or found.version != version:
+            if self._bare_etags or (stat := await self.stat(key)) is None or stat.version != version:
                 raise
         # The object does have this ETag: Ceph RGW up to 17 compares it with the quotes. The server compares once more.
         answer = await _on_condition(partial(send, IfMatch=version), missing=True)
@@ -170,11 +170,11 @@ class S3Store:
             return await self._nothing(key, version, start)
         self._check_range(answer, start)
         async with self._content(answer) as content:
-            at = await (await self.client()).guarded(_stream(content, out))
+            nbytes = await (await self.client()).guarded(_stream(content, out))
         whole = min(int(answer["ContentLength"]), len(out))
-        if at < whole:
-            raise RequestError(f"the connection was lost after {at} of {whole} bytes", transient=True)
-        return at, etag_of(answer)
+        if nbytes < whole:
+            raise RequestError(f"the connection was lost after {nbytes} of {whole} bytes", transient=True)
+        return nbytes, etag_of(answer)
 
     def _check_range(self, answer: Mapping[str, Any], start: int) -> None:
         """Raise if the server has sent other bytes than it was asked for."""
@@ -196,14 +196,14 @@ class S3Store:
 
     async def _nothing(self, key: str, version: Version | None, start: int | None = None) -> tuple[int, Version]:
         """Return that there are no bytes, of an object that is there and has the version."""
-        found = await self.stat(key)
-        if found is None:
+        stat = await self.stat(key)
+        if stat is None:
             raise FileNotFoundError(f"{self.name} has no object {key!r}")
-        if version not in (None, found.version):
+        if version not in (None, stat.version):
             raise ConditionError
-        if start is not None and found.nbytes > start:
+        if start is not None and stat.nbytes > start:
             raise RequestError("the object was replaced by a longer one meanwhile", transient=True)
-        return 0, found.version
+        return 0, stat.version
 
     # -- lists and deletion -------------------------------------------------------------------
 
@@ -211,17 +211,17 @@ class S3Store:
         """List objects by pages of a thousand."""
         more: dict[str, Any] = {} if after is None else {"ContinuationToken": after}
         page = await self.call("list_objects_v2", Prefix=self._root + prefix, **more)
-        listed = [(found["Key"][len(self._root) :], int(found["Size"])) for found in page.get("Contents", [])]
+        listed = [(entry["Key"][len(self._root) :], int(entry["Size"])) for entry in page.get("Contents", [])]
         # consoles make empty objects for folders
-        found = [ObjectInfo(key, nbytes) for key, nbytes in listed if key and not key.endswith("/")]
-        return found, page["NextContinuationToken"] if page.get("IsTruncated") else None
+        infos = [ObjectInfo(key, nbytes) for key, nbytes in listed if key and not key.endswith("/")]
+        return infos, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
         """List common prefixes by pages of a thousand prefixes and objects."""
         above = self._root + prefix
         more: dict[str, Any] = {} if after is None else {"ContinuationToken": after}
         page = await self.call("list_objects_v2", Prefix=above, Delimiter="/", **more)
-        names = [str(found["Prefix"])[len(above) : -1] for found in page.get("CommonPrefixes", [])]
+        names = [str(entry["Prefix"])[len(above) : -1] for entry in page.get("CommonPrefixes", [])]
         return [name for name in names if name], page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -251,8 +251,8 @@ class S3Store:
         if errors:
             errors.sort(key=lambda error: error_of(str(error.get("Code")), "").transient)  # a final one counts
             first = errors[0]
-            what = f"{first.get('Message', '')} (of {first.get('Key')!r}, and {len(errors) - 1} more)"
-            raise error_of(str(first.get("Code", "")), what)
+            message = f"{first.get('Message', '')} (of {first.get('Key')!r}, and {len(errors) - 1} more)"
+            raise error_of(str(first.get("Code", "")), message)
 
     # -- uploads ------------------------------------------------------------------------------
 
@@ -276,10 +276,10 @@ class S3Store:
         """List multipart uploads below the root."""
         more = {} if after is None else dict(zip(("KeyMarker", "UploadIdMarker"), json.loads(after), strict=True))
         page = await self.call("list_multipart_uploads", Prefix=self._root, **more)
-        mine = [upload for upload in page.get("Uploads", []) if upload["Key"].startswith(self._root)]
-        found = [Unfinished(upload["Key"][len(self._root) :], upload["UploadId"]) for upload in mine]
+        own_uploads = [upload for upload in page.get("Uploads", []) if upload["Key"].startswith(self._root)]
+        unfinished = [Unfinished(upload["Key"][len(self._root) :], upload["UploadId"]) for upload in own_uploads]
         is_more = bool(page.get("IsTruncated"))
-        return found, json.dumps([page["NextKeyMarker"], page["NextUploadIdMarker"]]) if is_more else None
+        return unfinished, json.dumps([page["NextKeyMarker"], page["NextUploadIdMarker"]]) if is_more else None
 
     async def discard(self, unfinished: Unfinished) -> None:
         """Abort a multipart upload."""
@@ -325,14 +325,14 @@ class _Content:
 
 async def _stream(content: aiohttp.StreamReader, out: memoryview) -> int:
     """Fill a buffer from a stream; return how many bytes there were."""
-    at = 0
+    offset = 0
     async for chunk, _ in content.iter_chunks():
-        piece = chunk[: len(out) - at] if len(chunk) > len(out) - at else chunk
-        out[at : at + len(piece)] = piece
-        at += len(piece)
-        if at == len(out) and len(piece) < len(chunk):
+        piece = chunk[: len(out) - offset] if len(chunk) > len(out) - offset else chunk
+        out[offset : offset + len(piece)] = piece
+        offset += len(piece)
+        if offset == len(out) and len(piece) < len(chunk):
             break
-    return at
+    return offset
 
 
 def _refuses_checksums(error: S3Error) -> bool:

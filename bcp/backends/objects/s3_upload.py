@@ -71,8 +71,8 @@ class S3Upload:
 
     async def abort(self) -> None:
         """Remove the parts, or the object if an attempt to finish was carried out and its answer lost."""
-        there = await self._store.abort(self._key, self._upload)
-        if not there and self._finishes and await self._is_mine():
+        exists = await self._store.abort(self._key, self._upload)
+        if not exists and self._finishes and await self._is_mine():
             await self._store.delete([self._key])
 
     # -- what was stored ----------------------------------------------------------------------
@@ -111,11 +111,11 @@ class S3Upload:
 
     async def _check(self) -> None:
         """Compare the object's size: for servers without checksums, whose ETags are no digests of the parts'."""
-        found = await self._store.stat(self._key)
+        stat = await self._store.stat(self._key)
         size = self._size()
-        if found is None or found.nbytes != size:
-            there = "no object" if found is None else f"{found.nbytes} bytes"
-            raise CorruptError(f"{self._store.name}: {self._key!r} has {there} in place of {size}; save again")
+        if stat is None or stat.nbytes != size:
+            content = "no object" if stat is None else f"{stat.nbytes} bytes"
+            raise CorruptError(f"{self._store.name}: {self._key!r} has {content} in place of {size}; save again")
 
     def _size(self) -> int:
         return sum(part.nbytes for part in self._parts.values())
@@ -124,14 +124,16 @@ class S3Upload:
 class _Part:
     """A part that was stored: ETag, bytes, CRC32C, and the CRC32C that the server has answered."""
 
-    __slots__ = ("crc", "etag", "nbytes", "said")
+    __slots__ = ("crc", "etag", "nbytes", "server_crc")
 
-    def __init__(self, etag: str, nbytes: int, crc: int | None, said: str | None) -> None:
+    def __init__(self, etag: str, nbytes: int, crc: int | None, server_crc: str | None) -> None:
         self.etag = etag
         self.nbytes = nbytes
         self.crc = crc
-        self.said = said
+        self.server_crc = server_crc
 
     def named(self) -> dict[str, str]:
         """Return it as CompleteMultipartUpload names it."""
-        return {"ETag": self.etag} if self.said is None else {"ETag": self.etag, "ChecksumCRC32C": self.said}
+        return (
+            {"ETag": self.etag} if self.server_crc is None else {"ETag": self.etag, "ChecksumCRC32C": self.server_crc}
+        )

@@ -90,9 +90,9 @@ class PerLoop(Generic[S]):
 
     async def aclose(self) -> None:
         """Close the session of the running loop, and have those of other running loops closed there."""
-        mine = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         if self._pid == os.getpid():
-            living = self._sessions.pop(mine, None)
+            living = self._sessions.pop(loop, None)
             if living is not None and _is_open(living):
                 await living.result().keeper.aclose()
         self._at_end()

@@ -47,15 +47,15 @@ class RequestError(Exception):
 
     def __init__(
         self,
-        said: str,
+        message: str,
         *,
         transient: bool = False,
         slow_down: bool = False,
         unreachable: bool = False,
         after: float | None = None,
     ) -> None:
-        super().__init__(said)
-        self.said = said
+        super().__init__(message)
+        self.said = message
         self.transient = transient or slow_down
         self.slow_down = slow_down
         self.unreachable = unreachable

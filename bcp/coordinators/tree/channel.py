@@ -65,15 +65,15 @@ class GrpcChannel:
     async def join(self) -> None:
         """Begin the operation on this rank's node."""
         self._news = asyncio.Event()
-        here = asyncio.get_running_loop()
-        call_soon = here.call_soon if self._loop.is_here else here.call_soon_threadsafe
+        caller_loop = asyncio.get_running_loop()
+        call_soon = caller_loop.call_soon if self._loop.is_here else caller_loop.call_soon_threadsafe
 
         def call_here(function: Callable[..., None], *args: object) -> None:
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
                 call_soon(function, *args)
 
         member = LocalMember(
-            what=self._info.what,
+            operation=self._info.operation,
             timeout=self._timeout,
             beat=self._beat,
             hand_over=partial(call_here, self._take_answer),
@@ -115,14 +115,14 @@ class GrpcChannel:
 
     # -- steps --------------------------------------------------------------------------------
 
-    async def ask(self, verb: str, mine: bytes) -> bytes:
-        """Send ``mine`` to rank 0, and return its answer."""
-        _, answer = await self._give(verb, mine)
+    async def ask(self, verb: str, payload: bytes) -> bytes:
+        """Send ``payload`` to rank 0, and return its answer."""
+        _, answer = await self._give(verb, payload)
         return answer if isinstance(answer, bytes) else answer.members()[0]
 
-    async def gather(self, verb: str, mine: bytes) -> tuple[int, Sequence[bytes]]:
+    async def gather(self, verb: str, payload: bytes) -> tuple[int, Sequence[bytes]]:
         """Return the number of the step, and on rank 0 the bytes of every rank, by rank."""
-        number, values = await self._give(verb, mine)
+        number, values = await self._give(verb, payload)
         gathered = [b""] * self._world_size
         if isinstance(values, Values) and self._node.place is not None:
             for rank, member in zip(self._node.place.order, values.members(), strict=True):
@@ -141,14 +141,14 @@ class GrpcChannel:
         frame = Frame(Kind.EACH, self._number, number)
         self._act(lambda state: state.reply(number, frame, values))
 
-    async def cards(self, verb: str, mine: bytes) -> CardOf:
+    async def cards(self, verb: str, payload: bytes) -> CardOf:
         """Gather the cards of all ranks, and send them to all."""
         if self._info.rank == 0:
-            number, gathered = await self.gather(verb, mine)
+            number, gathered = await self.gather(verb, payload)
             cards = gathered
             await self.reply(number, Values.of(gathered).pack())
         else:
-            cards = Values.unpack(await self.ask(verb, mine), self._world_size).members()
+            cards = Values.unpack(await self.ask(verb, payload), self._world_size).members()
 
         async def card_of(rank: int) -> bytes:
             return cards[rank]
@@ -171,13 +171,13 @@ class GrpcChannel:
             await self._news.wait()
         return self.error
 
-    async def _give(self, verb: str, mine: bytes) -> tuple[int, bytes | Values]:
+    async def _give(self, verb: str, message: bytes) -> tuple[int, bytes | Values]:
         """Take part in the next step, and return its number and its result."""
         self._steps += 1
         number = self._steps
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._act(lambda state: state.give(number, verb, bytes(mine)))
+            self._act(lambda state: state.give(number, verb, bytes(message)))
             return number, await answer
         finally:
             del self._answers[number]

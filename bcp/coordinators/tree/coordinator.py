@@ -132,7 +132,7 @@ class GrpcCoordinator:
         """The traffic between this rank and each neighbour in the tree; empty before the first operation."""
         return {} if self._node is None else self._node.traffic
 
-    def begin(self, what: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
+    def begin(self, operation: str, timeout: float) -> AbstractAsyncContextManager[Agreement]:
         """Take this rank's place in the next operation."""
         if os.getpid() != self._pid:
             raise InputError(
@@ -140,9 +140,9 @@ class GrpcCoordinator:
                 "can take part; pass coordinator=SoloCoordinator() to save or load alone"
             )
         if self._closed:
-            raise InputError(f"{self!r} cannot begin {what!r}: it was closed")
+            raise InputError(f"{self!r} cannot begin {operation!r}: it was closed")
         node, loop = self._connect()
-        info = PeerInfo.of(self.rank, what)
+        info = PeerInfo.of(self.rank, operation)
         channel = GrpcChannel(node, loop, next(self._numbers), info, self.world_size, timeout)
         return Operation(channel, info, self.world_size, patience=timeout, address=self._own_address, tls=self._tls)
 

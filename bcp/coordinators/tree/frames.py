@@ -40,71 +40,71 @@ class Values:
     """
 
     distinct: tuple[bytes, ...]  # the values, in the order of their first appearance
-    which: NDArray[np.uint32]  # for each member the index of its value
+    index: NDArray[np.uint32]  # for each member the index of its value
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.index)
 
     @classmethod
     def of(cls, members: Iterable[bytes]) -> Values:
         """Return the sequence of these members."""
         known: dict[bytes, int] = {}
-        which = [known.setdefault(member, len(known)) for member in members]
-        return cls(tuple(known), np.array(which, np.uint32))
+        indices = [known.setdefault(member, len(known)) for member in members]
+        return cls(tuple(known), np.array(indices, np.uint32))
 
     @classmethod
     def joined(cls, pieces: Sequence[Values]) -> Values:
         """Concatenate sequences. A Python step is spent on each distinct value, none on a member."""
         known: dict[bytes, int] = {}
-        which = []
+        indices = []
         for piece in pieces:
             table = np.array([known.setdefault(value, len(known)) for value in piece.distinct], np.uint32)
-            which.append(table[piece.which])
-        return cls(tuple(known), np.concatenate(which) if which else np.zeros(0, np.uint32))
+            indices.append(table[piece.index])
+        return cls(tuple(known), np.concatenate(indices) if indices else np.zeros(0, np.uint32))
 
     def split(self, sizes: Sequence[int]) -> list[Values]:
         """Return the pieces of these sizes; the reverse of :meth:`joined`."""
-        pieces = np.split(self.which, np.cumsum(sizes)[:-1])
+        pieces = np.split(self.index, np.cumsum(sizes)[:-1])
         return [self._of_indices(piece) for piece in pieces]
 
     def members(self) -> list[bytes]:
         """Return the whole sequence."""
-        return [self.distinct[index] for index in self.which.tolist()]
+        return [self.distinct[index] for index in self.index.tolist()]
 
     def pack(self) -> bytes:
         """Return the bytes of the sequence."""
         lengths = b"".join(pack_number(len(value)) for value in self.distinct)
-        which = self.which.astype(_width(len(self.distinct))).tobytes() if len(self.distinct) > 1 else b""
-        return b"".join((pack_number(len(self.distinct)), lengths, *self.distinct, which))
+        indices = self.index.astype(_width(len(self.distinct))).tobytes() if len(self.distinct) > 1 else b""
+        return b"".join((pack_number(len(self.distinct)), lengths, *self.distinct, indices))
 
     @classmethod
     def unpack(cls, data: bytes, count: int) -> Values:
         """Read a sequence of ``count`` members. Raises :class:`~bcp.coordinators.tree.frames.FrameError`."""
-        size, at = unpack_number(data, 0)
+        size, offset = unpack_number(data, 0)
         if not (0 < size <= count and size <= len(data)):
             raise FrameError(f"{size} distinct values for {count} ranks, in {len(data)} bytes")
         lengths = []
         for _ in range(size):
-            length, at = unpack_number(data, at)
+            length, offset = unpack_number(data, offset)
             lengths.append(length)
         width = _width(size)
-        expected = at + sum(lengths) + (count * width.itemsize if size > 1 else 0)
+        expected = offset + sum(lengths) + (count * width.itemsize if size > 1 else 0)
         if len(data) != expected:
             raise FrameError(f"values of {count} ranks in {len(data)} bytes instead of {expected}")
         distinct = []
         for length in lengths:
-            distinct.append(data[at : at + length])
-            at += length
-        which = np.frombuffer(data, width, offset=at) if size > 1 else np.zeros(count, width)
-        if which.max() >= size:
-            raise FrameError(f"value {which.max()} of {size} distinct ones")
-        return cls(tuple(distinct), which.astype(np.uint32))
+            distinct.append(data[offset : offset + length])
+            offset += length
+        indices = np.frombuffer(data, width, offset=offset) if size > 1 else np.zeros(count, width)
+        if indices.max() >= size:
+            raise FrameError(f"value {indices.max()} of {size} distinct ones")
+        return cls(tuple(distinct), indices.astype(np.uint32))
 
-    def _of_indices(self, which: NDArray[np.uint32]) -> Values:
+    def _of_indices(self, indices: NDArray[np.uint32]) -> Values:
         """Return the members that have these indices."""
         if len(self.distinct) == 1:
-            return Values(self.distinct, which)
-        used, first, inverse = np.unique(which, return_index=True, return_inverse=True)
+            return Values(self.distinct, indices)
+        used, first, inverse = np.unique(indices, return_index=True, return_inverse=True)
         by_appearance = np.argsort(first)
         rank_of = np.empty_like(by_appearance)
         rank_of[by_appearance] = np.arange(len(used))
@@ -167,9 +167,9 @@ class Frame:
         """Read a frame. Raises :class:`FrameError`."""
         if not data or data[0] not in _KINDS:
             raise FrameError(f"a frame of {len(data)} bytes that begins with {data[:1].hex()!r} is of no known kind")
-        operation, at = unpack_number(data, 1)
-        step, at = unpack_number(data, at)
-        return cls(Kind(data[0]), operation, step, data[at:])
+        operation, offset = unpack_number(data, 1)
+        step, offset = unpack_number(data, offset)
+        return cls(Kind(data[0]), operation, step, data[offset:])
 
 
 def pieces_of(frame: bytes) -> Iterator[bytes]:
@@ -214,14 +214,14 @@ def pack_number(number: int) -> bytes:
     return bytes(packed)
 
 
-def unpack_number(data: bytes, at: int) -> tuple[int, int]:
+def unpack_number(data: bytes, offset: int) -> tuple[int, int]:
     """Return the number at a position, and the position behind it. Raises :class:`FrameError`."""
     number = 0
-    for position in range(at, min(at + _LONGEST_NUMBER, len(data))):
-        number |= (data[position] & 0x7F) << 7 * (position - at)
+    for position in range(offset, min(offset + _LONGEST_NUMBER, len(data))):
+        number |= (data[position] & 0x7F) << 7 * (position - offset)
         if data[position] < 0x80:  # noqa: PLR2004 -- the last byte
             return number, position + 1
-    raise FrameError(f"a frame of {len(data)} bytes has no number at byte {at}")
+    raise FrameError(f"a frame of {len(data)} bytes has no number at byte {offset}")
 
 
 def bytes_of(text: str) -> bytes:

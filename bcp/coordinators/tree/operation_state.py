@@ -103,10 +103,10 @@ class OperationState:
         if self.left:
             self._tell_all(Frame(Kind.LEFT, self.number))
 
-    def give(self, number: int, verb: str, mine: bytes) -> None:
+    def give(self, number: int, verb: str, payload: bytes) -> None:
         """Take the payload of this node's rank in a step."""
         if self.ended is None:
-            self._relay.give(number, verb, mine)
+            self._relay.give(number, verb, payload)
 
     def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
         """Answer a step on rank 0, with ``frame`` for all or ``answers`` in walk order."""
@@ -156,7 +156,7 @@ class OperationState:
 
     def report_peer_failure(self, rank: int, cause: str) -> None:
         """End the operation because of a rank; the message names this rank's own step."""
-        doing = f"operation {self.number}" if self.member is None else repr(self.member.what)
+        doing = f"operation {self.number}" if self.member is None else repr(self.member.operation)
         verb = self._relay.verb
         waits = "" if verb is None else f", while rank {self._node.rank} was in {verb}"
         self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}"))
@@ -227,10 +227,10 @@ class OperationState:
 
     def _take_words(self, rank: int, frame: Frame) -> None:
         """Compare a neighbour's own words with this rank's; a difference ends the operation."""
-        what = None if self.member is None else self.member.what
-        mine = what if frame.step == 0 else self._relay.verb_of(frame.step)
-        if mine is not None and self.ended is None and bytes_of(mine) != frame.body:
-            self.end(different(self._node.rank, mine, rank, text_of(frame.body)))
+        operation_name = None if self.member is None else self.member.operation
+        own_words = operation_name if frame.step == 0 else self._relay.verb_of(frame.step)
+        if own_words is not None and self.ended is None and bytes_of(own_words) != frame.body:
+            self.end(different(self._node.rank, own_words, rank, text_of(frame.body)))
 
     # -- helpers ------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class OperationState:
         if place is None or member is None or detector is None:
             return
         detector.watch(place.neighbours)
-        self._tell_all(Frame(Kind.JOIN, self.number, body=digest_of(member.what)))
+        self._tell_all(Frame(Kind.JOIN, self.number, body=digest_of(member.operation)))
         for rank in self._digests:
             detector.note(rank)
             self._compare(rank)
@@ -253,11 +253,11 @@ class OperationState:
 
     def _compare(self, rank: int) -> None:
         """Tell a neighbour in another operation the words of this rank's; the neighbour does the same."""
-        if self.member is None or self.ended is not None or self.member.what == REFUSED:
+        if self.member is None or self.ended is not None or self.member.operation == REFUSED:
             return
-        if self._digests[rank] not in (digest_of(self.member.what), digest_of(REFUSED)):
+        if self._digests[rank] not in (digest_of(self.member.operation), digest_of(REFUSED)):
             self._relay.hold()  # its own words are on their way, and end the operation
-            self._node.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.member.what)))
+            self._node.send(rank, Frame(Kind.SAY, self.number, body=bytes_of(self.member.operation)))
 
     def _hand_over(self, step: int, answer: bytes | Values) -> None:
         if self.member is not None and not self.left:

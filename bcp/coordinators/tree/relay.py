@@ -49,7 +49,7 @@ class NodeContext(Protocol):
 class LocalMember:
     """The part of this node's own rank in the operation."""
 
-    what: str  # the operation's name
+    operation: str  # the operation's name
     timeout: float  # seconds that a neighbour may be late or silent
     beat: float  # seconds between its signs of life
     # called with the number of a step and its answer. Rank 0 gets the payloads of all, in walk order.
@@ -62,7 +62,7 @@ class _Step:
     """One step under way."""
 
     verb: str | None = None  # the verb of this node's rank; None until the rank has come as far
-    mine: bytes = b""  # the payload of this node's rank
+    payload: bytes = b""  # the payload of this node's rank
     # by child, the digest of its verb and the payloads of its subtree
     given: dict[int, tuple[bytes, Values]] = field(default_factory=dict)
     sent: bool = False  # whether all payloads are on their way up
@@ -111,10 +111,10 @@ class Relay:
         self._held = True
         self._steps.clear()
 
-    def give(self, number: int, verb: str, mine: bytes) -> None:
+    def give(self, number: int, verb: str, payload: bytes) -> None:
         """Take the payload of this node's rank in a step."""
         step = self._steps.setdefault(number, _Step())
-        step.verb, step.mine = verb, mine
+        step.verb, step.payload = verb, payload
         self._advance(number)
 
     def reply(self, number: int, frame: Frame, answers: Values | None) -> None:
@@ -169,9 +169,9 @@ class Relay:
     def _send_up(self, number: int, step: _Step, place: Place) -> None:
         """Join the payloads of the subtree, and send them up; on rank 0 they are complete."""
         pieces = (step.given[child][1] for child in place.children)
-        values = Values.joined([Values.of([step.mine]), *pieces])
+        values = Values.joined([Values.of([step.payload]), *pieces])
         step.sent = True
-        step.mine = b""
+        step.payload = b""
         step.given.clear()
         if place.parent is None:
             self._hand_over(number, values)
@@ -189,7 +189,7 @@ class Relay:
         answers = Values.unpack(frame.body, place.size) if frame.kind is Kind.EACH else None
         del self._steps[frame.step]
         self._pass_down(frame, answers)
-        self._hand_over(frame.step, frame.body if answers is None else answers.distinct[answers.which[0]])
+        self._hand_over(frame.step, frame.body if answers is None else answers.distinct[answers.index[0]])
 
     def _pass_down(self, frame: Frame, answers: Values | None) -> None:
         """Send the children an answer: the same to all, or to each the answers of its subtree."""

@@ -176,9 +176,9 @@ class Gate:
             host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         failed: OSError | None = None
-        for family, _, _, _, at in infos:
+        for family, _, _, _, sockaddr in infos:
             try:
-                listener = _listen(family, str(at[0]), int(port))
+                listener = _listen(family, str(sockaddr[0]), int(port))
             except OSError as error:
                 failed = error
                 if error.errno == errno.EADDRINUSE:
@@ -324,8 +324,8 @@ class Server:
 
     def __repr__(self) -> str:
         children = self._invitation.place.children
-        here = sum(self._links[child].connection is not None for child in children)
-        return f"<Server of {self._info}: {here} of {len(children)} children are here>"
+        connected = sum(self._links[child].connection is not None for child in children)
+        return f"<Server of {self._info}: {connected} of {len(children)} children are here>"
 
     async def start(self, address: str, tls: Tls | None) -> int:
         """Listen on an address, and return the port. Raises InputError if that is not possible."""
@@ -360,9 +360,9 @@ class Server:
 
     async def _join(self, _requests: object, context: Any) -> None:
         """Serve one stream from beginning to end."""
-        said = {key: str(value) for key, value in context.invocation_metadata()}
-        answer = await self._proved(context, said)
-        link, child = await self._admit(context, said)
+        metadata = {key: str(value) for key, value in context.invocation_metadata()}
+        answer = await self._proved(context, metadata)
+        link, child = await self._admit(context, metadata)
         self._gate.admit(context.peer())
         connection = object()
         await context.write(answer)
@@ -373,36 +373,36 @@ class Server:
         finally:
             self._lost(link.rank, connection, reason)
 
-    async def _proved(self, context: Any, said: Mapping[str, str]) -> bytes:
+    async def _proved(self, context: Any, metadata: Mapping[str, str]) -> bytes:
         """Let a child prove that it knows the job's token; return this rank's proof and its :class:`Introduction`."""
-        if "bcp-nonce" not in said:
+        if "bcp-nonce" not in metadata:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing")
         challenge = secrets.token_hex(16)
         await context.send_initial_metadata([("bcp-challenge", challenge)])
         shown = await context.read()
         token, rank = self._invitation.token, self._info.rank
-        expected = proof_of(token, "child", said, rank, challenge)
+        expected = proof_of(token, "child", metadata, rank, challenge)
         if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
-        who = Introduction(self._info.rank, self._info.host, self._info.pid).encode()
-        return proof_of(token, "parent", said, rank, challenge) + who
+        introduction = Introduction(self._info.rank, self._info.host, self._info.pid).encode()
+        return proof_of(token, "parent", metadata, rank, challenge) + introduction
 
-    async def _admit(self, context: Any, said: Mapping[str, str]) -> tuple[Link, PeerInfo]:
+    async def _admit(self, context: Any, metadata: Mapping[str, str]) -> tuple[Link, PeerInfo]:
         """Return the link and the info of a child that joins; refuse any other peer."""
         try:
-            child = info_of(said.items())
+            child = info_of(metadata.items())
         except CredentialsError as error:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
         expected = (self._invitation.session, str(self._invitation.place.world_size))
-        if (said.get("bcp-session"), said.get("bcp-world-size")) != expected:
-            whose = f"session {said.get('bcp-session')} of {said.get('bcp-world-size')} ranks"
-            reason = f"{child} is of {whose}, this is session {expected[0]} of {expected[1]} ranks"
+        if (metadata.get("bcp-session"), metadata.get("bcp-world-size")) != expected:
+            session = f"session {metadata.get('bcp-session')} of {metadata.get('bcp-world-size')} ranks"
+            reason = f"{child} is of {session}, this is session {expected[0]} of {expected[1]} ranks"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         if child.rank not in self._invitation.place.children:
             reason = f"{child} is no child of rank {self._info.rank}"
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
-        return await self._renew(context, child, said.get("bcp-node", "")), child
+        return await self._renew(context, child, metadata.get("bcp-node", "")), child
 
     async def _renew(self, context: Any, child: PeerInfo, node: str) -> Link:
         """Admit a child whose earlier stream has ended, or which has given that stream up itself."""

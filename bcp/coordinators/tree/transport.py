@@ -100,19 +100,19 @@ def metadata_of(info: PeerInfo) -> list[tuple[str, str]]:
 
 def info_of(metadata: Iterable[tuple[str, Any]] | None) -> PeerInfo:
     """Return the info of a rank with this metadata. Raises :class:`CredentialsError`."""
-    said = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
+    fields = dict(iter(metadata or ()))  # grpcio's Metadata iterates over pairs, and has keys() besides
     try:
-        return PeerInfo(int(said["bcp-rank"]), "", str(said["bcp-host"]), int(said["bcp-pid"]))
+        return PeerInfo(int(fields["bcp-rank"]), "", str(fields["bcp-host"]), int(fields["bcp-pid"]))
     except (KeyError, ValueError) as error:
         raise CredentialsError("it does not say which rank it is, so it is no coordinator of this bcp") from error
 
 
-def proof_of(token: str, side: str, said: Mapping[str, str], parent: int, challenge: str) -> bytes:
+def proof_of(token: str, side: str, metadata: Mapping[str, str], parent: int, challenge: str) -> bytes:
     """Return the proof that one side of a new stream knows the job's token.
 
-    ``side`` is "child" or "parent", ``said`` the child's metadata with its nonce, ``challenge`` the parent's nonce.
+    ``side`` is "child" or "parent", ``metadata`` the child's metadata with its nonce, ``challenge`` the parent's nonce.
     """
-    facts = [said.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
+    facts = [metadata.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
     return proof(token.encode(), side, parent, challenge, *facts)
 
 
@@ -203,7 +203,7 @@ class Link:
 
     def drop(self, operation: int) -> None:
         """Drop the queued frames of an operation, and the rest of a frame that is partly sent."""
-        self._waiting = deque(each for each in self._waiting if each[0] != operation)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != operation)
 
     def received(self, message: bytes) -> bytes | None:
         """Count a message, and return the frame that is complete with it."""
@@ -299,10 +299,10 @@ async def dial(
     code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
     in_peace = False
     async with _channel(address, tls) as channel:
-        said = dict([*metadata_of(info), *credentials])
-        call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(said.items()))
+        metadata = dict([*metadata_of(info), *credentials])
+        call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata.items()))
         try:
-            link.up(connection, await _introduced(call, said, token, link.rank))
+            link.up(connection, await _introduced(call, metadata, token, link.rank))
             why = await converse(link, connection, call.read, call.write, receive)
             in_peace, reason = why is None, why or ""
         except (
@@ -329,18 +329,18 @@ async def dial(
     return connected
 
 
-async def _introduced(call: Any, said: Mapping[str, str], token: str, parent: int) -> PeerInfo:
+async def _introduced(call: Any, metadata: Mapping[str, str], token: str, parent: int) -> PeerInfo:
     """Prove the job's token to the parent, check the parent's proof, and return the parent's info."""
     challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
     if challenge is None:
         raise CredentialsError("it asks for no proof of the job's token, so it is no coordinator of this bcp")
-    await call.write(proof_of(token, "child", said, parent, challenge))
+    await call.write(proof_of(token, "child", metadata, parent, challenge))
     answer = await call.read()
-    expected = proof_of(token, "parent", said, parent, challenge)
+    expected = proof_of(token, "parent", metadata, parent, challenge)
     if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
         raise CredentialsError("it does not know the job's token, so it is no rank of this job")
-    found = Introduction.decode(answer[len(expected) :], parent)
-    return PeerInfo(found.rank, "", found.host, found.pid)
+    introduction = Introduction.decode(answer[len(expected) :], parent)
+    return PeerInfo(introduction.rank, "", introduction.host, introduction.pid)
 
 
 def _channel(address: str, tls: Tls | None) -> Any:

@@ -119,9 +119,9 @@ class _Shard:
 
     def load_state_dict(self, state: Any) -> None:
         form = self._dataset.state_dict()
-        for found, wanted in ((state, form), (state["examples_iterable"], form["examples_iterable"])):
-            if found.keys() != wanted.keys() or found.get("type") != wanted.get("type"):
-                raise StateError(f"the dataset's state has the fields {sorted(wanted)}, and not {sorted(found)}")
+        for saved, wanted in ((state, form), (state["examples_iterable"], form["examples_iterable"])):
+            if saved.keys() != wanted.keys() or saved.get("type") != wanted.get("type"):
+                raise StateError(f"the dataset's state has the fields {sorted(wanted)}, and not {sorted(saved)}")
         self._dataset.set_epoch(state["epoch"])
         self._dataset.load_state_dict(state)
         self._state = state

@@ -95,7 +95,7 @@ class TorchdataWorkers:
             ),
             "it returns batches out of order": not getattr(loader, "in_order", True),
         }
-        if problem := next((text for text, there in problems.items() if there), None):
+        if problem := next((text for text, applies in problems.items() if applies), None):
             raise InputError(f"TorchdataWorkers: the workers of this loader have no states of their own: {problem}")
         self.reader, self.readers = reader, readers
         self._loader, self._workers = loader, int(loader.num_workers)

@@ -55,22 +55,22 @@ class ZeroCopyReads:
 
     def of_chunk(self, chunk: int) -> ByteRuns:
         """Return the runs of one chunk."""
-        mine, runs = slice(self.begin[chunk], self.begin[chunk + 1]), self.runs
-        return ByteRuns(runs.row[mine], runs.start[mine], runs.nbytes[mine], runs.to[mine])
+        rows, runs = slice(self.begin[chunk], self.begin[chunk + 1]), self.runs
+        return ByteRuns(runs.row[rows], runs.start[rows], runs.nbytes[rows], runs.to[rows])
 
 
-def zero_copy_reads(found: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
+def zero_copy_reads(all_copies: Copies, private: Bools, plain: Bools) -> ZeroCopyReads:
     """Choose the zero-copy chunks: few runs into plain memory, and no byte that goes to two places.
 
     ``private``, bool[c], says that no other rank needs the chunk, and that nothing has to be done to its bytes.
     ``plain``, bool[n], says that the elements of the shard can be written as bytes, as they lie in the file.
     """
-    chunk, counts = found.chunk, found.numel // found.run
+    chunk, counts = all_copies.chunk, all_copies.numel // all_copies.run
     number = np.bincount(chunk, weights=counts, minlength=len(private))
-    odd = np.bincount(chunk, weights=~plain[found.row], minlength=len(private))
+    odd = np.bincount(chunk, weights=~plain[all_copies.row], minlength=len(private))
     able = private & (odd == 0) & (number <= MOST_RUNS)
     copies = np.flatnonzero(able[chunk])
-    runs, chunk = found.runs(copies), np.repeat(chunk[copies], counts[copies])
+    runs, chunk = all_copies.runs(copies), np.repeat(chunk[copies], counts[copies])
     order = order_of((runs.start, chunk))
     start, stop, chunk = runs.start[order], (runs.start + runs.nbytes)[order], chunk[order]
     twice = (chunk[1:] == chunk[:-1]) & (start[1:] < stop[:-1])
@@ -150,14 +150,14 @@ class Copies:
     def runs(self, copies: Ints) -> ByteRuns:
         """Split copies into runs, in the order of the copies."""
         length = self.run[copies]
-        each, number = spread(self.numel[copies] // length)
-        which, element = copies[each], number * length[each]
-        itemsize = self.itemsize[which]
+        indices, number = spread(self.numel[copies] // length)
+        rows, element = copies[indices], number * length[indices]
+        itemsize = self.itemsize[rows]
         return ByteRuns(
-            self.row[which],
-            self.start[which] + self.source.take(which).position(element) * itemsize,
-            length[each] * itemsize,
-            (self.first[which] + self.target.take(which).position(element)) * itemsize,
+            self.row[rows],
+            self.start[rows] + self.source.take(rows).position(element) * itemsize,
+            length[indices] * itemsize,
+            (self.first[rows] + self.target.take(rows).position(element)) * itemsize,
         )
 
     def block(self, copy: int) -> BlockCopy:
@@ -186,17 +186,17 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
     sources = decompose(index.length[box], begin, begin + (hi - lo) // itemsize)
     targets = _targets(table, index.length.shape[1])
     first, stop = (np.searchsorted(targets.interval, wanted.row[want], side=side) for side in ("left", "right"))
-    each, other = spread((stop - first)[sources.interval])
-    cut = sources.interval[each]
+    source_rows, other = spread((stop - first)[sources.interval])
+    cut = sources.interval[source_rows]
     other += first[cut]
     # Where the two boxes meet, in the coordinates of the global tensor.
-    corner = index.offset[box[cut]] + sources.offset[each]
+    corner = index.offset[box[cut]] + sources.offset[source_rows]
     shard = fitted(table.offset, corner.shape[1], 0)[wanted.row[want[cut]]] + targets.offset[other]
     low = np.maximum(corner, shard)
-    extent = np.minimum(corner + sources.length[each], shard + targets.length[other]) - low
+    extent = np.minimum(corner + sources.length[source_rows], shard + targets.length[other]) - low
     hit = np.flatnonzero((extent > 0).all(axis=1))
-    each, other, cut = each[hit], other[hit], cut[hit]
-    source = Boxes(sources.length[each], (low - corner)[hit], extent[hit])
+    source_rows, other, cut = source_rows[hit], other[hit], cut[hit]
+    source = Boxes(sources.length[source_rows], (low - corner)[hit], extent[hit])
     target = Boxes(targets.length[other], (low - shard)[hit], extent[hit])
     row, tensor = wanted.row[want[cut]], wanted.tensor[want[cut]]
     return Copies(
@@ -204,7 +204,7 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
         row=row,
         ndim=layout.tensors.ndim[tensor],
         itemsize=itemsize[cut],
-        start=lo[cut] + (sources.flat[each] - begin[cut]) * itemsize[cut],
+        start=lo[cut] + (sources.flat[source_rows] - begin[cut]) * itemsize[cut],
         source=source,
         first=targets.flat[other] - table.start[row],
         target=target,
@@ -213,11 +213,11 @@ def copies(layout: Layout, table: ShardTable, wanted: ReadRequest, chunks: Ints)
     )
 
 
-def check_complete(found: Copies, table: ShardTable, wanted: ReadRequest) -> None:
+def check_complete(all_copies: Copies, table: ShardTable, wanted: ReadRequest) -> None:
     """Raise CorruptError unless the copies write as many elements as the rank needs."""
     rows = np.zeros(len(table), dtype=np.bool_)
     rows[wanted.row] = True
-    count, total = int(found.numel.sum()), int((table.stop - table.start)[rows].sum())
+    count, total = int(all_copies.numel.sum()), int((table.stop - table.start)[rows].sum())
     if count != total:
         raise CorruptError(f"of {total} elements that this rank wants, {count} are in what is to be read; {VERSIONS}")
 
@@ -306,8 +306,8 @@ class Assignment:
     @property
     def most_received(self) -> int:
         """The most bytes that this rank receives in one round."""
-        mine = self.reader != self.rank
-        nbytes = np.bincount(self.round[mine], weights=(self.stop - self.start)[mine])
+        received = self.reader != self.rank
+        nbytes = np.bincount(self.round[received], weights=(self.stop - self.start)[received])
         return int(nbytes.max(initial=0))
 
     def items(self) -> list[Chunk]:
@@ -372,7 +372,7 @@ def assign(line: BlockIndex, rank: int, runs: Ints, shared: SharedReads, *, read
     return Assignment(
         rank,
         shared.rounds,
-        tuple(Chunk(file, start, stop, rank, -1, at) for at, (file, start, stop) in enumerate(private.tolist())),
+        tuple(Chunk(file, start, stop, rank, -1, row) for row, (file, start, stop) in enumerate(private.tolist())),
         *line.bytes_of(chunks),
         shared.reader[rows],
         round_,

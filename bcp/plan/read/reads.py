@@ -118,13 +118,13 @@ def wants(layout: Layout, table: ShardTable, saved: Ints | None = None) -> ReadR
     """
     asked = _Regions.of(layout, table, find_all(layout, table.tensors) if saved is None else saved)
     segments = layout.segments
-    found = _hulls(segments, _meetings(box_index(layout), asked))
+    hulls = _hulls(segments, _meetings(box_index(layout), asked))
     # From here on every state of a parameter by itself: they share boxes and segments, and differ in plane and size.
-    source, state = spread(asked.count[found.ask])
-    at = asked.begin[found.ask[source]] + state
-    tensor, row = asked.tensor[at], asked.row[at]
-    box, segment = found.box[source], found.segment[source]
-    line, length = found.line[source], found.length[source]
+    source, state = spread(asked.count[hulls.ask])
+    indices = asked.begin[hulls.ask[source]] + state
+    tensor, row = asked.tensor[indices], asked.row[indices]
+    box, segment = hulls.box[source], hulls.segment[source]
+    line, length = hulls.line[source], hulls.length[source]
     file, itemsize = segments.file[box] + segments.step[segment], layout.tensors.itemsize[tensor]
     element = segments.at[segment] + line - segments.line[segment]
     base = layout.file_planes[file, layout.plane[tensor]]
@@ -145,11 +145,11 @@ def _check_inside(layout: Layout, tensor: Ints, file: Ints, stop: Ints, base: In
     wrong = (stop > (layout.file_nbytes[file] - base) // itemsize) | (base % itemsize != 0)
     wrong |= layout.file_kind[file] != layout.tensors.kind[tensor]
     if wrong.any():
-        at = int(wrong.argmax())
-        meta, where = layout.tensors[int(tensor[at])], int(file[at])
+        row = int(wrong.argmax())
+        meta, where = layout.tensors[int(tensor[row])], int(file[row])
         raise CorruptError(
-            f"the metadata is corrupt: {meta.kind} tensor {meta.fqn!r} is said to end with element {stop[at]} behind "
-            f"byte {base[at]} of the {KINDS[layout.file_kind[where]]} file of rank {layout.file_rank[where]}, whose "
+            f"the metadata is corrupt: {meta.kind} tensor {meta.fqn!r} is said to end with element {stop[row]} behind "
+            f"byte {base[row]} of the {KINDS[layout.file_kind[where]]} file of rank {layout.file_rank[where]}, whose "
             f"size is {layout.file_nbytes[where]} bytes; restore it"
         )
 
@@ -201,13 +201,15 @@ def _meetings(index: BoxIndex, asked: _Regions) -> _Meetings:
     low = asked.offset[wanted.interval] + wanted.offset
     high = low + wanted.length
     first, stop = index.candidates(asked.leader[wanted.interval], low[:, 0], high[:, 0])
-    each, box = spread(stop - first)
-    box += first[each]
+    wanted_rows, box = spread(stop - first)
+    box += first[wanted_rows]
     offset, length = index.offset[box], index.length[box]
-    corner = np.maximum(offset, low[each])
-    extent = np.minimum(offset + length, high[each]) - corner
+    corner = np.maximum(offset, low[wanted_rows])
+    extent = np.minimum(offset + length, high[wanted_rows]) - corner
     hit = np.flatnonzero((extent > 0).all(axis=1))
-    return _Meetings(wanted.interval[each[hit]], box[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit]))
+    return _Meetings(
+        wanted.interval[wanted_rows[hit]], box[hit], Boxes(length[hit], (corner - offset)[hit], extent[hit])
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,21 +229,21 @@ def _hulls(segments: Segments, met: _Meetings) -> _Hulls:
     first, stop = met.blocks.ends
     begins = segments.line[:-1]
     begin = np.searchsorted(begins, base + first, side="right") - 1
-    each, segment = spread(np.searchsorted(begins, base + stop) - begin)
-    segment += begin[each]
-    base, line = base[each], segments.line[segment]
-    low = np.maximum(first[each], line - base)
-    high = np.minimum(stop[each], segments.line[segment + 1] - base)
-    ragged = np.flatnonzero((stop - first > met.blocks.extent.prod(axis=1))[each])
+    rows, segment = spread(np.searchsorted(begins, base + stop) - begin)
+    segment += begin[rows]
+    base, line = base[rows], segments.line[segment]
+    low = np.maximum(first[rows], line - base)
+    high = np.minimum(stop[rows], segments.line[segment + 1] - base)
+    ragged = np.flatnonzero((stop - first > met.blocks.extent.prod(axis=1))[rows])
     if len(ragged):  # between the rows of such a block lies what is not needed
-        blocks = met.blocks.take(each[ragged])
+        blocks = met.blocks.take(rows[ragged])
         before, until = blocks.before(np.stack((low[ragged], high[ragged])))
         # A segment that lies between two rows gets an empty hull.
         low[ragged], last = blocks.position(np.stack((np.minimum(before, until - 1), until - 1)))
         high[ragged] = np.where(before < until, last + 1, low[ragged])
     hit = np.flatnonzero(low < high)
-    each = each[hit]
-    return _joined(met.ask[each], met.box[each], segment[hit], (base + low)[hit], (base + high)[hit])
+    rows = rows[hit]
+    return _joined(met.ask[rows], met.box[rows], segment[hit], (base + low)[hit], (base + high)[hit])
 
 
 def _joined(ask: Ints, box: Ints, segment: Ints, line: Ints, stop: Ints) -> _Hulls:

@@ -151,8 +151,8 @@ class _Work:
         self._take_optimizer()
         parts: defaultdict[str, list[tuple[str, Moved]]] = defaultdict(list)
         for source, moved in self.moved.items():
-            for each in moved:
-                parts[each.fqn].append((source, each))
+            for move in moved:
+                parts[move.fqn].append((source, move))
             if not moved:
                 self._leave_out(source)
         for target, contributions in parts.items():
@@ -190,11 +190,11 @@ class _Work:
         for row, (kind, name) in enumerate([*known, *self.layout.objects]):
             if kind == MODEL or (OPTIMIZER not in self.kinds and not name.endswith(f".{MASTER}")):
                 continue
-            found = _split(name, self.model)
-            if found is None:
+            split_name = _split(name, self.model)
+            if split_name is None:
                 self._set(kind, name, row)
             else:
-                self.parameters.setdefault(found[0], {})[found[1]] = row
+                self.parameters.setdefault(split_name[0], {})[split_name[1]] = row
         for fqn, leaves in self.parameters.items():
             if fqn not in self.model:
                 shapes = [tensors[row].shape for row in leaves.values() if row < count]
@@ -223,18 +223,18 @@ class _Work:
             raise InputError(f"rename of {fqn!r}, {list(shape)}: {error}") from error
         except Exception as error:
             raise InputError(f"rename raised {type(error).__name__} for {fqn!r}, {list(shape)}: {error}") from error
-        for each in moved:
-            if not isinstance(each, Moved) or not isinstance(each.fqn, str):
-                raise InputError(f"rename returned {each!r} for {fqn!r}; return a name, or None to leave it out")
-            if not each.is_whole(shape):
-                each.check(fqn, shape)
+        for move in moved:
+            if not isinstance(move, Moved) or not isinstance(move.fqn, str):
+                raise InputError(f"rename returned {move!r} for {fqn!r}; return a name, or None to leave it out")
+            if not move.is_whole(shape):
+                move.check(fqn, shape)
         return moved
 
     # -- where it goes ---------------------------------------------------------------------------------------------
 
     def _put(self, target: str, parts: Sequence[tuple[str, Moved]]) -> None:
         """Fill one name of the target: with a tensor as it is, an object, or blocks."""
-        whole = [source for source, each in parts if each.is_whole(self.shapes.get(source, ()))]
+        whole = [source for source, move in parts if move.is_whole(self.shapes.get(source, ()))]
         if len(whole) == len(parts):
             first, *others = whole
             for other in others:
@@ -300,8 +300,10 @@ class _Work:
         """Map a name to a row: of the layout's tensors, or behind these of its objects or of those that are joined."""
         count = len(self.layout.tensors)
         is_object = row >= count and not joined
-        where, at = (self.objects, row - count) if is_object else (self.rows, row)
-        if where.setdefault((kind, name), at) != at and (joined or is_object or not self._same(where[kind, name], at)):
+        where, index = (self.objects, row - count) if is_object else (self.rows, row)
+        if where.setdefault((kind, name), index) != index and (
+            joined or is_object or not self._same(where[kind, name], index)
+        ):
             raise InputError(f"rename makes two {kind} leaves of the checkpoint {name!r}; give one another name")
 
     def _leave_out(self, source: str) -> None:
@@ -313,22 +315,24 @@ class _Work:
 
     # -- ties ------------------------------------------------------------------------------------------------------
 
-    def _same(self, one: int, other: int) -> bool:
+    def _same(self, row: int, other: int) -> bool:
         """Whether two rows are tied to each other."""
         count = len(self.layout.tensors)
-        return max(one, other) < count and resolve(self.layout, one) == resolve(self.layout, other)
+        return max(row, other) < count and resolve(self.layout, row) == resolve(self.layout, other)
 
-    def _require_same(self, one: str, other: str, target: str) -> None:
-        if not (one in self.model and other in self.model and self._same(self.model[one], self.model[other])):
-            raise InputError(f"rename makes both {one!r} and {other!r} of the checkpoint {target!r}; keep them apart")
+    def _require_same(self, source: str, other: str, target: str) -> None:
+        if not (source in self.model and other in self.model and self._same(self.model[source], self.model[other])):
+            raise InputError(
+                f"rename makes both {source!r} and {other!r} of the checkpoint {target!r}; keep them apart"
+            )
 
     def _untied(self, parts: Sequence[tuple[str, Moved]]) -> list[tuple[str, Moved]]:
         """Leave out blocks that come a second time, by a name that is tied to the first."""
         seen: dict[tuple[str | int, Moved], str] = {}
-        for source, each in parts:
+        for source, move in parts:
             row = self.model.get(source)
-            seen.setdefault((source if row is None else resolve(self.layout, row), each), source)
-        return [(source, each) for (_, each), source in seen.items()]
+            seen.setdefault((source if row is None else resolve(self.layout, row), move), source)
+        return [(source, move) for (_, move), source in seen.items()]
 
     def _first_names(self) -> dict[int, str]:
         """Return the first new name of each row of the layout's tensors."""

@@ -125,14 +125,14 @@ class AssembledTensor:
         """
         sources = list(dict.fromkeys(source for source, _ in parts))
         places = {source: place for place, source in enumerate(sources)}
-        moved = [each for _, each in parts]
+        moved = [move for _, move in parts]
         first = moved[0]
-        if other := next((each for each in moved if each.shape != first.shape), None):
+        if other := next((move for move in moved if move.shape != first.shape), None):
             raise InputError(
                 f"rename makes {first.fqn!r} of {_some(sources)}, and says both {list(first.shape)} and "
                 f"{list(other.shape)} of its shape; repair the mapping"
             )
-        boxes, width = [each.target for each in moved], max(len(first.shape), 1)
+        boxes, width = [move.target for move in moved], max(len(first.shape), 1)
         low, length = matrix([box.offsets for box in boxes], width, 0), matrix([box.lengths for box in boxes], width, 1)
         source = np.array([places[name] for name, _ in parts], np.int64)
         cut = cls(first.fqn, first.shape, sources, moved, source, low, low + length)
@@ -160,12 +160,14 @@ class AssembledTensor:
             return
         pair = self._overlap()
         if pair is not None:
-            one, other = (f"{_text(self.moved[at].target)}, from {self.sources[self.source[at]]!r}" for at in pair)
-            raise CoverageError(
-                f"rename makes {self.fqn!r}, which is {list(self.shape)}, of blocks that overlap: {one}; and {other}; "
-                "repair the mapping"
+            first, other = (
+                f"{_text(self.moved[index].target)}, from {self.sources[self.source[index]]!r}" for index in pair
             )
-        if not any(each.padded for each in self.moved):
+            raise CoverageError(
+                f"rename makes {self.fqn!r}, which is {list(self.shape)}, of blocks that overlap: {first}; and {other}"
+                "; repair the mapping"
+            )
+        if not any(move.padded for move in self.moved):
             volume, whole = (self.high - self.low).prod(axis=1).sum(), math.prod(self.shape)
             raise CoverageError(
                 f"rename makes {self.fqn!r}, which is {list(self.shape)}, of {_some(self.sources)}, and these give it "
@@ -174,10 +176,10 @@ class AssembledTensor:
 
     def _overlap(self) -> tuple[int, int] | None:
         """Return two blocks that share elements."""
-        for at, each in enumerate(self.moved):
-            for other, _ in self.meetings(each.target):
-                if other != at:
-                    return at, other
+        for index, move in enumerate(self.moved):
+            for other, _ in self.meetings(move.target):
+                if other != index:
+                    return index, other
         return None
 
 

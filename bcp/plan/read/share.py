@@ -130,8 +130,8 @@ class RankSets:
     def take(self, rows: Ints) -> RankSets:
         """Return some of the sets."""
         size = self.size[rows]
-        source, at = spread(size)
-        return RankSets(begins(size), self.rank[self.begin[rows][source] + at])
+        source, number = spread(size)
+        return RankSets(begins(size), self.rank[self.begin[rows][source] + number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,14 +143,14 @@ class WantedBlocks:
     nbytes: Ints  # int64[k + 1], the same in bytes
     begin: Ints  # int64[g + 1], first run of each set
 
-    def snap(self, at: Floats) -> tuple[Ints, Ints]:
+    def snap(self, position: Floats) -> tuple[Ints, Ints]:
         """Return the ends of blocks that are nearest to these bytes of the strip: in blocks, and in bytes."""
-        run = np.clip(np.searchsorted(self.nbytes, at, side="right") - 1, 0, len(self.nbytes) - 2)
+        run = np.clip(np.searchsorted(self.nbytes, position, side="right") - 1, 0, len(self.nbytes) - 2)
         begin, length = self.nbytes[run], self.nbytes[run + 1] - self.nbytes[run]
-        block = (at - begin).astype(np.int64) // self.block_bytes
+        block = (position - begin).astype(np.int64) // self.block_bytes
         low = np.minimum(block * self.block_bytes, length)
         high = np.minimum(low + self.block_bytes, length)
-        up = (high - (at - begin)) < (at - begin) - low
+        up = (high - (position - begin)) < (position - begin) - low
         at_block = np.minimum(block + up, self.blocks[run + 1] - self.blocks[run])
         return self.blocks[run] + at_block, begin + np.where(up, high, low)
 
@@ -171,8 +171,8 @@ def fill(strip: WantedBlocks, sets: RankSets, load: Floats, speed: Floats) -> In
             base = load[batch.rank] - given[batch.member]
             part = batch.pour(base, speed[batch.rank], np.diff(begin)[batch.sets].astype(np.float64))
             if sweep == SWEEPS - 1:  # in whole blocks; whoever comes later makes up for what is lost by rounding
-                at, nbytes = strip.snap(begin[batch.sets][batch.owner] + batch.before(part))
-                cut[batch.member] = at
+                block, nbytes = strip.snap(begin[batch.sets][batch.owner] + batch.before(part))
+                cut[batch.member] = block
                 part = np.append(nbytes[1:], 0) - nbytes
                 part[batch.last] = begin[batch.sets + 1] - nbytes[batch.last]
             given[batch.member] = part
@@ -194,8 +194,8 @@ class _DisjointSets:
     def of(cls, sets: RankSets, rows: Ints) -> _DisjointSets:
         """Gather the members of these sets."""
         size = sets.size[rows]
-        owner, at = spread(size)
-        member = sets.begin[rows][owner] + at
+        owner, number = spread(size)
+        member = sets.begin[rows][owner] + number
         return cls(rows, np.cumsum(size) - size, member, sets.rank[member], owner)
 
     @property
@@ -214,7 +214,7 @@ class _DisjointSets:
     def pour(self, load: Floats, speed: Floats, give: Floats) -> Floats:
         """Return the bytes of each member if every set fills up those of its members that would end first."""
         order = np.lexsort((load / speed, self.owner))
-        load_so_far, speed_so_far = (self.before(each[order]) + each[order] for each in (load, speed))
+        load_so_far, speed_so_far = (self.before(values[order]) + values[order] for values in (load, speed))
         # The level is when the first k members would all end; with too few or too many of them it would be later.
         levels = (give[self.owner] + load_so_far) / speed_so_far
         return np.maximum(np.minimum.reduceat(levels, self.first)[self.owner] * speed - load, 0.0)
@@ -236,9 +236,9 @@ def _disjoint(sets: RankSets) -> list[Ints]:
     reached = np.zeros_like(size)
     batches, heads = [], order[np.concatenate(([True], ~same))[: len(order)]]
     while len(heads):
-        at = owner[heads]
-        np.add.at(reached, at, 1)
-        ready = np.unique(at[reached[at] == size[at]])
+        rows = owner[heads]
+        np.add.at(reached, rows, 1)
+        ready = np.unique(rows[reached[rows] == size[rows]])
         batches.append(ready)
         source, number = spread(size[ready])
         heads = follower[sets.begin[ready][source] + number]
@@ -284,9 +284,9 @@ class SharedReads:
 
     def of_rank(self, rank: int) -> Ints:
         """Return the rows of the runs that a rank wants, whoever reads them."""
-        mine = np.zeros(len(self.groups.begin) - 1, dtype=np.bool_)
-        mine[np.searchsorted(self.groups.begin, np.flatnonzero(self.groups.rank == rank), side="right") - 1] = True
-        return np.flatnonzero(mine[self.group])
+        is_member = np.zeros(len(self.groups.begin) - 1, dtype=np.bool_)
+        is_member[np.searchsorted(self.groups.begin, np.flatnonzero(self.groups.rank == rank), side="right") - 1] = True
+        return np.flatnonzero(is_member[self.group])
 
     def encode(self, line: BlockIndex) -> bytes:
         """Return the table as bytes; the same for all ranks. Places are sent as differences, which compress."""
@@ -332,11 +332,11 @@ class SharedReads:
 def _columns(data: bytes, rows: Sequence[int], word: np.dtype[Any]) -> list[Ints]:
     """Decompress the columns, and cut them apart: the first two of ``word``, the others of four bytes a number."""
     types = [word, word] + [np.dtype("<u4")] * (len(rows) - 2)
-    sizes = [count * each.itemsize for count, each in zip(rows, types, strict=True)]
+    sizes = [count * dtype.itemsize for count, dtype in zip(rows, types, strict=True)]
     whole = pa.decompress(data, sum(sizes), codec="zstd", asbytes=True)
     ends = np.cumsum(sizes).tolist()
     parts = [whole[end - nbytes : end] for end, nbytes in zip(ends, sizes, strict=True)]
-    return [np.frombuffer(part, each).astype(np.int64) for part, each in zip(parts, types, strict=True)]
+    return [np.frombuffer(part, dtype).astype(np.int64) for part, dtype in zip(parts, types, strict=True)]
 
 
 def share_reads(
@@ -367,8 +367,8 @@ def share_reads(
 def _senders(sets: RankSets, strip: WantedBlocks, world_size: int) -> Ints:
     """Return int64[g]: the most ranks from which a member of each set may receive in one round, over all its sets."""
     blocks = np.diff(strip.blocks[strip.begin])
-    each = np.minimum(sets.size - 1, blocks)  # a chunk has a block at least
-    senders = np.bincount(sets.rank, weights=each[sets.owner], minlength=world_size).astype(np.int64)
+    per_set = np.minimum(sets.size - 1, blocks)  # a chunk has a block at least
+    senders = np.bincount(sets.rank, weights=per_set[sets.owner], minlength=world_size).astype(np.int64)
     return np.maximum.reduceat(np.minimum(senders, world_size - 1)[sets.rank], sets.begin[:-1])
 
 
@@ -383,16 +383,16 @@ class _Parties:
 
 def _parties(line: BlockIndex, runs: Sequence[Ints]) -> _Parties:
     """Fold ranks that want the same of one kind of state: the replicas of a model differ in their optimizer states."""
-    found: dict[bytes, list[int]] = {}
+    requests: dict[bytes, list[int]] = {}
     for rank, rows in enumerate(runs):
         ends = [0, *np.searchsorted(rows[:, 0], line.kinds).tolist(), len(rows)]
         for first, stop in pairwise(ends):
             if first < stop:
-                found.setdefault(rows[first:stop].tobytes(), []).append(rank)
-    rows = np.frombuffer(b"".join(found), np.int64).reshape(-1, 2)
-    sizes = np.array([len(ranks) for ranks in found.values()], dtype=np.int64)
-    members = np.array([rank for ranks in found.values() for rank in ranks], dtype=np.int64)
-    party = np.repeat(np.arange(len(found)), [len(data) // 16 for data in found])
+                requests.setdefault(rows[first:stop].tobytes(), []).append(rank)
+    rows = np.frombuffer(b"".join(requests), np.int64).reshape(-1, 2)
+    sizes = np.array([len(ranks) for ranks in requests.values()], dtype=np.int64)
+    members = np.array([rank for ranks in requests.values() for rank in ranks], dtype=np.int64)
+    party = np.repeat(np.arange(len(requests)), [len(data) // 16 for data in requests])
     return _Parties(rows, party, RankSets(begins(sizes), members))
 
 
@@ -413,12 +413,12 @@ class _Wanted:
         :func:`bcp.plan.read.copies.assign` reads all blocks that a rank is not given.
         """
         words = mix(parties.party, 2).view(np.int64)
-        run, depth, here = sweep_intervals(parties.runs, np.ones_like(words), words)
+        run, depth, total = sweep_intervals(parties.runs, np.ones_like(words), words)
         rows = np.flatnonzero(depth)
         run = run[rows]
-        _, index, which = np.unique(here[rows], return_index=True, return_inverse=True)
+        _, index, number = np.unique(total[rows], return_index=True, return_inverse=True)
         _, start, stop = line.bytes_of(run)
-        return cls(run, stop - start, which, _members(parties, run[index, 0]))
+        return cls(run, stop - start, number, _members(parties, run[index, 0]))
 
     def of_sets(self, rows: Ints) -> _Wanted:
         """Return the intervals of some of the sets, set by set."""
@@ -434,17 +434,17 @@ class _Wanted:
         return WantedBlocks(line.block_bytes, begins(np.diff(self.run)[:, 0]), begins(self.nbytes), begin)
 
 
-def _members(parties: _Parties, at: Ints) -> RankSets:
-    """Return the ranks that want block ``at[i]``, for each i."""
-    order = np.argsort(at)
-    first, stop = (np.searchsorted(at[order], ends) for ends in parties.runs.T)
+def _members(parties: _Parties, blocks: Ints) -> RankSets:
+    """Return the ranks that want block ``blocks[i]``, for each i."""
+    order = np.argsort(blocks)
+    first, stop = (np.searchsorted(blocks[order], ends) for ends in parties.runs.T)
     run, number = spread(stop - first)
-    which = order[first[run] + number]
+    index = order[first[run] + number]
     party = parties.party[run]
     source, number = spread(parties.ranks.size[party])
     rank = parties.ranks.rank[parties.ranks.begin[party][source] + number]
-    order = np.lexsort((rank, which[source]))
-    return RankSets(begins(np.bincount(which[source], minlength=len(at))), rank[order])
+    order = np.lexsort((rank, index[source]))
+    return RankSets(begins(np.bincount(index[source], minlength=len(blocks))), rank[order])
 
 
 def _stretches(wanted: _Wanted, strip: WantedBlocks, cuts: Ints, most: Floats, speed: Floats) -> SharedReads:

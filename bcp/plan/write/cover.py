@@ -74,15 +74,19 @@ def _check_intervals(tensors: TensorTable, shards: DistinctShards) -> None:
     wrong = (shards.start != expected) | (last & (shards.stop != end))
     if not wrong.any():
         return
-    at = int(wrong.argmax())
-    tensor, low, high = int(shards.tensor[at]), int(expected[at]), int(shards.start[at])
+    shard = int(wrong.argmax())
+    tensor, low, high = int(shards.tensor[shard]), int(expected[shard]), int(shards.start[shard])
     if high < low:
-        where = _flat(tensors, shards, at, high, min(low, int(shards.stop[at])))
-        _raise(tensors, tensor, f"elements {where} lie in two different shards, of {_ranks(shards, [at - 1, at])}")
+        where = _flat(tensors, shards, shard, high, min(low, int(shards.stop[shard])))
+        _raise(
+            tensors, tensor, f"elements {where} lie in two different shards, of {_ranks(shards, [shard - 1, shard])}"
+        )
     if high == low:
-        low, high = int(shards.stop[at]), int(end[at])
-    where = _flat(tensors, shards, at, low, high)
-    _raise(tensors, tensor, f"no rank holds elements {where}; the shard beside them is held by {_ranks(shards, [at])}")
+        low, high = int(shards.stop[shard]), int(end[shard])
+    where = _flat(tensors, shards, shard, low, high)
+    _raise(
+        tensors, tensor, f"no rank holds elements {where}; the shard beside them is held by {_ranks(shards, [shard])}"
+    )
 
 
 def _explain_boxes(tensors: TensorTable, shards: DistinctShards, tensor: int) -> NoReturn:
@@ -96,8 +100,8 @@ def _explain_boxes(tensors: TensorTable, shards: DistinctShards, tensor: int) ->
         others = f"other parts are held by {_ranks(shards, held)}" if len(held) else "no rank holds any of it"
         _raise(tensors, tensor, f"no rank holds the block {_block(block)}; {others}")
     # Two are enough to show, and more may be every rank's.
-    pair = [np.flatnonzero(shards.box == boxes[at])[0] for at in covering[:2]]
-    named = " and ".join(f"{_shard(tensors, shards, at)} of {_ranks(shards, [at])}" for at in pair)
+    pair = [np.flatnonzero(shards.box == boxes[row])[0] for row in covering[:2]]
+    named = " and ".join(f"{_shard(tensors, shards, shard)} of {_ranks(shards, [shard])}" for shard in pair)
     _raise(tensors, tensor, f"the block {_block(block)} lies in {len(covering)} different shards, as in {named}")
 
 
@@ -126,9 +130,9 @@ def _numel(shards: DistinctShards) -> Ints:
     return np.asarray(shards.length.prod(axis=1), dtype=np.int64)
 
 
-def _ranks(shards: DistinctShards, of: Iterable[int] | Ints) -> str:
+def _ranks(shards: DistinctShards, rows: Iterable[int] | Ints) -> str:
     """Name the ranks that hold any of these shards."""
-    ranks = np.unique(np.concatenate([shards.holders(int(shard)) for shard in of])).tolist()
+    ranks = np.unique(np.concatenate([shards.holders(int(shard)) for shard in rows])).tolist()
     more = f", ... ({len(ranks)} ranks)" if len(ranks) > SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
 
@@ -156,7 +160,7 @@ def _block(block: Iterable[tuple[int, int]]) -> str:
     return f"[{', '.join(f'{low}:{high}' for low, high in block)}]"
 
 
-def _raise(tensors: TensorTable, tensor: int, what: str) -> NoReturn:
+def _raise(tensors: TensorTable, tensor: int, reason: str) -> NoReturn:
     """Raise for one tensor."""
     meta = tensors[tensor]
-    raise CoverageError(f"{meta.kind} tensor {meta.fqn!r} of shape {meta.shape}: {what}. {ADVICE}")
+    raise CoverageError(f"{meta.kind} tensor {meta.fqn!r} of shape {meta.shape}: {reason}. {ADVICE}")

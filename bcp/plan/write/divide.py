@@ -130,12 +130,12 @@ def _batches(groups: Sequence[Ints], total: Ints) -> Iterator[Ints]:
             yield rows
             continue
         first, taken = 0, set(ranks[0].tolist())
-        for at in range(1, len(rows)):
-            if taken.isdisjoint(mine := set(ranks[at].tolist())):
-                taken |= mine
+        for index in range(1, len(rows)):
+            if taken.isdisjoint(group_ranks := set(ranks[index].tolist())):
+                taken |= group_ranks
             else:
-                yield rows[first:at]
-                first, taken = at, mine
+                yield rows[first:index]
+                first, taken = index, group_ranks
         yield rows[first:]
 
 
@@ -173,10 +173,12 @@ def _cut_lines(
     base = edge[ends - count]
     wanted = (base[:, None] + np.cumsum(quota, axis=1)[:, :-1]).ravel()
     line = np.repeat(np.arange(len(count)), quota.shape[1] - 1)
-    at = np.minimum(np.searchsorted(edge, wanted, side="right") - 1, ends[line] - 1)
+    index = np.minimum(np.searchsorted(edge, wanted, side="right") - 1, ends[line] - 1)
     snap = np.maximum(np.minimum(SNAP_BYTES, scale // SNAP_SHARE), np.minimum(SNAP_FLOOR, scale // SNAP_FLOOR_SHARE))
     whole = np.minimum(WHOLE_BYTES, np.maximum(WHOLE_FLOOR, scale // WHOLE_SHARE))
-    cut = edge[at] + _place(shards, members[at], size[at], wanted - edge[at], snap=snap[line], whole=whole[line])
+    cut = edge[index] + _place(
+        shards, members[index], size[index], wanted - edge[index], snap=snap[line], whole=whole[line]
+    )
     begin = np.sort(np.concatenate([edge[:-1], cut[cut < edge[-1]]]), kind="stable")  # two runs, merged
     begin = begin[np.diff(begin, prepend=-1) > 0]
     end = np.append(begin[1:], edge[-1])
@@ -212,8 +214,8 @@ def _grain(length: Ints, most: Ints) -> Ints:
     return np.asarray(np.where(blocks <= most[:, None], blocks, 1).max(axis=1, initial=1), dtype=np.int64)
 
 
-def _whole(shards: DistinctShards, which: Ints, rank: Ints) -> WriterIntervals:
-    return WriterIntervals(which, shards.start[which], shards.stop[which], np.asarray(rank, dtype=np.int64))
+def _whole(shards: DistinctShards, rows: Ints, rank: Ints) -> WriterIntervals:
+    return WriterIntervals(rows, shards.start[rows], shards.stop[rows], np.asarray(rank, dtype=np.int64))
 
 
 def _sorted(shards: DistinctShards, cuts: Sequence[WriterIntervals]) -> WriterIntervals:
@@ -333,8 +335,8 @@ def _files(
     sorted_code = code[order]
     first = np.flatnonzero(np.diff(sorted_code, prepend=-1))
     count = np.diff(np.append(first, len(code)))
-    at = np.empty_like(code)
-    at[order] = end - length - np.repeat((end - length)[first], count)
+    position = np.empty_like(code)
+    position[order] = end - length - np.repeat((end - length)[first], count)
     owner = sorted_code[first] // classes
     fresh = np.diff(owner, prepend=-1) > 0
     key, row = owner[fresh], np.cumsum(fresh) - 1
@@ -346,13 +348,13 @@ def _files(
     bases = np.zeros((len(key), max((len(sizes) for sizes in planes.itemsize), default=0)), dtype=np.int64)
     nbytes = np.zeros(len(key), dtype=np.int64)
     for code_of_kind, (itemsize, owner) in enumerate(zip(planes.itemsize, planes.owner, strict=True)):
-        mine = kind == code_of_kind
-        bases[mine, : len(itemsize)], nbytes[mine] = _plane_bases(elements[mine], itemsize, owner)
+        in_kind = kind == code_of_kind
+        bases[in_kind, : len(itemsize)], nbytes[in_kind] = _plane_bases(elements[in_kind], itemsize, owner)
     by_kind = np.argsort(kind, kind="stable")  # files of a kind lie together, by rank
     number = np.empty_like(by_kind)
     number[by_kind] = np.arange(len(by_kind))
     rank = key // len(KINDS)
-    return _Files(number[file], at, order, kind[by_kind], rank[by_kind], nbytes[by_kind], bases[by_kind])
+    return _Files(number[file], position, order, kind[by_kind], rank[by_kind], nbytes[by_kind], bases[by_kind])
 
 
 def _rows(
@@ -381,10 +383,10 @@ def _owned(world: AllTables, owners: Mapping[tuple[str, str], int]) -> dict[int,
     for key, rank in sorted(owners.items()):
         keys.setdefault(rank, []).append(key)
     owned = {}
-    for rank, mine in keys.items():
+    for rank, own_keys in keys.items():
         catalogue = world.catalogues[int(world.template_catalogue[world.template[rank]])]
         place = {key: row for row, key in enumerate(catalogue.objects)}
-        owned[rank] = np.array([place[key] for key in mine], dtype=np.int64)
+        owned[rank] = np.array([place[key] for key in own_keys], dtype=np.int64)
     return owned
 
 
@@ -410,12 +412,12 @@ def _layout(
 ) -> Layout:
     """Build the layout; ``objects``: rank whose receipt has the value."""
     sorted_objects = sorted(objects.items())
-    found = world.template_catalogue[world.template]
+    rank_catalogue = world.template_catalogue[world.template]
     extras = sorted(
         (KINDS.index(kind), rank)
         for number, catalogue in enumerate(world.catalogues)
         for kind in catalogue.extras
-        for rank in np.flatnonzero(found == number).tolist()
+        for rank in np.flatnonzero(rank_catalogue == number).tolist()
     )
     number = np.bincount(shards.box[cuts.shard], minlength=len(shards.box_tensor))
     return Layout(
@@ -488,15 +490,15 @@ def expand(table: ShardTable, factored: FactoredTable, share: npt.NDArray[np.voi
     """
     slot, member = share["slot"].astype(np.int64), share["member"].astype(np.int64)
     size = np.where(member < 0, factored.row_begin[slot + 1] - factored.row_begin[slot], 1)
-    of = np.repeat(np.arange(len(share)), size)
+    interval = np.repeat(np.arange(len(share)), size)
     number = runs(np.zeros_like(size), size)
-    row = factored.rows[factored.row_begin[slot[of]] + np.where(member[of] < 0, number, member[of])]
+    row = factored.rows[factored.row_begin[slot[interval]] + np.where(member[interval] < 0, number, member[interval])]
     itemsize = table.tensors.itemsize[table.tensor[row]]
-    family = signature(itemsize, of, number, len(share))[of]
+    family = signature(itemsize, interval, number, len(share))[interval]
     kind = table.tensors.kind[table.tensor[row]]
-    order = np.lexsort((of, number, family, -itemsize, kind))
-    row, of = row[order], of[order]
-    start, stop = share["start"].astype(np.int64)[of], share["stop"].astype(np.int64)[of]
+    order = np.lexsort((interval, number, family, -itemsize, kind))
+    row, interval = row[order], interval[order]
+    start, stop = share["start"].astype(np.int64)[interval], share["stop"].astype(np.int64)[interval]
     nbytes, kind = (stop - start) * itemsize[order], kind[order]
     end = np.cumsum(nbytes)
     first = np.searchsorted(kind, kind)

@@ -65,14 +65,14 @@ def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes
     notes = dict(metadata)
     table: dict[str, object] = {"__metadata__": notes}  # an entry of that name is renamed as well
     offset = 0
-    for one in entries:
-        name = _free_name(one.name, table)
-        code, shape = DTYPE_CODES.get(one.dtype), one.shape
+    for header_entry in entries:
+        name = _free_name(header_entry.name, table)
+        code, shape = DTYPE_CODES.get(header_entry.dtype), header_entry.shape
         if code is None:
-            code, shape = "U8", (one.nbytes,)
-            notes[f"bcp.dtype.{name}"] = one.dtype
-        table[name] = {"dtype": code, "shape": shape, "data_offsets": (offset, offset + one.nbytes)}
-        offset += one.nbytes
+            code, shape = "U8", (header_entry.nbytes,)
+            notes[f"bcp.dtype.{name}"] = header_entry.dtype
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": (offset, offset + header_entry.nbytes)}
+        offset += header_entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -176,8 +176,8 @@ def data_files(table: ShardTable, writes: Writes, *, rank: int, part_bytes: int)
     kinds = table.tensors.kind[table.tensor[writes.row]]
     files = []
     for code in np.unique(kinds).tolist():
-        mine = kinds == code
-        chosen = Writes(writes.row[mine], writes.start[mine], writes.stop[mine], writes.offset[mine])
+        in_kind = kinds == code
+        chosen = Writes(writes.row[in_kind], writes.start[in_kind], writes.stop[in_kind], writes.offset[in_kind])
         files.append(_data_file(table, chosen, {"bcp.kind": KINDS[code], "bcp.rank": str(rank)}, part_bytes))
     return files
 
@@ -187,12 +187,12 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
     rows = list(zip(writes.row.tolist(), writes.start.tolist(), writes.stop.tolist(), strict=True))
     entries = _entries(table, writes)
     head = header(entries, {"format": "pt", **notes})
-    nbytes = sum(one.nbytes for one in entries)
+    nbytes = sum(header_entry.nbytes for header_entry in entries)
     spans: list[list[PartInterval]] = [[] for _ in range(-(-nbytes // part_bytes))]
-    for (row, start, stop), one, offset in zip(rows, entries, writes.offset.tolist(), strict=True):
-        itemsize = one.nbytes // (stop - start)
-        for index, first, last, at in _spread(start, stop, offset, itemsize, part_bytes):
-            spans[index].append(PartInterval(row, first, last, at if index else at + len(head)))
+    for (row, start, stop), header_entry, offset in zip(rows, entries, writes.offset.tolist(), strict=True):
+        itemsize = header_entry.nbytes // (stop - start)
+        for index, first, last, place in _spread(start, stop, offset, itemsize, part_bytes):
+            spans[index].append(PartInterval(row, first, last, place if index else place + len(head)))
     kind = notes["bcp.kind"]
     parts = tuple(
         Part(
@@ -200,10 +200,10 @@ def _data_file(table: ShardTable, writes: Writes, notes: Mapping[str, str], part
             index=index,
             start=len(head) + index * part_bytes if index else 0,
             stop=len(head) + min((index + 1) * part_bytes, nbytes),
-            spans=tuple(mine),
-            name=_name(table, kind, index, mine),
+            spans=tuple(part_spans),
+            name=_name(table, kind, index, part_spans),
         )
-        for index, mine in enumerate(spans)
+        for index, part_spans in enumerate(spans)
     )
     return DataFile(kind, head, len(head) + nbytes, parts)
 
@@ -216,19 +216,26 @@ def _entries(table: ShardTable, writes: Writes) -> list[HeaderEntry]:
     count, shape, ndim = (writes.stop - writes.start).tolist(), tensors.shape.tolist(), tensors.ndim.tolist()
     itemsize = tensors.itemsize.tolist()
     return [
-        HeaderEntry(tensors.fqn[of], tensors.dtype[of], tuple(shape[of][: ndim[of]]), count[at] * itemsize[of])
+        HeaderEntry(
+            tensors.fqn[tensor_row],
+            tensors.dtype[tensor_row],
+            tuple(shape[tensor_row][: ndim[tensor_row]]),
+            count[index] * itemsize[tensor_row],
+        )
         if is_whole
-        else entry(table.meta(int(row[at])), table.box(int(row[at])), int(writes.start[at]), int(writes.stop[at]))
-        for at, (of, is_whole) in enumerate(zip(tensor.tolist(), whole.tolist(), strict=True))
+        else entry(
+            table.meta(int(row[index])), table.box(int(row[index])), int(writes.start[index]), int(writes.stop[index])
+        )
+        for index, (tensor_row, is_whole) in enumerate(zip(tensor.tolist(), whole.tolist(), strict=True))
     ]
 
 
 def _spread(start: int, stop: int, offset: int, itemsize: int, part_bytes: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut elements, placed in the data section, at the parts' boundaries: part number, first, last + 1, place in it."""
     while start < stop:
-        index, at = divmod(offset, part_bytes)
-        count = min(stop - start, (part_bytes - at) // itemsize)
-        yield index, start, start + count, at
+        index, place = divmod(offset, part_bytes)
+        count = min(stop - start, (part_bytes - place) // itemsize)
+        yield index, start, start + count, place
         start, offset = start + count, offset + count * itemsize
 
 

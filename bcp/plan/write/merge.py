@@ -75,15 +75,15 @@ def _by_name(parts: Sequence[TensorTable]) -> tuple[Sequence[dict[str, int]], In
         names = [part.fqn[end[kind] : end[kind + 1]] for part, end in zip(parts, ends, strict=True)]
         base = sum(map(len, index))
         index.append({fqn: row for row, fqn in enumerate(sorted(set().union(*names)), start=base)})
-        for found, mine in zip(rows, names, strict=True):
-            found.extend(map(index[kind].__getitem__, mine))
+        for part_rows, part_names in zip(rows, names, strict=True):
+            part_rows.extend(map(index[kind].__getitem__, part_names))
     return index, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
 
 
 def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged: Ints) -> MergedTensors:
     """Find the families that are one in every catalogue."""
-    base = begins(np.array([int(each.family.max(initial=-1)) + 1 for each in catalogues], dtype=np.int64))
-    family = concat([each.family + first for each, first in zip(catalogues, base, strict=False)])
+    base = begins(np.array([int(catalogue.family.max(initial=-1)) + 1 for catalogue in catalogues], dtype=np.int64))
+    family = concat([catalogue.family + first for catalogue, first in zip(catalogues, base, strict=False)])
     order = np.argsort(family, kind="stable")
     begin = np.searchsorted(family[order], np.arange(base[-1] + 1))
     members, size, begin = merged[order], np.diff(begin), begin[:-1]
@@ -126,16 +126,17 @@ def _check_agreement(tensors: TensorTable, first: Ints, ranks: Ints) -> None:
             differs[row] |= names[row] != names[first[row]]
     if not differs.any():
         return
-    here = int(differs.argmax())
-    there = int(first[here])
-    mine, theirs = tensors[here], tensors[there]
+    other_row = int(differs.argmax())
+    first_row = int(first[other_row])
+    meta, first_meta = tensors[other_row], tensors[first_row]
     fields = [
-        f"{name} {getattr(theirs, name)!r} on rank {ranks[there]} and {getattr(mine, name)!r} on rank {ranks[here]}"
+        f"{name} {getattr(first_meta, name)!r} on rank {ranks[first_row]} and {getattr(meta, name)!r} on rank "
+        f"{ranks[other_row]}"
         for name in ("shape", "dtype", "itemsize", "tied_to")
-        if getattr(theirs, name) != getattr(mine, name)
+        if getattr(first_meta, name) != getattr(meta, name)
     ]
     raise StateError(
-        f"{mine.kind} tensor {mine.fqn!r} is not the same tensor everywhere: {'; '.join(fields)}. One name means one "
+        f"{meta.kind} tensor {meta.fqn!r} is not the same tensor everywhere: {'; '.join(fields)}. One name means one "
         "global tensor: pass the same model on every rank, or give the tensors different names"
     )
 
@@ -207,18 +208,18 @@ class DistinctShards:
 
     def stated(self, shard: Ints, rank: Ints) -> tuple[Ints, Ints]:
         """Return slot and member of each shard in the template of a rank that holds it."""
-        at = self.source_begin[shard]
-        several = np.flatnonzero(self.source_begin[shard + 1] - at > 1)
+        statement = self.source_begin[shard]
+        several = np.flatnonzero(self.source_begin[shard + 1] - statement > 1)
         if several.size:
             sources = self.templates + len(self.template)
             owner = np.repeat(np.arange(len(self)), np.diff(self.source_begin))
             key = owner * sources + self.source
             base, theirs = shard[several] * sources, self.template[rank[several]]
-            found = np.searchsorted(key, base + theirs)
-            alone = key[np.minimum(found, len(key) - 1)] != base + theirs
-            found[alone] = np.searchsorted(key, (base + self.templates + rank[several])[alone])
-            at[several] = found
-        return self.slot[at], self.member[at]
+            index = np.searchsorted(key, base + theirs)
+            alone = key[np.minimum(index, len(key) - 1)] != base + theirs
+            index[alone] = np.searchsorted(key, (base + self.templates + rank[several])[alone])
+            statement[several] = index
+        return self.slot[statement], self.member[statement]
 
 
 def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
@@ -228,14 +229,14 @@ def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
     the same shard twice, its first row counts.
     """
     slots = _slot_rows(world, merged)
-    at, start, stop, source = _statements(world, slots)
-    box, row = _distinct_boxes(slots, at, merged)
+    slot_row, start, stop, source = _statements(world, slots)
+    box, row = _distinct_boxes(slots, slot_row, merged)
     numel = slots.length[row].prod(axis=1)
     order = grouped(box, len(row))
     line = ((np.cumsum(numel) - numel)[box] + start)[order]
     # In a box, ranks usually come in the order of their intervals: then this second, full sort costs one look.
     order = order[np.argsort(line, kind="stable")]
-    at, box, start, stop, source = at[order], box[order], start[order], stop[order], source[order]
+    slot_row, box, start, stop, source = slot_row[order], box[order], start[order], stop[order], source[order]
     fresh = _changes(box, start, stop)
     once = fresh | _changes(source)
     first = np.flatnonzero(fresh)
@@ -252,8 +253,8 @@ def merge_shards(world: AllTables, merged: MergedTensors) -> DistinctShards:
         groups=groups,
         source_begin=source_begin,
         source=source[once],
-        slot=slots.slot[at[once]],
-        member=slots.member[at[once]],
+        slot=slots.slot[slot_row[once]],
+        member=slots.member[slot_row[once]],
         template=world.template,
         templates=len(world.template_slots),
     )
@@ -280,23 +281,26 @@ class _SlotRows:
 
 def _slot_rows(world: AllTables, merged: MergedTensors) -> _SlotRows:
     """Write all slots in terms of the merged tensors."""
-    slots, width = world.template_slots, merged.tensors.shape.shape[1]
-    sizes = np.array([len(each.family) for each in slots], dtype=np.int64)
-    template, base = np.repeat(np.arange(len(slots)), sizes), begins(sizes)
-    families = [each.family + merged.family_base[of] for each, of in zip(slots, world.template_catalogue, strict=True)]
+    template_slots, width = world.template_slots, merged.tensors.shape.shape[1]
+    sizes = np.array([len(slots.family) for slots in template_slots], dtype=np.int64)
+    template, base = np.repeat(np.arange(len(template_slots)), sizes), begins(sizes)
+    families = [
+        slots.family + merged.family_base[catalogue]
+        for slots, catalogue in zip(template_slots, world.template_catalogue, strict=True)
+    ]
     family = concat(families)
     rows = np.where(merged.split[family], merged.family_size[family], 1)
-    of = np.repeat(np.arange(len(family)), rows)
+    slot = np.repeat(np.arange(len(family)), rows)
     number = runs(np.zeros_like(rows), rows)
-    family = family[of]
+    family = family[slot]
     return _SlotRows(
-        template=template[of],
-        slot=(np.arange(len(template)) - base[template])[of],
+        template=template[slot],
+        slot=(np.arange(len(template)) - base[template])[slot],
         member=np.where(merged.split[family], number, -1),
         tensor=merged.members[merged.family_begin[family] + number],
-        offset=padded([each.offset for each in slots], width, 0)[of],
-        length=padded([each.length for each in slots], width, 1)[of],
-        regular=concat([each.regular for each in slots])[of],
+        offset=padded([slots.offset for slots in template_slots], width, 0)[slot],
+        length=padded([slots.length for slots in template_slots], width, 1)[slot],
+        regular=concat([slots.regular for slots in template_slots])[slot],
         begin=begins(rows),
         base=base,
     )
@@ -310,18 +314,18 @@ def _statements(world: AllTables, slots: _SlotRows) -> tuple[Ints, Ints, Ints, I
     columns = [world.flat_start, world.flat_stop, len(world.template_slots) + world.flat_rank]
     if len(slots.begin) <= len(slots.tensor):  # some slots have several rows
         rows = (slots.begin[1:] - slots.begin[:-1])[own]
-        of = np.repeat(np.arange(len(own)), rows)
+        interval = np.repeat(np.arange(len(own)), rows)
         own = runs(slots.begin[own], rows)
-        columns = [column[of] for column in columns]
+        columns = [column[interval] for column in columns]
     templates = [np.zeros(len(whole), dtype=np.int64), numel, slots.template[whole]]
     start, stop, source = (np.concatenate(pair) for pair in zip(templates, columns, strict=True))
     return np.concatenate([whole, own]), start, stop, source
 
 
-def _distinct_boxes(slots: _SlotRows, at: Ints, merged: MergedTensors) -> tuple[Ints, Ints]:
+def _distinct_boxes(slots: _SlotRows, slot_row: Ints, merged: MergedTensors) -> tuple[Ints, Ints]:
     """Return the box of every statement, and for every box a row of the slots; in the order (tensor, offset)."""
     used = np.zeros(len(slots.tensor), dtype=bool)
-    used[at] = True
+    used[slot_row] = True
     row = np.flatnonzero(used)
     # The flat position of the first corner orders boxes as their offsets do. Different boxes of one corner overlap: it
     # does not matter how they are ordered and whether replicas are told, since check_cover will refuse them.
@@ -332,7 +336,7 @@ def _distinct_boxes(slots: _SlotRows, at: Ints, merged: MergedTensors) -> tuple[
     fresh = _changes(slots.tensor[row], *slots.offset[row].T, *slots.length[row].T)
     box = np.empty(len(slots.tensor), dtype=np.int64)
     box[row] = np.cumsum(fresh) - 1
-    return box[at], row[fresh]
+    return box[slot_row], row[fresh]
 
 
 def _holders(world: AllTables, begin: Ints, source: Ints) -> tuple[Ints, Sequence[Ints]]:
@@ -360,14 +364,14 @@ def _holders(world: AllTables, begin: Ints, source: Ints) -> tuple[Ints, Sequenc
         rows = several[size[several] == many]
         lists = source[begin[rows, None] + np.arange(many)]
         first, code = distinct_rows(lists)
-        found = []
+        distinct_holders = []
         for sources in lists[first]:
             ranks = sources - templates
             if ranks[0] < 0:
-                parts = [of_template[each] for each in sources[ranks < 0].tolist()]
+                parts = [of_template[template] for template in sources[ranks < 0].tolist()]
                 ranks = np.unique(np.concatenate([*parts, ranks[len(parts) :]]))
-            found.append(numbered(ranks))
-        holder[rows] = np.array(found, dtype=np.int64)[code]
+            distinct_holders.append(numbered(ranks))
+        holder[rows] = np.array(distinct_holders, dtype=np.int64)[code]
     return holder, groups
 
 

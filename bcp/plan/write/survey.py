@@ -89,7 +89,9 @@ def decode_slots(data: bytes, sender: int | None = None) -> Slots:
     """Undo :func:`encode_slots` of the rank ``sender``. Raises MessageError if the bytes are no slots."""
     columns = SlotColumns.decode(data, sender)
     family = numbers(columns.family)
-    offset, length = (numbers(each).reshape(len(family), columns.width) for each in (columns.offset, columns.length))
+    offset, length = (
+        numbers(column).reshape(len(family), columns.width) for column in (columns.offset, columns.length)
+    )
     return Slots(family, offset, length, numbers(columns.regular))
 
 
@@ -112,7 +114,8 @@ def encode_shares(division: WriteDivision) -> list[bytes]:
     """Encode each rank's share, by rank; :func:`decode_share` reads one of them."""
     rows, ends = division.rows.tobytes(), (division.begin * SHARE.itemsize).tolist()
     owned, units = (
-        {rank: rows.astype("<i8").tobytes() for rank, rows in of.items()} for of in (division.owned, division.units)
+        {rank: rows.astype("<i8").tobytes() for rank, rows in by_rank.items()}
+        for by_rank in (division.owned, division.units)
     )
     return [
         Share(owned.get(rank, b""), units.get(rank, b""), rows[begin:end]).encode()
@@ -123,7 +126,9 @@ def encode_shares(division: WriteDivision) -> list[bytes]:
 def decode_share(data: bytes) -> RankShare:
     """Decode one answer of :func:`encode_shares`. Raises MessageError if it is no such answer."""
     share = Share.decode(data, sender=0)
-    owned, units = (_records(each, np.dtype("<i8"), "Share", 0).astype(np.int64) for each in (share.owned, share.units))
+    owned, units = (
+        _records(column, np.dtype("<i8"), "Share", 0).astype(np.int64) for column in (share.owned, share.units)
+    )
     return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
 
 
@@ -352,9 +357,9 @@ def gather_tables(plan: Survey, messages: Sequence[bytes]) -> AllTables:
 
 def _check(world: AllTables) -> None:
     """Raise MessageError if numbers point to nothing."""
-    families = np.array([int(each.family.max(initial=-1)) + 1 for each in world.catalogues], dtype=np.int64)
-    family = concat([each.family for each in world.template_slots])
-    sizes = np.array([len(each.family) for each in world.template_slots], dtype=np.int64)
+    families = np.array([int(catalogue.family.max(initial=-1)) + 1 for catalogue in world.catalogues], dtype=np.int64)
+    family = concat([slots.family for slots in world.template_slots])
+    sizes = np.array([len(slots.family) for slots in world.template_slots], dtype=np.int64)
     known = np.repeat(families[world.template_catalogue], sizes)
     if ((family < 0) | (family >= known)).any():
         raise MessageError(

@@ -130,11 +130,11 @@ def _rows(family: Ints, row: Ints, begin: Ints) -> tuple[Ints, Ints, Ints]:
     leader, size = member[member_begin[:-1]], np.diff(member_begin)
     count = np.diff(begin)[leader]
     slot_family = np.repeat(np.arange(len(leader)), count)
-    which = runs(np.zeros_like(count), count)
+    number = runs(np.zeros_like(count), count)
     size = size[slot_family]
     row_begin = begins(size)
     tensor = member[runs(member_begin[slot_family], size)]
-    return slot_family, row_begin, row[begin[tensor] + np.repeat(which, size)]
+    return slot_family, row_begin, row[begin[tensor] + np.repeat(number, size)]
 
 
 def signature(itemsize: Ints, family: Ints, number: Ints, families: int) -> Ints:

@@ -83,8 +83,8 @@ def named(leaf: Any) -> str:
     segments = leaf.key.split(".")
     following = [*segments[1:], ""]
     places = [
-        at
-        for at, (segment, after) in enumerate(zip(segments, following, strict=True))
+        index
+        for index, (segment, after) in enumerate(zip(segments, following, strict=True))
         if segment in _NUMBERED and segment != after and not after.isdigit()
     ]
     if len(places) != len(numbers):
@@ -96,7 +96,7 @@ def named(leaf: Any) -> str:
 
 def _built(factory: Any) -> list[LogicalShard]:
     """Return the shards of a factory, those of one name together."""
-    tensor, found = factory.data, defaultdict(list)
+    tensor, parts_by_name = factory.data, defaultdict(list)
     children = [child for _, child in walk(factory.build(), f"the parts of {factory.key!r}")]
     traced = None if all(_is_run(child.data, tensor) for child in children) else _trace(factory)
     for number, child in enumerate(children):
@@ -104,13 +104,13 @@ def _built(factory: Any) -> list[LogicalShard]:
             spans = [LocalInterval.whole(_box(child), child.data.storage_offset() - tensor.storage_offset())]
         else:
             spans = list(_runs(traced[number], _box(child), factory.key))
-        found[named(child)].append((child, spans))
+        parts_by_name[named(child)].append((child, spans))
     if (
-        sum(span.stop - span.start for parts in found.values() for _, spans in parts for span in spans)
+        sum(span.stop - span.start for parts in parts_by_name.values() for _, spans in parts for span in spans)
         != tensor.numel()
     ):
         raise StateError(f"the ShardedTensorFactory {factory.key!r} makes more or less of its tensor than there is")
-    return [_joined(fqn, parts) for fqn, parts in found.items()]
+    return [_joined(fqn, parts) for fqn, parts in parts_by_name.items()]
 
 
 def _joined(fqn: str, parts: Sequence[tuple[Any, list[LocalInterval]]]) -> LogicalShard:
@@ -154,9 +154,9 @@ def _cut_all(shard: LogicalShard, low: int, high: int, origin: int) -> tuple[Loc
     """
     held = []
     for span in shard.spans:
-        start, stop = max(low, span.at), min(high, span.at + span.stop - span.start)
+        start, stop = max(low, span.offset), min(high, span.offset + span.stop - span.start)
         if start < stop:
-            first = span.start + start - span.at
+            first = span.start + start - span.offset
             held.append(LocalInterval(span.box, first, first + stop - start, start - origin))
     boxes = {span.box for span in held}
     others = dict.fromkeys(span.box for span in shard.spans if span.box not in boxes)
@@ -169,7 +169,7 @@ def _shortened(span: LocalInterval, rows: int) -> LocalInterval | None:
     if kept <= 0:
         return None
     box = Box(span.box.offsets, (kept, *span.box.lengths[1:]))
-    return LocalInterval(box, min(span.start, box.numel), min(span.stop, box.numel), span.at)
+    return LocalInterval(box, min(span.start, box.numel), min(span.stop, box.numel), span.offset)
 
 
 def _box(leaf: Any) -> Box:

@@ -82,9 +82,9 @@ def add_model(leaves: Leaves, shards: LogicalShards, state: object) -> Finish:
         if callable(getattr(leaf, "sharded_state_dict", None)):
             finishes.append(_add_owner(leaves, shards, leaf))
         elif isinstance(leaf, nn.Module):
-            at = f" at {dotted(path)!r}" if path else ""
+            location = f" at {dotted(path)!r}" if path else ""
             raise StateError(
-                f"{_WHERE} has a {type(leaf).__name__}{at}, which has no sharded_state_dict(); pass Megatron's "
+                f"{_WHERE} has a {type(leaf).__name__}{location}, which has no sharded_state_dict(); pass Megatron's "
                 "modules, or name another framework"
             )
         elif name := _add_leaf(leaves, shards, path, leaf):
@@ -125,9 +125,9 @@ def _add_owner(leaves: Leaves, shards: LogicalShards, owner: Any) -> Finish:
             wanted[name] = dotted(path), leaf
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        found = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
-        if found:
-            owner.load_state_dict(found, strict=False)
+        state_dict = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
+        if state_dict:
+            owner.load_state_dict(state_dict, strict=False)
 
     return finish
 
@@ -164,17 +164,17 @@ def _add_shard(leaves: Leaves, shard: LogicalShard, local: torch.Tensor, fresh: 
     placement = whole_placement(shard, local)
     if fresh is not None:
         placement = fresh_placement(shard, local, *(fresh if shard.main else (0, 0)))
-    leaf, there = ShardedLeaf(local, placement), leaves.tensors.get(MODEL, {}).get(shard.fqn)
-    if not isinstance(there, ShardedLeaf):
+    leaf, first = ShardedLeaf(local, placement), leaves.tensors.get(MODEL, {}).get(shard.fqn)
+    if not isinstance(first, ShardedLeaf):
         leaves.add(MODEL, shard.fqn, leaf)
-    elif any(_same_place(each.placement, placement) for each in (there, *there.more)):
+    elif any(_same_place(known_leaf.placement, placement) for known_leaf in (first, *first.more)):
         leaves.also(MODEL, shard.fqn, leaf)
     else:
         leaves.join(MODEL, shard.fqn, leaf)
 
 
-def _same_place(one: Placement, other: Placement) -> bool:
-    return (one.shape, one.spans) == (other.shape, other.spans)
+def _same_place(placement: Placement, other: Placement) -> bool:
+    return (placement.shape, placement.spans) == (other.shape, other.spans)
 
 
 def _add_object(leaves: Leaves, leaf: Any, *, loading: bool) -> ObjectKey | None:

@@ -57,15 +57,15 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     Raises StateError if there is anything else, or a setting that cannot be read. Raises InputError if this Megatron
     lacks a needed attribute; ``tested`` returns the versions that have it.
     """
-    found = []
+    optimizers = []
     for path, leaf in walk(state, _WHERE):
-        at = _WHERE + (f" at {dotted(path)!r}" if path else "")
-        _refuse(leaf, at)
+        location = _WHERE + (f" at {dotted(path)!r}" if path else "")
+        _refuse(leaf, location)
         for optimizer in getattr(leaf, "chained_optimizers", [leaf]):
             if not getattr(optimizer, "is_stub_optimizer", False):
-                _check(optimizer, at, tested)
-                found.append(optimizer)
-    return found
+                _check(optimizer, location, tested)
+                optimizers.append(optimizer)
+    return optimizers
 
 
 def slots_of(optimizers: Iterable[Any], shards: LogicalShards) -> Iterator[Slot]:
@@ -84,40 +84,47 @@ def fresh_in(optimizers: Iterable[Any]) -> dict[int, tuple[int, int]]:
     With ``overlap_param_gather``, a step brings the new weights only into the shard of the rank that made them, and the
     next forward pass gathers the rest. Until then the rest has the values of the step before.
     """
-    late = [each for each in optimizers if getattr(getattr(each, "ddp_config", None), "overlap_param_gather", False)]
-    everything = {id(parameter): (0, 0) for each in late for buffer in each.buffers for parameter in buffer.params}
-    return everything | {id(parameter): held for each in late for parameter, held in _ranges(each).items()}
+    late = [
+        optimizer
+        for optimizer in optimizers
+        if getattr(getattr(optimizer, "ddp_config", None), "overlap_param_gather", False)
+    ]
+    everything = {
+        id(parameter): (0, 0) for optimizer in late for buffer in optimizer.buffers for parameter in buffer.params
+    }
+    return everything | {id(parameter): held for optimizer in late for parameter, held in _ranges(optimizer).items()}
 
 
 def scalers_of(optimizers: Iterable[Any]) -> dict[str, Any]:
     """Return the loss scalers that have a state, by name: experts are stepped by an optimizer of their own."""
-    found: dict[str, Any] = {}
+    scalers: dict[str, Any] = {}
     for optimizer in optimizers:
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and scaler.state_dict():
             experts = any(group.get("is_expert_parallel") for group in optimizer.optimizer.param_groups)
-            found.setdefault("grad_scaler.experts" if experts else "grad_scaler", scaler)
-    return found
+            scalers.setdefault("grad_scaler.experts" if experts else "grad_scaler", scaler)
+    return scalers
 
 
-def _refuse(part: object, at: str) -> None:
+def _refuse(part: object, location: str) -> None:
     """Refuse an optimizer by its class."""
     for name, reason in _REFUSED.items():
         if has_base(part, (name,)):
-            raise StateError(f"{at} is a {name}, which {reason}")
+            raise StateError(f"{location} is a {name}, which {reason}")
 
 
-def _check(optimizer: Any, at: str, tested: Callable[[], str]) -> None:
+def _check(optimizer: Any, location: str, tested: Callable[[], str]) -> None:
     """Refuse optimizers whose states cannot be read."""
-    _refuse(getattr(optimizer, "optimizer", None), at)
+    _refuse(getattr(optimizer, "optimizer", None), location)
     if not has_base(optimizer, _READ):
         raise StateError(
-            f"{at} is a {type(optimizer).__name__}; pass what get_megatron_optimizer() returned, not its state dict"
+            f"{location} is a {type(optimizer).__name__}; pass what get_megatron_optimizer() returned, not its "
+            "state dict"
         )
     for config in ("config", "ddp_config"):
         for setting, reason in _UNREADABLE.items():
             if getattr(getattr(optimizer, config, None), setting, False):
-                raise StateError(f"{at} {reason}; to save or load it, set {setting}=False")
+                raise StateError(f"{location} {reason}; to save or load it, set {setting}=False")
     for name in _READ:
         missing = [attribute for attribute in _NEEDED[name] if not hasattr(optimizer, attribute)]
         if has_base(optimizer, (name,)) and missing:
@@ -196,23 +203,23 @@ def _whole_slots(optimizer: Any, shards: LogicalShards) -> Iterator[Slot]:
 def _ranges(optimizer: Any) -> dict[torch.Tensor, tuple[int, int]]:
     """Return the flat interval of each parameter that a DistributedOptimizer has here."""
     return {
-        parameter: (found["param"].start, found["param"].end)
+        parameter: (ranges["param"].start, ranges["param"].end)
         for by_dtype in optimizer.gbuf_ranges
         for buckets in by_dtype.values()
         for bucket in buckets
-        for parameter, found in bucket["param_map"].items()
+        for parameter, ranges in bucket["param_map"].items()
     }
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
     """Yield (group, parameter of the model, the tensor that the inner optimizer steps for it)."""
-    for at, group in enumerate(optimizer.optimizer.param_groups):
+    for index, group in enumerate(optimizer.optimizer.param_groups):
         if has_base(optimizer, ("DistributedOptimizer",)):
-            parameters = [*optimizer.model_float16_groups[at], *optimizer.model_fp32_groups[at]]
-            stepped = [*optimizer.shard_fp32_from_float16_groups[at], *optimizer.shard_fp32_groups[at]]
+            parameters = [*optimizer.model_float16_groups[index], *optimizer.model_fp32_groups[index]]
+            stepped = [*optimizer.shard_fp32_from_float16_groups[index], *optimizer.shard_fp32_groups[index]]
         elif has_base(optimizer, ("Float16OptimizerWithFloat16Params",)):
-            parameters = [*optimizer.float16_groups[at], *optimizer.fp32_from_fp32_groups[at]]
-            stepped = [*optimizer.fp32_from_float16_groups[at], *optimizer.fp32_from_fp32_groups[at]]
+            parameters = [*optimizer.float16_groups[index], *optimizer.fp32_from_fp32_groups[index]]
+            stepped = [*optimizer.fp32_from_float16_groups[index], *optimizer.fp32_from_fp32_groups[index]]
         else:
             parameters = stepped = group["params"]
         for parameter, part in zip(parameters, stepped, strict=True):

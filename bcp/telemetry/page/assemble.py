@@ -41,7 +41,7 @@ def page(recordings: Sequence[Recording], *, findings: Sequence[Sequence[str]] =
         "data": packed(data_of(recordings, findings)),
         "script": "\n".join(map(_asset, _SCRIPTS)),
     }
-    return re.sub(r"\{\{([a-z]+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    return re.sub(r"\{\{([a-z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 @cache

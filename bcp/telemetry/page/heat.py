@@ -85,9 +85,9 @@ def columns_of(table: pa.Table) -> Columns:
     statuses, status_words = words(table["status"])
     name_code, names = words(table["name"])
     item_code, items = words(table["item"])
-    said_code, said = words(table["said"])
+    said_code, errors = words(table["said"])
     rank, start = _numbers(table["rank"], np.int32), _numbers(table["start"], np.float64)
-    found = Columns(
+    columns = Columns(
         rank=rank,
         kind=_positions(kind_words, KINDS)[kinds],
         name_code=name_code,
@@ -101,9 +101,9 @@ def columns_of(table: pa.Table) -> Columns:
         said_code=said_code,
         names=names,
         items=items,
-        said=said,
+        said=errors,
     )
-    return found.rows(np.lexsort((start, rank)))
+    return columns.rows(np.lexsort((start, rank)))
 
 
 def words(column: pa.ChunkedArray) -> tuple[Numbers, list[str]]:
@@ -199,8 +199,8 @@ def _rows(ranks: Sequence[RankRecord], columns: Columns) -> Numbers:
     most = max([record.rank for record in ranks] + [int(rank) for rank in columns.rank[-1:]], default=0)
     positions = np.full(most + 1, -1, np.int64)
     positions[[record.rank for record in ranks]] = np.arange(len(ranks))
-    found: Numbers = positions[columns.rank]
-    return found
+    rows: Numbers = positions[columns.rank]
+    return rows
 
 
 def _whole(recording: Recording, columns: Columns, rows: Numbers) -> Place:

@@ -85,13 +85,13 @@ def latencies_of(columns: Columns) -> Latency | None:
 def verbs_of(columns: Columns) -> list[dict[str, Any]]:
     """Return a row of figures for each verb of storage requests, the one with most seconds first."""
     requests = columns.rows(columns.kind == KINDS.index("request"))
-    found = []
+    rows = []
     for code in np.unique(requests.name_code).tolist():
         mask = requests.name_code == code
         seconds, status = requests.seconds[mask], requests.status[mask]
         half, most = np.percentile(seconds, [50, 99])
         name = requests.names[code]
-        found.append(
+        rows.append(
             {
                 "verb": name,
                 "count": int(mask.sum()),
@@ -104,7 +104,7 @@ def verbs_of(columns: Columns) -> list[dict[str, Any]]:
                 "failed": int((status == STATUSES.index("failed")).sum()),
             }
         )
-    return sorted(found, key=lambda row: -row["seconds"])
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def slowest_of(columns: Columns) -> list[dict[str, Any]]:

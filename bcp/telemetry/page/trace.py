@@ -40,7 +40,7 @@ def trace_json(recording: Recording) -> dict[str, Any]:
 
 def _processes(recording: Recording) -> Iterator[dict[str, Any]]:
     for record in sorted(recording.ranks, key=lambda record: record.rank):
-        place = "".join(f", {axis} {at}" for axis, at in record.coordinates.items())
+        place = "".join(f", {axis} {coordinate}" for axis, coordinate in record.coordinates.items())
         yield _meta("process_name", record, {"name": f"rank {record.rank} on {record.host}{place}"})
         yield _meta("process_sort_index", record, {"sort_index": record.rank})
 
@@ -101,17 +101,17 @@ def _queues(columns: Columns) -> Iterator[dict[str, Any]]:
     stages = columns.rows(columns.kind == KINDS.index("stage"))
     groups = np.unique(np.stack([stages.rank, stages.name_code], axis=1), axis=0) if stages.count else ()
     for rank, code in groups:
-        mine = stages.rows((stages.rank == rank) & (stages.name_code == code))
-        times = np.concatenate([mine.start - mine.waited, mine.start])
-        steps = np.concatenate([np.ones(mine.count), -np.ones(mine.count)])
+        events = stages.rows((stages.rank == rank) & (stages.name_code == code))
+        times = np.concatenate([events.start - events.waited, events.start])
+        steps = np.concatenate([np.ones(events.count), -np.ones(events.count)])
         micros, inverse = np.unique(np.rint(times * 1e6).astype(np.int64), return_inverse=True)
         waiting = np.cumsum(np.bincount(inverse, weights=steps)).astype(np.int64)
-        for at, items in zip(micros.tolist(), waiting.tolist(), strict=True):
+        for timestamp, items in zip(micros.tolist(), waiting.tolist(), strict=True):
             yield {
                 "ph": "C",
                 "name": f"queue of {stages.names[code]}",
                 "pid": int(rank),
                 "tid": 0,
-                "ts": at,
+                "ts": timestamp,
                 "args": {"items": items},
             }
