@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe._probes, "found", {})
+    monkeypatch.setattr(probe._probes, "ways", {})
     monkeypatch.setattr(probe, "_PROBE_BYTES", 8 * MIB)
 
 

@@ -59,7 +59,7 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
             opening = Opening.decode(answer)
             assert opening == opened.opening
             undo.begin(opening.operation, [])
-            async with not_replaced(backend, job.path, opening.operation, opening.found):
+            async with not_replaced(backend, job.path, opening.operation, opening.version):
                 async with backend.open_write(data_key(0, 0, opening.operation, encoded=False), 4) as writer:
                     await writer.write_part(0, 0, b"data")
                 await backend.put(receipt_key(0, opening.operation), b"receipt")
@@ -109,8 +109,8 @@ class OnDisk:
 def check_end(results: list[Any], last: str | None, place: InMemory | OnDisk) -> None:
     """Check who said that it had saved, what is there in the end, and what the others were told."""
     openings = [result for result in results if isinstance(result, Opening)]
-    founds = Counter(opening.found for opening in openings)
-    assert max(founds.values()) == 1, "two saves replaced the same checkpoint"
+    versions = Counter(opening.version for opening in openings)
+    assert max(versions.values()) == 1, "two saves replaced the same checkpoint"
     assert last in {opening.operation for opening in openings}
     errors = [result for result in results if not isinstance(result, Opening)]
     assert all(isinstance(error, bcp.ExistsError) and "the path" in str(error) for error in errors), errors
