@@ -145,35 +145,37 @@ def check(reference: Outcome, killed: Outcome, resumed: list[Outcome], save_ever
     wrong = []
     if off := difference(killed.losses, reference.losses):
         wrong.append(f"the killed run should repeat the reference as far as it got, but differs by {off}")
-    for one in resumed:
-        if one.resumed_from != first:
-            wrong.append(f"{one.run.title} should start from step {first}, but started from step {one.resumed_from}")
-        if set(one.losses) != set(range(first, len(reference.losses))):
-            wrong.append(f"{one.run.title} should train every step from {first} on, but trained {sorted(one.losses)}")
-        allowed = 0.0 if one.run.layout == killed.run.layout else TOLERANCE
-        if (off := difference(one.losses, reference.losses)) > allowed:
-            wrong.append(f"{one.run.title} differs from the reference by {off}; allowed is {allowed}")
-        lost, extra = count_samples(reference, killed, one)
+    for outcome in resumed:
+        if outcome.resumed_from != first:
+            start = outcome.resumed_from
+            wrong.append(f"{outcome.run.title} should start from step {first}, but started from step {start}")
+        if set(outcome.losses) != set(range(first, len(reference.losses))):
+            steps = sorted(outcome.losses)
+            wrong.append(f"{outcome.run.title} should train every step from {first} on, but trained {steps}")
+        allowed = 0.0 if outcome.run.layout == killed.run.layout else TOLERANCE
+        if (off := difference(outcome.losses, reference.losses)) > allowed:
+            wrong.append(f"{outcome.run.title} differs from the reference by {off}; allowed is {allowed}")
+        lost, extra = count_samples(reference, killed, outcome)
         if lost or extra:
-            wrong.append(f"{one.run.title} should feed each sample once; {lost} were lost, {extra} fed too often")
+            wrong.append(f"{outcome.run.title} should feed each sample once; {lost} were lost, {extra} fed too often")
     return wrong
 
 
 def table(reference: Outcome, outcomes: list[Outcome]) -> str:
     """Return the results as text; save times are means over the run's saves, as rank 0 saw them."""
     rows = [("run", "layout", "from", "final loss", "max |difference|", "save: blocking", "total")]
-    for one in outcomes:
-        last = max(one.losses)
-        killed = one.run.kill_at_save is not None
+    for outcome in outcomes:
+        last = max(outcome.losses)
+        killed = outcome.run.kill_at_save is not None
         rows.append(
             (
-                one.run.title,
-                one.run.layout,
-                f"step {one.resumed_from}" if one.resumed_from else "-",
-                f"died at step {last}" if killed else f"{one.losses[last]:.6f}",
-                f"{difference(one.losses, reference.losses):.2g}",
-                f"{mean(one.blocking_seconds) * 1e3:.0f} ms",
-                f"{mean(one.total_seconds) * 1e3:.0f} ms",
+                outcome.run.title,
+                outcome.run.layout,
+                f"step {outcome.resumed_from}" if outcome.resumed_from else "-",
+                f"died at step {last}" if killed else f"{outcome.losses[last]:.6f}",
+                f"{difference(outcome.losses, reference.losses):.2g}",
+                f"{mean(outcome.blocking_seconds) * 1e3:.0f} ms",
+                f"{mean(outcome.total_seconds) * 1e3:.0f} ms",
             ),
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -206,7 +208,7 @@ def main() -> None:
     reference, killed, *resumed = outcomes
 
     print("\n" + table(reference, outcomes))
-    panels = {f"{killed.run.layout} -> {one.run.layout}": one.losses for one in resumed}
+    panels = {f"{killed.run.layout} -> {outcome.run.layout}": outcome.losses for outcome in resumed}
     draw(args.out / "loss.png", reference.losses, killed.losses, panels)
     print(f"\nloss curves: {args.out / 'loss.png'}")
     bcp.report(args.out / runs[-1].name / CHECKPOINTS).html(args.out / "report.html")

@@ -61,8 +61,8 @@ def arguments() -> argparse.Namespace:
 def paragraphs(pattern: str) -> list[np.ndarray[Any, Any]]:
     """Return the paragraphs of some of the standard library's sources, as bytes, in the order of the files' names."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob(pattern))
-    found = [text + b"\n\n" for file in files for text in file.read_bytes().split(b"\n\n")]
-    return [np.frombuffer(text, np.uint8) for text in found]
+    texts = [text + b"\n\n" for file in files for text in file.read_bytes().split(b"\n\n")]
+    return [np.frombuffer(text, np.uint8) for text in texts]
 
 
 def make_loader(args: argparse.Namespace, reader: int) -> TokenLoader:

@@ -368,11 +368,11 @@ def until_stopped(meetings: Meetings) -> int:
 
 
 def test_a_rank_that_does_not_answer_is_named_by_all_ranks(store: Store) -> None:
-    meetings = connected([Meetings(rank, 3, store, "life", silent(), timeout=1.0) for rank in (0, 2)])  # 1 is dead
+    meetings = connected([Meetings(rank, 3, store, "life", silent(), timeout=3.0) for rank in (0, 2)])  # 1 is dead
     meetings[1].alarm("stop")
     errors = list[PeerError]()
     for each in meetings:
-        message = r"rank 1 did not answer an alarm \(stop on rank 2\) within 1.0 s"
+        message = r"rank 1 did not answer an alarm \(stop on rank 2\) within 3.0 s"
         with pytest.raises(PeerError, match=message) as caught:
             until_stopped(each)
         errors.append(caught.value)
