@@ -444,7 +444,8 @@ async def test_children_on_this_host_do_not_go_through_the_gate() -> None:
                 await super().publish(gate.before(port), door)
 
         ranks = BesideTheDoor.all_of(Tree.of(["host"] * 2, 16))
-        assert await works([GrpcCoordinator(rank, 2, each) for rank, each in enumerate(ranks)])
+        coordinators = [GrpcCoordinator(rank, 2, each) for rank, each in enumerate(ranks)]
+        assert await works(coordinators)
         assert gate.connections == 0
     door = await ranks[0].door_of(0)
     path, name, network = door.split()
