@@ -40,7 +40,7 @@ class Segments:
         return len(self.at)
 
     @classmethod
-    def of(cls, number: Ints, length: Ints, file: Ints, position: Ints) -> Segments:
+    def of(cls, number: Ints, length: Ints, file: Ints, at: Ints) -> Segments:
         """Build segments with one pattern for each box.
 
         ``number``, int64[b], has the number of segments of each box, at least one. The others are int64[n], one row a
@@ -48,7 +48,7 @@ class Segments:
         """
         begin = begins(number)
         first = file[begin[:-1]]
-        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), position)
+        return cls(first, np.arange(len(number)), begin, begins(length), file - np.repeat(first, number), at)
 
     @property
     def length(self) -> Ints:
