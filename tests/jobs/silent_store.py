@@ -44,9 +44,9 @@ def states() -> dict[str, Any]:
     return {"model": {"w": torch.arange(8.0)}}
 
 
-def outcome(call: str, path: Path) -> list[Any]:
-    """Return the type, rank and text of what a save raises."""
-    options = bcp.SaveOptions(timeout=TIMEOUT)
+def outcome(call: str, path: Path, timeout: float = TIMEOUT) -> list[Any]:
+    """Return the type, rank and text of the error of a save."""
+    options = bcp.SaveOptions(timeout=timeout)
     try:
         if call == "save":
             bcp.save(path, states(), options=options)
@@ -70,7 +70,7 @@ import json, os, signal, sys
 from pathlib import Path
 from torch import distributed as dist
 from own_store import wait_until
-from silent_store import outcome, state_of
+from silent_store import JOINING_SECONDS, outcome, state_of
 
 dist.init_process_group("gloo")
 agent, folder = os.getppid(), Path(sys.argv[1])
@@ -82,7 +82,8 @@ try:
     dist.barrier()
 finally:
     os.kill(agent, signal.SIGCONT)
-(folder / os.environ["RANK"]).write_text(json.dumps([said, outcome(sys.argv[2], folder / "ckpt")]))
+later = outcome(sys.argv[2], folder / "ckpt", JOINING_SECONDS)
+(folder / os.environ["RANK"]).write_text(json.dumps([said, later]))
 dist.barrier()
 dist.destroy_process_group()
 """
