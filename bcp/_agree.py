@@ -30,7 +30,7 @@ __all__ = [
 
 T = TypeVar("T")
 BYTES, ERROR = b"\0", b"\1"
-Mine = bytes | Exception
+OwnMessage = bytes | Exception
 
 
 class _Agreed(Exception):  # noqa: N818 -- carries an error, is none
@@ -122,7 +122,11 @@ def _let_go(error: BaseException) -> None:
 
 
 async def gather_broadcast(
-    agreement: Agreement, step: str, rank: int, own_message: Mine, answer: Callable[[Sequence[bytes]], Awaitable[bytes]]
+    agreement: Agreement,
+    step: str,
+    rank: int,
+    own_message: OwnMessage,
+    answer: Callable[[Sequence[bytes]], Awaitable[bytes]],
 ) -> bytes:
     """Gather the messages of all ranks; let rank 0 answer; return the one answer on every rank.
 
@@ -143,7 +147,11 @@ async def gather_broadcast(
 
 
 async def gather_scatter(
-    agreement: Agreement, step: str, rank: int, own_message: Mine, divide: Callable[[Sequence[bytes]], Sequence[bytes]]
+    agreement: Agreement,
+    step: str,
+    rank: int,
+    own_message: OwnMessage,
+    divide: Callable[[Sequence[bytes]], Sequence[bytes]],
 ) -> bytes:
     """Do the same, with an answer of its own for every rank."""
 
@@ -159,7 +167,7 @@ async def gather_scatter(
     return _unpack(rank, own_message, await agreement.gather_scatter(step, _message(own_message), shares))
 
 
-def _message(own_message: Mine) -> bytes:
+def _message(own_message: OwnMessage) -> bytes:
     return _failure(own_message) if isinstance(own_message, Exception) else BYTES + own_message
 
 
@@ -183,7 +191,7 @@ def _decoded_failure(message: bytes, sender: int) -> Failure:
     return Failure.decode(message[1:], sender)
 
 
-def _unpack(rank: int, own_message: Mine, reply: bytes) -> bytes:
+def _unpack(rank: int, own_message: OwnMessage, reply: bytes) -> bytes:
     """Return the reply's bytes, or raise its error."""
     if reply[:1] == BYTES:
         return reply[1:]

@@ -153,7 +153,7 @@ async def _closing(backend: Backend, *, is_own: bool) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _RecordingFile:
     """A file to read, as an item of a graph."""
 
     name: str
@@ -165,15 +165,15 @@ async def _read(backend: Backend, where: str, last: int) -> Report:
     objects = await backend.list(FOLDER) or await backend.list()
     files = sorted((info for info in objects if KEY.fullmatch(info.key)), key=_moment)[-last:]
     unreadable: dict[str, str] = {}
-    start: Pipeline[_Found, _Found] = Pipeline()
+    start: Pipeline[_RecordingFile, _RecordingFile] = Pipeline()
     graph = start.then(Stage("recordings", partial(_fetched, backend, unreadable), workers=READ_AT_ONCE))
-    items = [_Found(info.key, min(info.nbytes, MOST_BYTES)) for info in files]
+    items = [_RecordingFile(info.key, min(info.nbytes, MOST_BYTES)) for info in files]
     results = await graph.run(items, budget=Budget(MEMORY_BYTES))
     recordings = await in_thread_gc_paused(joined, [recording for recording in results if recording is not None])
     return Report(where, recordings, unreadable)
 
 
-async def _fetched(backend: Backend, unreadable: dict[str, str], file: _Found) -> Recording | None:
+async def _fetched(backend: Backend, unreadable: dict[str, str], file: _RecordingFile) -> Recording | None:
     """Read a recording; None for one that is gone by now, or that cannot be read."""
     try:
         if file.nbytes >= MOST_BYTES:

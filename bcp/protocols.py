@@ -508,9 +508,9 @@ class Coordinator(Protocol):
         """Take this rank's place in the next operation, at once: the n-th ``begin`` of every rank belong together.
 
         Entering the context starts the exchange of signs of life. Leaving it with an error tells all others (a
-        :class:`PeerError` is not told again). ``operation`` is its name ("save /ckpt/1"). Ranks with different names
-        get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes to tell the others
-        its error. ``timeout`` is in seconds of silence.
+        :class:`PeerError` is not told again). ``operation`` is the name of the operation ("save /ckpt/1"). Ranks with
+        different names get an error that shows both. :data:`REFUSED` agrees with everything: such a rank only comes to
+        tell the others its error. ``timeout`` is in seconds of silence.
         """
 
 

@@ -315,12 +315,12 @@ class _Fields:
         if not isinstance(value, dict):
             raise ValueError(f"{subject} is no JSON object")  # noqa: TRY004 -- one kind of error for all contents
         self.values = cast("dict[str, Any]", value)
-        self._what = subject
+        self._subject = subject
 
     def _of(self, name: str, kind: type[T], fits: Callable[[T], bool]) -> T:
         value = self.values.get(name)
         if type(value) is not kind or not fits(value):
-            raise ValueError(f"{self._what} has {str(value)[:50]!r} as {name!r}")
+            raise ValueError(f"{self._subject} has {str(value)[:50]!r} as {name!r}")
         return value
 
     def text(self, name: str, least: int = 0) -> str:

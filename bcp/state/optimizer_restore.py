@@ -49,7 +49,7 @@ def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: Checkpo
     for slot in map(aside.instead, optimizer_slots):
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
-    entries = _There.of(saved, slots)
+    entries = _SavedStates.of(saved, slots)
     paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(_owner(slot) for slot in slots.values())
     made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, entries.states[slot.fqn], saved)}
@@ -110,7 +110,7 @@ def scalar_device(slot: Slot, key: str) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class _There:
+class _SavedStates:
     """The entries of a checkpoint for the target's parameters."""
 
     slots: Mapping[str, Slot]
@@ -120,7 +120,7 @@ class _There:
     places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key
 
     @classmethod
-    def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _There:
+    def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _SavedStates:
         """Sort the names of a checkpoint."""
         entries = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
         for names, hypers in ((saved.rows, entries.tensors), (saved.objects, entries.hypers)):
@@ -198,7 +198,7 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
 
 
 def _want_hypers(
-    leaves: Leaves, slots: Iterable[Slot], entries: _There, saved: CheckpointNames
+    leaves: Leaves, slots: Iterable[Slot], entries: _SavedStates, saved: CheckpointNames
 ) -> dict[ObjectKey, torch.Tensor]:
     """Want the hyper-parameters of all parameters: those of a group that were saved alike together.
 
@@ -273,7 +273,7 @@ def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) ->
                 leaves.add_alias(OPTIMIZER, name, first)
 
 
-def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries: _There) -> list[Change]:
+def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries: _SavedStates) -> list[Change]:
     """Find the one value of every hyper-parameter of every group, or raise MismatchError.
 
     Keys that the target's group does not have (another framework's) are left out where parameters disagree.
@@ -299,7 +299,10 @@ def _agreed(values: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries:
 
 
 def _set_states(
-    objects: Mapping[ObjectKey, Any], slots: Mapping[str, Slot], entries: _There, paths: Mapping[str, tuple[Slot, Path]]
+    objects: Mapping[ObjectKey, Any],
+    slots: Mapping[str, Slot],
+    entries: _SavedStates,
+    paths: Mapping[str, tuple[Slot, Path]],
 ) -> None:
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():

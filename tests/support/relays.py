@@ -167,8 +167,9 @@ class Wires:
         """
         before = self._relays[rank].connections
         self.cut(rank)
-        while self._relays[rank].connections == before or not _all_edges_up(self.coordinators[rank]):  # noqa: ASYNC110 -- a coordinator sets no event
-            await anyio.sleep(0.001)
+        with anyio.fail_after(30):
+            while self._relays[rank].connections == before or not _all_edges_up(self.coordinators[rank]):  # noqa: ASYNC110 -- a coordinator sets no event
+                await anyio.sleep(0.001)
 
     def isolate(self, rank: int) -> None:
         """Break all connections of a rank for good, those of its children first: they hear nothing from it."""

@@ -23,8 +23,8 @@ class S3Upload:
     """One multipart upload.
 
     The server compares each part with its CRC32C, and the object with a CRC32C that is combined from the parts'. A
-    server without checksums is asked for the object's ETag, which has to be the digest of the parts' ETags. If it is
-    none, the server is asked for the object's size.
+    server without checksums is asked for the object's ETag, which has to be the digest of the parts' ETags. Any
+    other ETag lets the object's size decide.
     """
 
     def __init__(self, store: S3Store, key: str, upload: str, nbytes: int | None, *, checksums: bool) -> None:
