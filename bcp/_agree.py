@@ -15,7 +15,8 @@ from typing import NoReturn, TypeVar
 from bcp import errors
 from bcp._messages.base import refused
 from bcp._messages.coordination import Failure
-from bcp.errors import BcpError, PeerError, StageError
+from bcp.errors import BcpError, InputError, PeerError, StageError
+from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "gather_broadcast",
     "gather_scatter",
     "no_answer",
+    "nothing_in",
     "refuse_on_all_ranks",
     "unwrap_stage_errors",
 ]
@@ -76,6 +78,15 @@ async def refuse_on_all_ranks(
         raise error
     finally:
         del error  # its traceback leads here
+
+
+def nothing_in(world_size: int) -> InputError:
+    """Return the error of an operation in which all ranks pass empty states."""
+    where = "states has nothing" if world_size == 1 else f"states has nothing on all {world_size} ranks"
+    return InputError(
+        f"{where}; its keys are {', '.join(KINDS)}, any subset of them, as in {{'model': model}}; "
+        "{'model': {}} stands for an empty model"
+    )
 
 
 async def no_answer(_: Sequence[bytes]) -> bytes:

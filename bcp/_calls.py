@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
-from bcp._agree import refuse_on_all_ranks
+from bcp._agree import nothing_in, refuse_on_all_ranks
 from bcp._job import Job, LoadJob, OnSnapshot, Operation, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve, shown
@@ -250,7 +250,7 @@ def _common(
 ) -> _Common:
     """Check the arguments that a save and a load have in common; return those fields of their jobs."""
     started = time.monotonic()
-    _check_states(states)
+    _check_states(states, ranks.world_size)
     planner = _chooser(framework, states)
     where, backend, opened = _place(path, role, options)
     watch = Watch(
@@ -303,19 +303,18 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     return lambda: framework
 
 
-def _check_states(states: States) -> None:
-    """Refuse states that are no mapping from kinds."""
+def _check_states(states: States, world_size: int) -> None:
+    """Refuse states that are no mapping from kinds. Ranks of a larger job may be empty, but not all of them."""
     if not isinstance(states, Mapping):
         raise InputError(
             f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any of them, as in "
             "bcp.save(path, {'model': model})"
         )
     unknown = sorted(map(str, set(states) - set(KINDS)))
-    if unknown or not states:
-        raise InputError(
-            f"states has {unknown or 'nothing'}; its keys are {', '.join(KINDS)}, any subset of them; a rank that "
-            "holds nothing passes {'model': {}}"
-        )
+    if unknown:
+        raise InputError(f"states has {unknown}; its keys are {', '.join(KINDS)}, any subset of them")
+    if not states and world_size == 1:
+        raise nothing_in(world_size)
 
 
 def _place(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import gather_broadcast, no_answer
+from bcp._agree import gather_broadcast, no_answer, nothing_in
 from bcp._job import LoadJob
 from bcp._load.opening import file_of
 from bcp._load.targets import LoadRequest, both_names, some
@@ -195,6 +195,8 @@ def _answer(
     """Find the names that no rank wants, and divide the reading; on rank 0."""
     names = request.renamed
     kinds = reduce(or_, (wanted.kinds for wanted in requests))
+    if not kinds:
+        raise nothing_in(len(requests))
     rows = [_rows(wanted.names, names, rank) for rank, wanted in enumerate(requests)]
     unexpected = _unexpected(names, kinds, concat(rows))
     if len(unexpected) and options.strict:

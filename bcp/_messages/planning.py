@@ -60,6 +60,7 @@ class SharedDigests(Message, frozen=True):
     """The shared parts of a rank's dataloader states, by name of the state; behind the 16 bytes of its plan's key."""
 
     digests: dict[str, str]
+    nothing: bool = False  # whether the rank's states have no kind at all
 
 
 class Opening(Message, frozen=True, array_like=True, tag=False):

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
-from bcp._agree import gather_broadcast, gather_scatter
+from bcp._agree import gather_broadcast, gather_scatter, nothing_in
 from bcp._job import SaveJob
 from bcp._log import log
 from bcp._messages.base import refused
@@ -34,7 +34,7 @@ from bcp.format.metadata import (
 from bcp.format.receipt import Receipt
 from bcp.options import SaveOptions
 from bcp.plan.shards import KINDS
-from bcp.plan.units import check_shared
+from bcp.plan.units import all_have_nothing, check_shared
 from bcp.plan.write import divide_save
 from bcp.plan.write.survey import DIGEST_BYTES, Survey, encode_shares, survey_tables
 from bcp.protocols import Agreement, Backend, ObjectInfo, Sweeper, Unfinished, Version
@@ -239,14 +239,17 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
     A hello has the key of a rank's plan, and its claims of shared parts.
 
-    Raises ExistsError if a checkpoint is there, and may not be overwritten.
+    Raises ExistsError if a checkpoint is there, and may not be overwritten. Raises InputError if no rank has a state.
     """
     old_version = await target.backend.version(METADATA_KEY)
     if old_version is not None and not target.options.overwrite:
         raise ExistsError(
             f"{target.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
         )
-    check_shared([hello[DIGEST_BYTES:] for hello in hellos])
+    shared = [hello[DIGEST_BYTES:] for hello in hellos]
+    if all_have_nothing(shared):
+        raise nothing_in(len(hellos))
+    check_shared(shared)
     key = hellos[0][:DIGEST_BYTES]
     layout = _layouts.get(key) or b""
     cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)

@@ -54,7 +54,7 @@ async def plan_writes(
     layout += await in_thread_gc_paused(digest, table)
     known = _plans.get(layout)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
-    hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared)
+    hello = (known.key if known else bytes(DIGEST_BYTES)) + encode_shared(held.shared, nothing=not job.states)
     begin = partial(open_save, Target.of(job), held.framework)
     begun, opened = await broadcast_step(agreement, "begin", rank, hello, begin)
     opening = Opening.decode(begun, sender=0)

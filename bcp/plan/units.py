@@ -12,6 +12,7 @@ from bcp._messages.planning import Claim, SharedDigests
 from bcp.errors import StateError
 
 __all__ = [
+    "all_have_nothing",
     "check_readers",
     "check_shared",
     "claimed_paths",
@@ -51,9 +52,19 @@ def decode_claims(text: str, sender: int | None = None) -> list[Claim]:
         raise refused("claims of units", text.encode(errors="replace"), error, sender) from error
 
 
-def encode_shared(digests: Mapping[str, str]) -> bytes:
-    """Return the digests of a rank's shared parts, by name of the state; empty for none."""
-    return SharedDigests(dict(digests)).encode() if digests else b""
+def encode_shared(digests: Mapping[str, str], *, nothing: bool = False) -> bytes:
+    """Return the digests of a rank's shared parts, by name of the state; empty for a rank with other states only.
+
+    ``nothing`` says that the rank's states are empty.
+    """
+    return SharedDigests(dict(digests), nothing).encode() if digests or nothing else b""
+
+
+def all_have_nothing(messages: Sequence[bytes]) -> bool:
+    """Return whether the states of all ranks are empty; ``messages``: :func:`encode_shared` of every rank."""
+    return b"" not in messages and all(
+        SharedDigests.decode(message, rank).nothing for rank, message in enumerate(messages)
+    )
 
 
 def check_shared(messages: Sequence[bytes]) -> None:

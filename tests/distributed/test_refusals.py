@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import refusals
+import torch
 from ranks import Ranks
 from refusals import BAD, ENTRIES, GUILTY, Said
 
@@ -36,7 +37,7 @@ def test_arguments_that_only_a_save_has(ranks4: Ranks, tmp_path: Path) -> None:
     check([each["lazy"] for each in said], "InputError", "snapshot='lazy' needs async_checkpoint=True")
     check([each["snapshot"] for each in said], "InputError", "snapshot='bogus' is unknown")
     check([each["options"] for each in said], "InputError", "options is a LoadOptions; pass bcp.SaveOptions(...)")
-    assert "states has nothing" in said[GUILTY]["other call"][2]
+    assert "doing different things" in said[GUILTY]["other call"][2]
     assert all(each["other call"][0] in ("InputError", "PeerError") for each in said)
     assert all(each["nothing"][0] == "nothing" for each in said), said
 
@@ -44,11 +45,11 @@ def test_arguments_that_only_a_save_has(ranks4: Ranks, tmp_path: Path) -> None:
 def test_bad_arguments_in_several_ranks(ranks4: Ranks, tmp_path: Path) -> None:
     said = ranks4.run(refusals.several, tmp_path)
     first = [each[0] for each in said]
-    check([first[0], first[1], first[2]], "InputError", "states has nothing", (1,))
+    check([first[0], first[1], first[2]], "InputError", "framework=5", (1,))
     assert "cannot name a directory" in first[3][2]
     for each in said:
         assert each[1][:2] == ("InputError", None)
-        assert "states has nothing" in each[1][2]
+        assert "framework=5" in each[1][2]
         assert each[2][0] == "nothing"
 
 
@@ -69,3 +70,23 @@ def test_ranks_that_hold_nothing_take_part(
     ranks4: Ranks, tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]
 ) -> None:
     ranks4.run(refusals.subset, tmp_path, saved, loaded)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_empty_states_on_all_ranks(ranks4: Ranks, tmp_path: Path, entry: str) -> None:
+    for first, wrote, then in ranks4.run(refusals.nothing_anywhere, tmp_path, entry):
+        assert first[0] == "InputError"
+        assert "states has nothing on all 4 ranks" in first[2]
+        assert "{'model': {}}" in first[2]
+        assert not wrote
+        assert then[0] == "nothing", then[2]
+
+
+def test_a_run_in_which_only_one_rank_has_states(ranks4: Ranks, tmp_path: Path) -> None:
+    fresh = ranks4.run(refusals.run_of_some, tmp_path)
+    assert [torch.equal(states["model"]["w"], torch.ones(8)) if states else None for states in fresh] == [
+        None,
+        None,
+        True,
+        None,
+    ]

@@ -66,7 +66,6 @@ def states() -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
-    "no states": (lambda: {"states": {}}, "InputError", "states has nothing"),
     "states None": (lambda: {"states": None}, "InputError", "states is NoneType, not a mapping"),
     "a module": (lambda: {"states": torch.nn.Linear(1, 1)}, "InputError", "states is Linear, not a mapping"),
     "kind": (lambda: {"states": {**states(), "modle": {}}}, "InputError", "states has ['modle']"),
@@ -160,13 +159,32 @@ def only_here(path: Path) -> dict[str, Said]:
 def several(path: Path) -> list[Said]:
     """Make bad calls in two ranks, then in all."""
     rank = dist.get_rank()
-    two = {1: {"states": {}}, 3: {"role": ".."}}.get(rank, {})
+    two = {1: {"framework": 5}, 3: {"role": ".."}}.get(rank, {})
     arguments = good("save", path / "new")
     return [
         outcome(lambda: bcp.save(**{**arguments, **two})),
-        outcome(lambda: bcp.save(**{**arguments, "states": {}})),
+        outcome(lambda: bcp.save(**{**arguments, "framework": 5})),
         outcome(lambda: bcp.save(**arguments)),
     ]
+
+
+def nothing_anywhere(path: Path, entry: str) -> tuple[Said, bool, Said]:
+    """Pass empty states on all ranks; return what that raises, whether it left files, and what the next call raises."""
+    bcp.save(path / "there", states(), overwrite=True)
+    arguments = good(entry, path / "there" if "load" in entry else path / "new")
+    first = outcome(lambda: ENTRIES[entry](**{**arguments, "states": {}}))
+    dist.barrier()
+    return first, (path / "new").exists(), outcome(lambda: ENTRIES[entry](**arguments))
+
+
+def run_of_some(path: Path) -> dict[str, Any]:
+    """Save in a run in which only one rank has states, resume in a second one, and return its states."""
+    for step in (0, 1):
+        states: dict[str, Any] = {"model": {"w": torch.full((8,), 1.0 - step)}} if dist.get_rank() == GUILTY else {}
+        with bcp.Run(path, states, save=1) as run:
+            assert run.resume() == step
+            run.maybe_save(step + 1)
+    return states
 
 
 def user_code(path: Path, entry: str) -> dict[str, Said]:
@@ -194,10 +212,10 @@ def subset(path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
 
 
 def _sharded(ranks: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor) -> dict[str, Any]:
-    """Return the states of a rank: a module sharded over some of them, a module without parameters, or nothing."""
+    """Return the states of a rank: a module sharded over some, one without parameters, or nothing."""
     mesh = _mesh(ranks)
     if dist.get_rank() not in ranks:
-        return {"model": torch.nn.Identity() if dist.get_rank() == GUILTY else {}}
+        return [{}, {"model": {}}, {"model": torch.nn.Identity()}, {}][dist.get_rank()]
     module = torch.nn.Linear(5, 7)
     for name, tensor in (("weight", weight), ("bias", bias)):
         setattr(module, name, torch.nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])))
@@ -205,7 +223,7 @@ def _sharded(ranks: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor) -
 
 
 def _parameters(states: dict[str, Any]) -> dict[str, Any]:
-    return dict(states["model"].named_parameters()) if isinstance(states["model"], torch.nn.Module) else {}
+    return dict(states["model"].named_parameters()) if isinstance(states.get("model"), torch.nn.Module) else {}
 
 
 @functools.cache

@@ -126,7 +126,11 @@ def test_fsdp2_over_tp_is_exact_for_every_size(mesh: tuple[int, ...]) -> None:
 def test_a_tensor_that_torch_distributed_otherwise_than_it_gathers_is_what_torch_gathers() -> None:
     """The parts of 9 rows have the same sizes in both readings: neither torch nor bcp can tell which one it was."""
     ranks, placements = EveryRank((2, 2, 3)), [strided(6), S, S]
-    tensors = ranks.scattered(torch.arange(9), placements)
+    whole = torch.arange(9)
+    tensors = ranks.scattered(whole, placements)
+    by_fsdp2 = ranks.made(whole, placements, after_tp(whole, 2, (2, 3)))
+    assert [tensor.to_local().shape for tensor in tensors] == [tensor.to_local().shape for tensor in by_fsdp2]
+    assert torch.equal(ranks.read(by_fsdp2), whole)
     read = ranks.read(tensors)
     assert read.tolist() != list(range(9))
     assert all(torch.equal(full, read) for full in ranks.gathered(tensors))
