@@ -39,7 +39,7 @@ ERROR = re.compile(r"\b([A-Z]\w*Error): ")
 
 SHARE_SECONDS = 5.0
 STORE_SECONDS = 5.0
-FAILURE_SECONDS = 2.0
+"""A failure waits as long for its record: a disk that is being filled takes seconds for one small file."""
 
 
 class Record:
@@ -68,7 +68,7 @@ class Record:
         job = self._job
         if not self._is_told(error):
             return
-        with suppress(Exception), anyio.move_on_after(FAILURE_SECONDS, shield=True), observed_by(ignore):
+        with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
             if job.watch.kind == "load":
                 self._is_gone = await job.backend.version(METADATA_KEY) is None
             elif failed_phase(job.watch) == "commit":  # all ranks have written their files
@@ -106,7 +106,7 @@ class Record:
         job = self._job
         if self._is_gone or not self._is_told(error):
             return
-        with suppress(Exception), anyio.move_on_after(FAILURE_SECONDS, shield=True), observed_by(ignore):
+        with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
             failure = failure_of(job.watch, error)
             data = await in_thread(_encoded_failure, job, failure)
             stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import bcp
+from bcp import _record
 from bcp.backends.objects import ObjectBackend, RequestError
 from bcp.telemetry.columns import covered
 from bcp.telemetry.findings import Summary
@@ -79,6 +80,7 @@ def save_of_two_minds(path: Path) -> str:
 
 def fail_on(path: Path, guilty: int) -> str:
     rank = dist.get_rank()
+    _record.STORE_SECONDS = 60.0  # a busy disk may take longer than a training job would wait
 
     async def fail(part: Any) -> Any:
         if rank == guilty:
