@@ -30,6 +30,7 @@ from bcp.backends.files import (
     fallocate,
     in_page_cache,
     is_shared,
+    open_regular,
     remove,
     rename_written,
     sync_directory,
@@ -196,7 +197,7 @@ def fill(path: Path, start: int, outs: Sequence[memoryview], way: ReadWay) -> in
 
 
 def _fill(path: Path, start: int, targets: _Targets, way: ReadWay) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         nbytes = min(max(os.fstat(fd).st_size - start, 0), targets.nbytes)
         if nbytes == 0 or nbytes < targets.nbytes:

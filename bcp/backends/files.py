@@ -29,6 +29,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from bcp.errors import CorruptError
+
 __all__ = [
     "TEMP_SUFFIX",
     "Bytes",
@@ -46,7 +48,9 @@ __all__ = [
     "list_files",
     "list_folders",
     "open_anew",
+    "open_regular",
     "prune",
+    "read_file",
     "remove",
     "rename_written",
     "sync_directory",
@@ -205,6 +209,55 @@ def certain(path: Path, call: Callable[[], T]) -> T:
         except OSError as error:
             if not tries.again(error):
                 raise
+
+
+_KINDS = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+_NO_SUCH_DEVICE = (errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)  # the answers of open(2) for sockets and dead devices
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor, without waiting for a writer of a named pipe.
+
+    Raises CorruptError for a named pipe, a device and a socket, which have no end or no content to read. Raises
+    IsADirectoryError for a directory.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # a lease of a file server has to be given back first, which only regular files have
+        _check_regular(path, os.stat(path).st_mode)  # noqa: PTH116 -- as the descriptor below
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno in _NO_SUCH_DEVICE:
+            _check_regular(path, os.stat(path).st_mode)  # noqa: PTH116 -- as above
+        raise
+    try:
+        _check_regular(path, os.stat(fd).st_mode)  # noqa: PTH116 -- a descriptor
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    """Refuse to read anything but a regular file."""
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = next((words for matches, words in _KINDS if matches(mode)), "no regular file")
+        raise CorruptError(f"{path} is {kind} and not a file: move it away, and put the file back")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the bytes of a regular file. Raises the errors of :func:`open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
 
 
 TEMP_SUFFIX = ".bcp-tmp"

@@ -19,7 +19,6 @@ import anyio
 from bcp._log import log
 from bcp.backends import files, swap
 from bcp.backends.file_io import ReadWay, TempFile, WriteWay, fill
-from bcp.backends.files import Tries
 from bcp.backends.keys import Tiling, check_key, check_prefix
 from bcp.backends.probe import quickest
 from bcp.errors import CorruptError, InputError, StorageError
@@ -43,6 +42,8 @@ _HINTS = {
     errno.EROFS: "the file system is read-only",
     errno.ENOTDIR: _IN_THE_WAY,
     errno.EEXIST: _IN_THE_WAY,
+    errno.EISDIR: "a directory is where a file has to be: move the directory away",
+    errno.ELOOP: "a symbolic link leads to itself: remove it, and put the file back",
     errno.ETIMEDOUT: _NO_ANSWER,
     errno.EHOSTDOWN: _NO_ANSWER,
     errno.EHOSTUNREACH: _NO_ANSWER,
@@ -173,15 +174,8 @@ class LocalBackend:
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""
         path = await in_thread(self._path, key)
-        tries = Tries(path)
         with self._errors("get", key):
-            while True:
-                try:
-                    async with aiofiles.open(path, "rb") as file:
-                        return await file.read()
-                except OSError as error:
-                    if not await in_thread(tries.again, error):
-                        raise
+            return await in_thread(files.certain, path, partial(files.read_file, path))
 
     async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List objects in key order; symbolic links to files are left out."""
@@ -260,7 +254,7 @@ class LocalBackend:
         tell = partial(self._tell, operation, key, span, time.monotonic())
         try:
             yield
-        except StorageError as error:
+        except (CorruptError, StorageError) as error:
             tell("failed", told(error))
             raise
         except OSError as error:

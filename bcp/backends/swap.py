@@ -36,10 +36,13 @@ _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 
 
 def version_of(path: Path) -> Version | None:
-    """Return the digest of a file's contents; None if there is no such file."""
+    """Return the digest of a file's contents; None if there is no such file.
+
+    Raises CorruptError if a named pipe, a device or a socket has the name.
+    """
     open_anew(path.parent)  # else a client of a file server may find the file that had the name before
     try:
-        return content_version(certain(path, path.read_bytes))
+        return content_version(certain(path, partial(files.read_file, path)))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
@@ -73,7 +76,10 @@ def _create(temp: Path, final: Path) -> bool | None:
         certain(final, partial(os.link, temp, final))
     except FileExistsError:
         with suppress(FileNotFoundError):
-            return temp.samefile(final)  # true if a file server ran the call twice: its first answer was lost
+            if temp.samefile(final):  # a file server ran the call twice: its first answer was lost
+                return True
+        if final.is_dir():  # else every attempt would end as if another writer had been quicker
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final)) from None
         return False
     except FileNotFoundError:  # another writer has committed, and removed the temporary file as a left-over
         if version_of(final) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import gcd
 from multiprocessing import get_all_start_methods
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from bcp.data.closing import Closing
 from bcp.data.recipe import Recipe, Source
 from bcp.data.stream import Schedule, Streams, Windows, initial_state
-from bcp.data.units import Unit, UnitState, from_plain, needed_units, parse_units, reshard, to_plain
+from bcp.data.units import Unit, UnitState, from_plain, needed_count, needed_units, parse_units, reshard, to_plain
 from bcp.data.workers import START_METHOD, Workers
 from bcp.errors import InputError, MismatchError, StateError
 
@@ -285,13 +286,12 @@ class TokenLoader(Closing):
         self._compare(shared)
         units = parse_units(ids, self._recipe.shards)
         parts = next(iter(units.values())).parts if units else 1
-        wanted = self._wanted(parts)
-        expected = {str(Unit(shard, part, parts)) for shard in range(self._recipe.shards) for part in range(parts)}
-        if missing := sorted(expected - units.keys()):
-            raise StateError(
-                f"the checkpoint lacks {len(missing)} of {len(expected)} units of the dataloader: {missing[:8]}"
-            )
-        return wanted
+        expected = self._recipe.shards * parts
+        if missing := expected - len(units):  # every id of `units` is one of those
+            names = (str(Unit(shard, part, parts)) for shard in range(self._recipe.shards) for part in range(parts))
+            first = list(islice((name for name in names if name not in units), 8))
+            raise StateError(f"the checkpoint lacks {missing} of {expected} units of the dataloader: {first}")
+        return self._wanted(parts)
 
     def load_units(self, shared: Any, units: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. The tensors belong to the loader afterwards.
@@ -309,6 +309,11 @@ class TokenLoader(Closing):
         self._compare(shared)
         parsed = parse_units(units, self._recipe.shards)
         parts = next(iter(parsed.values())).parts if parsed else 1
+        if (least := max(needed_count(unit, parts) for unit in self._units)) > len(parsed):
+            raise StateError(
+                f"reader {self.reader} of {self.readers} lacks units of the dataloader: it has {len(parsed)}, and "
+                f"needs {least} or more, because the ids are of {parts} parts a virtual shard"
+            )
         wanted = self._wanted(parts)
         if missing := [name for name in wanted if name not in units]:
             raise StateError(f"reader {self.reader} of {self.readers} lacks units of the dataloader: {missing[:8]}")

@@ -19,7 +19,15 @@ import torch
 from bcp.data.recipe import Recipe, Tokens
 from bcp.errors import StateError
 
-__all__ = ["Unit", "UnitState", "from_plain", "needed_units", "parse_units", "reshard", "to_plain"]
+__all__ = ["Unit", "UnitState", "from_plain", "needed_count", "needed_units", "parse_units", "reshard", "to_plain"]
+
+_NAME = re.compile(r"([0-9]{5,18})(?:\.([0-9]{1,18})of([0-9]{1,18}))?")
+_MOST = 1 << 60
+"""Largest counter of a state. A stream counts on from there for ever, in 64 bits."""
+
+_MOST_LAG = 1 << 20
+"""Positions of a source by which one part of a shard may be behind another one. Parts differ in the lengths of their
+samples only: after 10^10 samples a part, the lag is some 10^5."""
 
 _FIELDS = {"samples": 5, "backlog": 3, "cursors": 2}
 """Tables of a state, and their columns."""
@@ -105,12 +113,12 @@ def parse_units(ids: Iterable[str], shards: int) -> dict[str, Unit]:
     """Return the units of a checkpoint by their ids.
 
     Raises:
-        StateError: an id is there twice, or is none of this loader's, or units are missing.
+        StateError: an id is there twice, or is none of this loader's, or units are of different saves.
 
     """
     units: dict[str, Unit] = {}
     for name in ids:
-        match = re.fullmatch(r"(\d{5,})(?:\.(\d+)of(\d+))?", name) if isinstance(name, str) else None
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
         unit = Unit(int(match[1]), int(match[2] or 0), int(match[3] or 1)) if match else None
         if unit is None or str(unit) != name or unit.shard >= shards or unit.part >= unit.parts:
             raise StateError(f"unit {name!r} is none of a token loader with {shards} virtual shards")
@@ -121,6 +129,11 @@ def parse_units(ids: Iterable[str], shards: int) -> dict[str, Unit]:
     if len(parts) > 1:
         raise StateError(f"units of {sorted(parts)} parts a virtual shard are mixed; all come from one save")
     return units
+
+
+def needed_count(unit: Unit, parts: int) -> int:
+    """Return how many units :func:`needed_units` returns. An id of a checkpoint may claim any number of parts."""
+    return parts // gcd(unit.parts, parts)
 
 
 def needed_units(unit: Unit, parts: int) -> list[Unit]:
@@ -194,9 +207,21 @@ def _merge(number: int, units: int, recipe: Recipe, states: Sequence[UnitState])
 def _positions(
     source: int, start: tuple[int, int], stop: tuple[int, int], first: int, step: int, recipe: Recipe
 ) -> Iterable[tuple[int, int]]:
-    """Yield epoch and position of a part's own positions from ``start`` until ``stop``."""
+    """Yield epoch and position of a part's own positions from ``start`` until ``stop``.
+
+    Raises StateError before the first one if there are more than a part can be behind another one.
+    """
     size = len(recipe.sources[source].samples)
-    for epoch in range(start[0], stop[0] + 1):
+    a_epoch = len(range(first, size, step))
+    lag = (stop[0] - start[0]) * a_epoch
+    lag += len(range(first, min(size, stop[1]), step)) - len(range(first, min(size, start[1]), step))
+    if lag > _MOST_LAG:
+        raise StateError(
+            f"units of the dataloader are damaged: source {recipe.sources[source].name!r} is at epoch {start[0]}, "
+            f"position {start[1]} in one part of a virtual shard, and at {stop[0]}, {stop[1]} in another; load another "
+            "checkpoint"
+        )
+    for epoch in range(start[0], stop[0] + 1) if lag > 0 else ():
         begin = start[1] if epoch == start[0] else first
         for position in range(begin, min(size, stop[1]) if epoch == stop[0] else size, step):
             yield epoch, position
@@ -241,6 +266,10 @@ def from_plain(name: str, value: Any, recipe: Recipe, unit: Unit) -> UnitState:
     checks = {
         f"{len(state.cursors)} cursors for {len(lengths)} sources": len(state.cursors) == len(lengths),
         "a counter is negative": min(state.draws, state.at, *(table.min(initial=0) for table in tables.values())) >= 0,
+        f"a counter is above {_MOST}": max(state.draws, state.at, *(t.max(initial=0) for t in tables.values()))
+        <= _MOST,
+        "a sample has more tokens than the buffer": bool((state.samples[:, 4] <= len(state.tokens)).all()),
+        "an epoch is later than all draws could lead": int(state.cursors[:, 0].max(initial=0)) <= state.draws,
     }
     if all(checks.values()):
         checks["a cursor is not on a position of this unit"] = bool((state.cursors[:, 1] % units == number).all())

@@ -320,8 +320,8 @@ class Folder:
             StorageError: storage failed.
 
         """
-        stored, _ = await self._stored()
         with suppress(CorruptError):
+            stored, _ = await self._stored()
             return None if stored is None else Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None

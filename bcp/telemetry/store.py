@@ -35,6 +35,11 @@ MOST_BYTES = 64 << 20
 MOST_DECODED_BYTES = 512 << 20
 MOST_ABOUT_BYTES = 64 << 20
 MOST_RANKS = 1 << 24
+MOST_NAMES = 1000
+"""Names of phases, stages and requests in a recording. Reports look at all events once for each of them."""
+
+MOST_CELLS = 1 << 24
+"""Names times ranks: a table of so many cells is made of a recording. One of 100,000 ranks has a million."""
 
 KINDS = frozenset({"phase", "budget", "stage", "request"})
 STATUSES = frozenset({"ok", "again", "failed"})
@@ -137,6 +142,9 @@ def _check_events(recording: Recording) -> None:
         raise ValueError("an event at no time")
     if min(columns[name].min(initial=0) for name in ("nbytes", "seconds", "waited")) < 0:
         raise ValueError("an event with a negative number")
+    names, ranks = len(table.column("name").unique()), len(table.column("rank").unique())
+    if names > MOST_NAMES or names * ranks > MOST_CELLS:
+        raise ValueError(f"events with {names} names on {ranks} ranks")
     for name, known in (("kind", KINDS), ("status", STATUSES)):
         unknown = set(table.column(name).unique().to_pylist()) - known
         if unknown:

@@ -4,7 +4,10 @@ import base64
 import dataclasses
 import gzip
 import json
+import random
 import sys
+from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -207,3 +210,46 @@ def test_without_the_extra_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(MissingExtraError, match=r"bcp-checkpoint\[report\]"):
         page([made(Case(ranks=1))])
+
+
+def test_lanes_are_the_lowest_free_ones_and_are_found_in_one_go_over_the_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dice = random.Random(3)  # noqa: S311 -- no secret
+    rows = [(dice.randrange(2), dice.randrange(50), dice.randrange(30)) for _ in range(400)]
+    columns = columns_of(events_of(rows))
+    wanted: list[int] = []
+    open_until: dict[int, list[float]] = {}
+    for rank, start, end in zip(columns.rank, columns.start, columns.end, strict=True):
+        group = open_until.setdefault(int(rank), [])
+        lane = next((lane for lane, until in enumerate(group) if until <= start), len(group))
+        group[lane : lane + 1] = [end]
+        wanted.append(lane)
+    assert lanes_of(columns).tolist() == wanted
+
+    steps = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr("bcp.telemetry.page.heat.heappush", counted(heappush))
+    monkeypatch.setattr("bcp.telemetry.page.heat.heappop", counted(heappop))
+    many = columns_of(events_of([(0, 0, 1000)] * 20_000 + [(0, 2000, 1)] * 20_000))
+    lanes = lanes_of(many)
+    assert lanes.max() == 19_999
+    assert steps <= 4 * 40_000
+
+
+def events_of(rows: list[tuple[int, int, int]]) -> pa.Table:
+    """Return events of one stage: rank, start and seconds."""
+    made_rows = [
+        {"rank": rank, "kind": "stage", "name": "upload", "item": "", "nbytes": 0, "start": float(start),
+         "seconds": float(seconds), "waited": 0.0, "attempt": 1, "status": "ok", "said": ""}
+        for rank, start, seconds in rows
+    ]  # fmt: skip
+    return pa.Table.from_pylist(made_rows, schema=EVENTS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -131,19 +132,20 @@ def lane_keys(columns: Columns) -> Numbers:
 def lanes_of(columns: Columns) -> Numbers:
     """Return the lane of each event inside its group: the lowest one that is free when the event starts.
 
-    Events of one rank and group that overlap have different lanes. Times are compared as whole microseconds.
+    Events of one rank and group that overlap have different lanes. Times are compared as whole microseconds. The time
+    is n log n for n events, however many of them overlap.
     """
     keys = lane_keys(columns)
     starts = np.rint(columns.start * 1e6).astype(np.int64)
     ends = np.rint(columns.end * 1e6).astype(np.int64)
     lanes = np.zeros(columns.count, np.int32)
-    free: dict[tuple[int, int], list[int]] = {}
-    for row, (rank, key, start, end) in enumerate(
-        zip(columns.rank.tolist(), keys.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    ):
-        group = free.setdefault((rank, key), [])
-        lane = next((lane for lane, until in enumerate(group) if until <= start), len(group))
-        group[lane : lane + 1] = [end]
+    groups: dict[tuple[int, int], tuple[list[tuple[int, int]], list[int]]] = {}
+    for row in np.argsort(starts, kind="stable").tolist():
+        busy, free = groups.setdefault((int(columns.rank[row]), int(keys[row])), ([], []))
+        while busy and busy[0][0] <= starts[row]:
+            heappush(free, heappop(busy)[1])
+        lane = heappop(free) if free else len(busy)
+        heappush(busy, (int(ends[row]), lane))
         lanes[row] = lane
     return lanes
 

@@ -99,9 +99,11 @@ def _slice(columns: Columns, row: int, kind: str, name: str, thread: int) -> dic
 def _queues(columns: Columns) -> Iterator[dict[str, Any]]:
     """Yield the number of items in the queue of each stage of each rank, whenever it changes."""
     stages = columns.rows(columns.kind == KINDS.index("stage"))
-    groups = np.unique(np.stack([stages.rank, stages.name_code], axis=1), axis=0) if stages.count else ()
-    for rank, code in groups:
-        events = stages.rows((stages.rank == rank) & (stages.name_code == code))
+    order = np.lexsort((stages.name_code, stages.rank))
+    pairs = np.stack([stages.rank, stages.name_code], axis=1)[order]
+    groups, first = np.unique(pairs, axis=0, return_index=True)
+    for (rank, code), rows in zip(groups.tolist(), np.split(order, first[1:])[: len(groups)], strict=True):
+        events = stages.rows(rows)
         times = np.concatenate([events.start - events.waited, events.start])
         steps = np.concatenate([np.ones(events.count), -np.ones(events.count)])
         micros, inverse = np.unique(np.rint(times * 1e6).astype(np.int64), return_inverse=True)
