@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv test sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -19,9 +19,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
+SWEEP_STAMP := $(VENV)/.installed-sweep
 
 help:  ## List the targets.
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 venv: $(STAMP)  ## Make .venv with everything that tests, checks and the demo need.
 
@@ -36,6 +37,12 @@ $(STAMP): pyproject.toml constraints.txt
 test: venv  ## Run the tests: all of them in three processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 3)
+
+sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages, and compare docs/coverage.md with the results.
+	$(BIN)/python -m pytest -m sweep -n 2 tests/sweep $(ARGS)
+
+sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
+	PYTHONPATH=.:tests/support $(BIN)/python tests/sweep/write.py
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
 	$(BIN)/python tests/servers/prepare.py rgw
@@ -78,6 +85,10 @@ $(DOCS_STAMP): $(STAMP)
 # The other libraries. With torch in the call, pip fails where they need another one, and does not swap it.
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) $(TORCH) -e '.[bench]'
+	touch $@
+
+$(SWEEP_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) $(TORCH) -e '.[sweep]'
 	touch $@
 
 clean:  ## Remove everything that is made here, .venv included.
