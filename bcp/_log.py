@@ -1,10 +1,13 @@
 """The library's one logger: structlog over the standard library's logger ``"bcp"``.
 
 An application that configures logging receives every line through its own handlers, with the values in the text and in
-the record's ``bcp`` attribute. Any other application sees errors only, on stderr: an error line tells of a save that
-is lost, when no caller is left to raise it to. :func:`bcp.telemetry.configure` adds an output of its own, beside the
-application's handlers. bcp never writes to stdout. The configuration of structlog itself is the application's and has
-no effect here.
+the record's ``bcp`` attribute. Any other application sees warnings and errors on stderr, as Python shows those of all
+loggers: they tell of a save that is lost, or of a checkpoint that was passed over, when no caller is left to raise an
+error to. :func:`bcp.telemetry.configure` adds an output of its own, beside the application's handlers. bcp never writes
+to stdout. The configuration of structlog itself is the application's and has no effect here.
+
+No value shows the password or the query of a URL. Texts for people have escapes for control characters; values beside
+them are exact.
 
 A line inside a save or load has the values that :func:`bound` and :func:`bind` attach to it, in its threads too.
 """
@@ -18,6 +21,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import structlog
+
+from bcp._text import hidden, printable
 
 __all__ = ["Output", "bind", "bound", "log", "mark_logged", "set_output", "was_logged"]
 
@@ -66,20 +71,28 @@ def was_logged(error: BaseException) -> bool:
 
 
 class _Unconfigured(logging.Handler):
-    """Print errors of an application that has configured no logging, and drop all other lines."""
+    """Print warnings and errors of an application that has configured no logging, and drop all other lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand an error to the handler that Python uses if there is no other."""
+        """Hand a line to the handler that Python uses if there is no other."""
         others = len(_logger.handlers) > 1 or (_logger.propagate and logging.getLogger().handlers)
-        if logging.lastResort is not None and not others and _output is None:
-            logging.lastResort.handle(record)
+        if logging.lastResort is None or others or _output is not None:
+            return
+        if record.exc_info and not record.exc_text:  # the text of an error may quote the name of a file
+            text = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = printable(hidden(text), "\n\t")
+        logging.lastResort.handle(record)
 
 
 def _to_output(_logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Hand a copy of the line to the configured output, whatever the level of the standard library's logger."""
     if _output is not None:
-        _output(method, {**_values.get()(), **event})
+        _output(method, {name: _without_secrets(value) for name, value in {**_values.get()(), **event}.items()})
     return event
+
+
+def _without_secrets(value: object) -> object:
+    return hidden(value) if isinstance(value, str) else value
 
 
 def _with_values(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -89,12 +102,13 @@ def _with_values(_logger: object, _method: str, event: MutableMapping[str, Any])
 def _as_record(_logger: object, _method: str, event: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
     """Return the arguments of the standard library's call: the text, and the values beside it."""
     exception = event.pop("exc_info", None)
-    words = [str(event.pop("event")), *(f"{name}={value!r}" for name, value in event.items())]
+    event = {name: _without_secrets(value) for name, value in event.items()}
+    words = [printable(str(event.pop("event"))), *(f"{name}={value!r}" for name, value in event.items())]
     return (" ".join(words),), {"exc_info": exception, "extra": {"bcp": event}, "stacklevel": _CALLER}
 
 
 _logger = logging.getLogger("bcp")
-_logger.addHandler(_Unconfigured(logging.ERROR))
+_logger.addHandler(_Unconfigured(logging.WARNING))
 log: structlog.stdlib.BoundLogger = structlog.wrap_logger(
     _logger,
     processors=[

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bcp._plain import plain as without_traceback
+from bcp._text import hidden, printable
 from bcp.backends import resolve, shown
 from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError
 from bcp.pipeline import Budget, Pipeline, Stage
@@ -203,7 +204,7 @@ def show(path: str, html: str | None, perfetto: str | None, last: int, *, as_jso
         if perfetto is not None:
             path_report.perfetto(perfetto)
     except (BcpError, OSError) as error:
-        print(f"bcp report: {error}", file=sys.stderr)  # noqa: T201 -- for the user
+        print(f"bcp report: {printable(hidden(str(error)))}", file=sys.stderr)  # noqa: T201 -- for the user
         return 2 if isinstance(error, InputError) else 1
     if as_json:
         print(json.dumps(path_report.data()))  # noqa: T201 -- same

@@ -27,12 +27,15 @@
 
 :class:`NothingLoadedWarning` (UserWarning) is the one warning.
 
-Messages name tensor, rank, file and numbers where they apply, and end with the remedy.
+Messages name tensor, rank, file and numbers where they apply, and end with the remedy. They show no password and no
+query of a URL, and no character that commands a terminal.
 """
 
 from __future__ import annotations
 
 import re
+
+from bcp._text import hidden, printable
 
 __all__ = [
     "BcpError",
@@ -76,6 +79,9 @@ class BcpError(Exception):
     """
 
     of_all_ranks = False
+
+    def __init__(self, *words: object) -> None:
+        super().__init__(*(printable(hidden(word), "\n\t") if isinstance(word, str) else word for word in words))
 
 
 class InputError(BcpError, ValueError):

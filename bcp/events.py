@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bcp._text import hidden
+
 __all__ = [
     "PHASES",
     "BudgetEvent",
@@ -200,7 +202,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 def told(error: BaseException) -> str:
     """Return type and message of an error, as events have them; of the one that it carries, if it is a mere carrier."""
     carried = getattr(error, "carried", None) or error
-    return f"{type(carried).__name__}: {carried}"
+    return f"{type(carried).__name__}: {hidden(str(carried))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import unquote
 
+from bcp._text import shown
 from bcp.backends.local import LocalBackend
 from bcp.backends.memory import MemoryBackend
 from bcp.backends.prefixed import child
@@ -21,7 +22,6 @@ Factory = Callable[[str, Mapping[str, Any], RetryPolicy | None], Backend]
 
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*"
 _URL = re.compile(rf"({_SCHEME})://.*", re.DOTALL)
-_PASSWORD = re.compile(r"(://[^/@:]*:)[^/]*@")
 _METHODS = ("put", "version", "put_if", "open_write", "read_into", "get", "list", "delete", "aclose")
 _OWN = {
     "gcs": "bcp.backends.objects.gcs:open_gcs",
@@ -106,11 +106,6 @@ def _factory(scheme: str, url: str) -> Factory:
         f"{shown(url)!r}: unknown scheme {scheme}://; known are plain local paths, {known}, and what fsspec knows; "
         "register one with bcp.backends.register(scheme, factory), or pass a Backend object as the path"
     )
-
-
-def shown(url: str) -> str:
-    """Return a URL as messages and reports show it: without the password that it may have."""
-    return _PASSWORD.sub(r"\1***@", url)
 
 
 def register(scheme: str, factory: Callable[..., Backend]) -> None:

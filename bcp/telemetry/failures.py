@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 
+from bcp._text import hidden
 from bcp.errors import BcpError, CorruptError, PeerError, StageError, StorageError
 from bcp.events import PhaseEvent, RequestEvent, StageEvent
 from bcp.telemetry.recording import FailureRecord
@@ -102,4 +103,5 @@ def _request(watch: Watch, chain: list[BaseException]) -> RequestEvent | None:
 
 
 def _cut(text: str) -> str:
+    text = hidden(text)
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text)} characters)"

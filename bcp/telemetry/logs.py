@@ -12,6 +12,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from bcp._log import log, mark_logged
+from bcp._text import printable
 from bcp.events import LoadReport, SaveReport
 from bcp.runtime.process import process_rlock
 from bcp.telemetry.failures import failure_of
@@ -123,8 +124,17 @@ def _json() -> tuple[Processor, ...]:
 
 
 def _console(*, colors: bool) -> tuple[Processor, ...]:
-    plain = structlog.dev.plain_traceback
-    return _without_chain, structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False, exception_formatter=plain)
+    renderer = structlog.dev.ConsoleRenderer(colors=colors, sort_keys=False)
+    return _without_chain, structlog.processors.format_exc_info, _printable, renderer
+
+
+def _printable(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Escape the control characters of all texts: the name of a run or of a folder may have any."""
+    return {name: _escaped(value, "\n\t" if name == "exception" else "") for name, value in event.items()}
+
+
+def _escaped(value: Any, kept: str) -> Any:
+    return printable(value, kept) if isinstance(value, str) else value
 
 
 def _first_things_first(_logger: object, _method: str, event: EventDict) -> EventDict:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+from bcp._text import printable
 from bcp.errors import MissingExtraError
 from bcp.events import Event, Observer, StageEvent, ignore
 from bcp.runtime.process import in_forked_child, process_lock, process_rlock
@@ -81,7 +82,8 @@ def bar(title: str, nbytes: int) -> Iterator[Bar]:
 
 
 def _open(title: str, nbytes: int) -> Bar:
-    """Return a bar of the kind that standard error can show."""
+    """Return a bar of the kind that standard error can show. Control characters of the title are escaped."""
+    title = printable(title)
     try:
         from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
     except ImportError as error:

@@ -425,7 +425,7 @@ def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> 
     assert ended.code == 0
     assert (tmp_path / "from the loop").exists()
     assert not (tmp_path / "from a thread").exists()
-    assert "waiting for 1 operations" not in ended.err  # only errors are shown to a program without logging
+    assert "waiting for 1 operations before the process ends: save to /ckpt/9" in ended.err
     assert "what they still need worker threads for is lost" in ended.err
     assert "save to /ckpt/9 failed, and nobody waited for it" in ended.err
     assert "RuntimeError: cannot schedule new futures after" in ended.err

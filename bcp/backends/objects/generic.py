@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from bcp._text import hidden
 from bcp.backends import shown
 from bcp.backends.keys import content_version
 from bcp.backends.objects.backend import ObjectBackend
@@ -320,14 +321,15 @@ class FsspecStore:
         try:
             yield
         except _ABSENT as error:
-            raise FileNotFoundError(str(error)) from error
+            raise FileNotFoundError(hidden(str(error))) from _without_secrets(error)
         except (BcpError, ConditionError, RequestError):
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- raised again as another one
             transient = isinstance(error, (ConnectionError, TimeoutError))
             transient = transient or (isinstance(error, OSError) and error.errno in _TRANSIENT)
             unreachable = isinstance(error, ConnectionRefusedError)
-            raise RequestError(_said(error, self._options), transient=transient, unreachable=unreachable) from error
+            cause = _without_secrets(error)
+            raise RequestError(_said(error, self._options), transient=transient, unreachable=unreachable) from cause
 
 
 class _Stream:
@@ -393,8 +395,19 @@ def _final(temp: str) -> str:
 
 def _said(error: Exception, options: Mapping[str, Any]) -> str:
     """Return the error's words without the values of options, which may be secret."""
-    text = f"{type(error).__name__}: {error}"
+    text = hidden(f"{type(error).__name__}: {error}")
     for value in options.values():
         if isinstance(value, str) and value:
             text = text.replace(value, "***")
     return text
+
+
+def _without_secrets(error: Exception) -> Exception | None:
+    """Return an error for the chain of another one; None if a text in its own chain shows a secret of a URL."""
+    links: list[BaseException | None] = [error]
+    for link in links:  # it grows
+        if link is not None:
+            if hidden(str(link)) != str(link):
+                return None
+            links += [other for other in (link.__cause__, link.__context__) if other not in links]
+    return error

@@ -18,6 +18,7 @@ from typing import TypeVar
 import anyio
 
 from bcp._log import log
+from bcp._text import hidden
 from bcp.backends.objects.store import ConditionError, RequestError
 from bcp.errors import StorageError
 from bcp.events import RequestEvent, RetryEvent, Status, emit, told
@@ -215,7 +216,7 @@ class Retries:
 
 
 def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, message: str) -> None:
-    emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, message))
+    emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, hidden(message)))
 
 
 def _as_request(error: Exception) -> RequestError:
