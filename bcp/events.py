@@ -277,8 +277,10 @@ class LoadReport:
         received_nbytes: bytes that other ranks read and sent to this one.
         seconds: from the call until all ranks were done.
         stage_seconds: wall seconds from the first start to the last end of each stage.
-        missing: names that the target has and the checkpoint lacks (``strict=False`` only).
-        unexpected: names that the checkpoint has and the target lacks (``strict=False`` only).
+        missing: names that the target has and the checkpoint lacks (``strict=False`` only); also those that a module
+            expects and its own ``state_dict()`` leaves out.
+        unexpected: names that the checkpoint has and the target lacks (``strict=False`` only); also those that
+            ``state_dict()`` of this rank's module makes and its ``load_state_dict()`` does not take.
         unmatched: kinds without a common name between checkpoint and target (``strict=False`` only); a
             :class:`~bcp.errors.NothingLoadedWarning` names them as well.
         retries: how many requests to storage were made again.

@@ -18,7 +18,8 @@ is for storage without versions of its own, and :func:`flat_view` returns the by
 **Planners** read the state of a training framework: :class:`Planner`. It returns :class:`LocalShards` to save and
 :class:`LoadTargets` to load: tensors, and a :class:`ShardTable` of one :class:`ShardRow` each, with the
 :class:`TensorMeta` of its tensor and a :class:`Box` of it. A load tells it the :class:`CheckpointNames`.
-:func:`register_planner` makes a planner known as ``framework=name``.
+:class:`Refused` has entries that a module does not take back. :func:`register_planner` makes a planner known as
+``framework=name``.
 
 **Dataloaders** that any number of readers can load: :class:`ShardedState`.
 
@@ -62,6 +63,7 @@ from bcp.protocols import (
     ObjectInfo,
     PartWriter,
     Planner,
+    Refused,
     ScatterReader,
     ShardedState,
     Sweeper,
@@ -91,6 +93,7 @@ __all__ = [
     "PartWriter",
     "Pipeline",
     "Planner",
+    "Refused",
     "ScatterReader",
     "ShardRow",
     "ShardTable",

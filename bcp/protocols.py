@@ -39,6 +39,7 @@ __all__ = [
     "ObjectKey",
     "PartWriter",
     "Planner",
+    "Refused",
     "RetryPolicy",
     "Retrying",
     "ScatterReader",
@@ -147,6 +148,30 @@ class LocalShards:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Names of entries that a module does not take back from its own state dict, as in ``"model: head.weight"``.
+
+    Attributes:
+        missing: names that the module expects, and that its ``state_dict()`` lacks.
+        unexpected: names that its ``state_dict()`` has, and that its ``load_state_dict()`` leaves unused.
+
+    Example::
+
+        from bcp.extend import Refused
+
+        refused = Refused(unexpected=("model: layer.weight.absmax",))
+        assert refused
+
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTargets:
     """The memory and the values that a load fills.
 
@@ -159,11 +184,14 @@ class LoadTargets:
         finish: called once, after all tensors are in place, with the same values; sets them in the target. It first
             compares hyper-parameters that are themselves tensors, which cannot be compared earlier.
             Keys may be more or fewer than ``shards.objects``.
+        refused: returns the entries that modules are known to refuse so far. A load asks before it reads, and again
+            after ``finish``: under ``strict`` it raises :class:`~bcp.errors.FqnMismatchError`, else it reports them.
     """
 
     shards: LocalShards
     check: Callable[[Mapping[ObjectKey, Any]], None]
     finish: Callable[[Mapping[ObjectKey, Any]], None]
+    refused: Callable[[], Refused] = Refused
 
 
 class Planner(Protocol):

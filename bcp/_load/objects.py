@@ -11,7 +11,7 @@ import numpy as np
 from bcp._job import LoadJob
 from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
 from bcp._load.reads import LoadPlan
-from bcp._load.targets import LoadRequest, extra_ranks, find_targets
+from bcp._load.targets import LoadRequest, check_taken, extra_ranks, find_targets
 from bcp._load.units import put_units, read_units, saved_units, unit_places
 from bcp.errors import CorruptError, FqnMismatchError
 from bcp.format.metadata import Metadata
@@ -106,6 +106,8 @@ def put_values(job: LoadJob, wanted: LoadRequest) -> None:
     """
     with job.caller.streams_in_use():
         wanted.targets.finish(wanted.objects)
+        if job.options.strict:
+            check_taken(wanted.targets, job.rank)
         last: list[Callable[[], None]] = []
         put_units(wanted.units)
         for kind, value in wanted.extras.items():

@@ -87,6 +87,7 @@ def report(
     job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: LoadPlan, context: LoadContext
 ) -> LoadReport:
     """Sum up the load for the caller."""
+    refused = wanted.targets.refused()
     return LoadReport(
         path=job.path,
         operation=metadata.commit.operation,
@@ -98,8 +99,8 @@ def report(
         received_nbytes=context.received_nbytes,
         seconds=job.watch.seconds,
         stage_seconds=job.watch.stage_seconds,
-        missing=wanted.missing,
-        unexpected=reading.unexpected,
+        missing=tuple(dict.fromkeys((*wanted.missing, *refused.missing))),
+        unexpected=tuple(dict.fromkeys((*reading.unexpected, *refused.unexpected))),
         unmatched=wanted.unmatched,
         retries=retries_of(job.backend),
         threads=thread_count(),

@@ -31,7 +31,7 @@ from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
 
-__all__ = ["LoadRequest", "advice", "both_names", "extra_ranks", "find_targets", "some"]
+__all__ = ["LoadRequest", "advice", "both_names", "check_taken", "extra_ranks", "find_targets", "some"]
 
 EXAMINED = 3
 """Missing names that are looked at: each costs a walk over all names of the checkpoint."""
@@ -121,6 +121,8 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
             f"rank {job.rank} wants {len(missing)} names that the checkpoint lacks: {some(missing)}; "
             f"pass strict=False to load what both have{_advice(missing, names)}"
         )
+    if options.strict:
+        check_taken(targets, job.rank)
     _check_shapes(tensors, names, source, job.rank)
     shards, shared = without_overlaps(targets.shards, source, names)
     shards, saved = relocated(shards, source, names)
@@ -139,6 +141,19 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
         unmatched=_unmatched(states, names, tensors.kind[source >= 0], targets.shards, layout),
         shared=shared,
     )
+
+
+def check_taken(targets: LoadTargets, rank: int) -> None:
+    """Raise FqnMismatchError for entries that a module does not take back from its own state dict."""
+    refused = targets.refused()
+    if refused:
+        names = [f"{name} (made by state_dict(), and taken by nobody)" for name in refused.unexpected]
+        names += [f"{name} (expected, and left out by state_dict())" for name in refused.missing]
+        raise FqnMismatchError(
+            f"rank {rank}: load_state_dict() of the target refuses {len(names)} entries of its own state_dict(): "
+            f"{some(names)}; torch's strict load refuses them as well. Give the module a load hook that takes them, or "
+            "pass strict=False to load the rest"
+        )
 
 
 def _advice(missing: Sequence[str], names: RenamedLayout) -> str:

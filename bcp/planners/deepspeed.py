@@ -25,7 +25,8 @@ from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
-from bcp.state.inventory import Leaves, state_dict_of
+from bcp.state.inventory import Leaves, named_state_of
+from bcp.state.load_path import customs_of, give, owned_tensors, whole
 from bcp.state.modules import Finish, ParamNames, add_state
 from bcp.state.names import cleaner
 from bcp.state.optimizers import OPTIMIZER, STEP, Slot, counts_in_group, optimizers_in
@@ -152,7 +153,10 @@ def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
     Raises StateError if a parameter is being gathered, or two leaves have one name.
     """
     clean, placed, names = cleaner(module), {}, {}
-    for raw, value in state_dict_of(module, "states['model']", keep_vars=True).items():
+    state = named_state_of(module, "states['model']")
+    if leaves.loading:
+        _check_taken(leaves, module, state)
+    for raw, value in state.items():
         name: ObjectKey = ("model", clean(raw))
         if not isinstance(value, torch.Tensor) or raw.rpartition(".")[2] == "_extra_state":
             leaves.add_object(*name, value)
@@ -168,11 +172,29 @@ def add_partitioned(leaves: Leaves, module: nn.Module) -> Finish:
 
     def finish(objects: Any) -> None:
         _drop_second_copies(module)
-        state = {raw: objects[name] for raw, name in names.items() if name in objects}
-        if state:
-            module.load_state_dict(state, strict=False)
+        values = {raw: objects[name] for raw, name in names.items() if name in objects}
+        if values:
+            found = give(module, whole(state, {**state, **values}), "states['model']")
+            leaves.refuse([], sorted({f"model: {clean(raw)}" for raw in found.unexpected} - {*leaves.refused[1]}))
 
     return finish
+
+
+def _check_taken(leaves: Leaves, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Note entries that the module does not take back.
+
+    Raises StateError for hooks and overrides of ``load_state_dict``, which would see empty parameters.
+    """
+    if customs := customs_of(module, ("deepspeed.",)):
+        raise StateError(
+            f"DeepSpeed: under ZeRO-3, {next(iter(customs.all.values()))} would see parameters without their elements; "
+            "remove it before the load, and call it afterwards under deepspeed.zero.GatheredParameters"
+        )
+    clean, expected = cleaner(module), {raw for raw, _ in owned_tensors(module)}
+    leaves.refuse(
+        [f"model: {clean(raw)}" for raw in sorted(expected - state.keys())],
+        [f"model: {clean(raw)}" for raw in sorted(state.keys() - expected)],
+    )
 
 
 def _is_whole(parameter: Any) -> bool:

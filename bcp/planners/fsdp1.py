@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bcp.errors import InputError, StateError
+from bcp.errors import InputError, MismatchError, StateError
 from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
@@ -24,7 +24,8 @@ from bcp.state.detection import InspectedStates
 from bcp.state.dtensor import is_dtensor
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import Leaves, probe
-from bcp.state.modules import Finish, ParamNames, add_state, in_turn, is_fsdp1, is_fsdp1_type
+from bcp.state.load_path import customs_of, save_customs_of
+from bcp.state.modules import Finish, ParamNames, add_module, add_state, in_turn, is_fsdp1, is_fsdp1_type
 from bcp.state.names import cleaner, dotted, walk
 from bcp.state.optimizers import OPTIMIZER, Slot, optimizers_in, slots_of
 from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
@@ -53,9 +54,10 @@ class Fsdp1Planner(PlainPlanner):
     """Parameters and optimizer states are views of FSDP's own sharded memory, in full precision.
 
     ``state_dict()``, which gathers every unit, is not called. The planner reads the parameters, buffers and extra state
-    of each module, and loads the extra state of each module by itself. Hooks on ``state_dict`` and ``load_state_dict``
-    do not run. Any sharding strategy, mixed precision and either ``use_orig_params`` will do, before the first forward
-    and between forward and backward, too. Padding is never stored.
+    of each module, and loads the extra state of each module by itself. Modules with hooks or overrides of
+    ``state_dict`` and ``load_state_dict`` are refused where FSDP1 has cut their parameters. Any sharding strategy,
+    mixed precision and either ``use_orig_params`` will do, before the first forward and between forward and backward,
+    too. Padding is never stored.
 
     A load writes into the same views, and drops the unsharded copies that FSDP may have kept, as after a forward
     without gradients. Without ``use_orig_params`` the optimizer counts the steps of a whole unit as one.
@@ -127,17 +129,41 @@ def _handles(module: nn.Module) -> Iterator[FlatParamHandle]:
 
 
 def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
-    """Take the leaves of a module with FSDP modules in it, or without any."""
+    """Take the leaves of a module with FSDP modules in it, or without any.
+
+    Modules with hooks or overrides of ``state_dict`` or ``load_state_dict`` are taken whole by these, unless FSDP1 has
+    a part of their parameters. Raises StateError then.
+    """
     clean, managed = cleaner(module), _managed(module)
-    finishes = []
+    finishes, apart = [], _apart(module, managed, loading=leaves.loading)
     for path, part in module.named_modules(remove_duplicate=False):
         path_prefix, managed_leaves = f"{path}." if path else "", managed.get(id(part), {})
+        if path_prefix in apart:
+            finishes.append(add_module(leaves, kind, part, prefix + clean(path_prefix)))
+        if any(map(path_prefix.startswith, apart)):
+            continue
         for name, leaf in managed_leaves.items():
             leaves.add(kind, prefix + clean(path_prefix + name), leaf)
         own = _own_state(part, path_prefix, {*managed_leaves, _FLAT_NAME})
         named = {raw: (prefix + clean(raw), value) for raw, value in own.items()}
         finishes.append(_add_own(leaves, kind, part, path_prefix, named))
     return in_turn(finishes)
+
+
+def _apart(module: nn.Module, managed: _Managed, *, loading: bool) -> tuple[str, ...]:
+    """Return the raw prefixes of the outermost modules with hooks or overrides of their own.
+
+    Raises StateError if FSDP1 manages parameters inside of one.
+    """
+    found = {**save_customs_of(module), **(customs_of(module).all if loading else {})}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if prefix in found and any(managed.get(id(inside)) for inside in part.modules()):
+            raise StateError(
+                f"states['model']: {found[prefix]} cannot run on parameters that FSDP1 has cut: bcp gathers none. "
+                "Use FSDP2 (fully_shard), or remove it before the call"
+            )
+    return tuple(sorted(prefix for prefix in found if not any(prefix != p and prefix.startswith(p) for p in found)))
 
 
 def _own_state(part: nn.Module, path_prefix: str, without: Collection[str]) -> dict[str, Any]:
@@ -161,6 +187,10 @@ def _add_own(
     Tensors that it made for the save, and extra state, go back by its own name.
     """
     memory = {id(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    takes = {f"{path_prefix}{name}" for name in (*part._parameters, *part._buffers)}
+    takes |= {f"{path_prefix}_extra_state"} if type(part).set_extra_state is not nn.Module.set_extra_state else set()
+    if leaves.loading:
+        leaves.refuse([], [f"{kind}: {fqn}" for raw, (fqn, _) in own.items() if raw not in takes])
     made: dict[str, torch.Tensor] = {}
     for raw, (fqn, value) in own.items():
         if not isinstance(value, torch.Tensor) or raw == f"{path_prefix}_extra_state":
@@ -173,10 +203,16 @@ def _add_own(
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
         state = {**made, **{raw: objects[kind, fqn] for raw, (fqn, _) in own.items() if (kind, fqn) in objects}}
         wrong: list[str] = []
-        if state:
-            part._load_from_state_dict(state, path_prefix, {}, False, [], [], wrong)  # noqa: FBT003 -- torch's signature
+        label = f"{type(part).__name__} {path_prefix[:-1]!r}"
+        try:
+            if state:
+                part._load_from_state_dict(state, path_prefix, {}, False, [], [], wrong)  # noqa: FBT003 -- torch's signature
+        except Exception as error:
+            raise MismatchError(
+                f"{label} raised {type(error).__name__}: {error} when it was given its state; repair it"
+            ) from error
         if wrong:
-            raise StateError(f"{type(part).__name__} {path_prefix[:-1]!r} refused its state: {'; '.join(wrong)}")
+            raise MismatchError(f"{label} refused its state: {'; '.join(wrong)}; build the target as it was saved")
 
     return finish
 

@@ -49,7 +49,7 @@ class PlainPlanner:
 
     def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
         """Return the targets of this rank; see :meth:`bcp.protocols.Planner.load_targets`."""
-        leaves = Leaves()
+        leaves = Leaves(loading=True)
         finish_model = self._add_model(leaves, states, saved)
         check: Check = _nothing
         slots = self._slots(leaves, states, saved)
@@ -63,7 +63,7 @@ class PlainPlanner:
             finish_model(objects)
             self._settle(states, objects)
 
-        return LoadTargets(leaves.to_load(saved.rows), check, finish)
+        return LoadTargets(leaves.to_load(saved.rows), check, finish, leaves.refusals)
 
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:  # noqa: ARG002 -- hook
         return _add_plain(leaves, "model", states)

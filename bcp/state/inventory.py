@@ -13,14 +13,14 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from bcp.errors import InputError, StateError
-from bcp.protocols import LocalShards, ObjectKey
+from bcp.protocols import LocalShards, ObjectKey, Refused
 from bcp.state.hooks import is_sharded_tensor, sharded_leaf
 from bcp.state.memory import readable, unsupported, writable
 from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.shard_table import ShardTableCache, TableRows, recall, remember
 from bcp.state.tensor_specs import PLAIN, LeafInspection, Ties, firsts_of, inspect_leaves, ties_of
 
-__all__ = ["Leaves", "probe", "state_dict_of"]
+__all__ = ["Leaves", "named_state_of", "probe", "state_dict_of"]
 
 Name = tuple[str, str]
 """(kind, FQN)."""
@@ -50,6 +50,11 @@ class Leaves:
     aliases: dict[Name, str] = field(default_factory=dict)
     copies: dict[Name, list[Leaf]] = field(default_factory=dict)  # more memory that a load fills; a save ignores it
     rank: int = field(default_factory=_rank)  # for messages
+    loading: bool = False  # whether these are the targets of a load
+    # tensors of the user by their FQN in the model, where ``tensors`` has other memory that a load fills first
+    originals: dict[str, torch.Tensor] = field(default_factory=dict)
+    # names as in "model: weight" that a module misses in, or does not take of, its own state dict
+    refused: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -114,6 +119,20 @@ class Leaves:
             )
         self._readable((kind, fqn), part)
         self.tensors[kind][fqn] = ShardedLeaf.joined([first, *first.more, part])
+
+    def stand_in(self, kind: str, fqn: str, original: torch.Tensor) -> None:
+        """Say that a tensor that will be taken is filled in the place of the user's own."""
+        if kind == "model":
+            self.originals[fqn] = original
+
+    def refuse(self, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+        """Note names that a module misses, and names that it does not take."""
+        self.refused[0].extend(missing)
+        self.refused[1].extend(unexpected)
+
+    def refusals(self) -> Refused:
+        """Return the names that were refused so far."""
+        return Refused(*map(tuple, self.refused))
 
     # -- what becomes of it ----------------------------------------------------------------------------------------
 
@@ -252,7 +271,10 @@ class Leaves:
 
 
 def state_dict_of(owner: Any, where: str, **options: bool) -> Any:
-    """Return the state dict of the owner at ``where`` in the states. Raises StateError if the owner's method raised."""
+    """Return the state dict of the owner at ``where`` in the states.
+
+    Raises StateError if the owner's method raised.
+    """
     try:
         return owner.state_dict(**options)
     except Exception as error:
@@ -260,6 +282,26 @@ def state_dict_of(owner: Any, where: str, **options: bool) -> Any:
             f"state_dict() of the {type(owner).__name__} at {where} raised {type(error).__name__}: {error}; "
             "repair it, or leave it out of the states"
         ) from error
+
+
+def named_state_of(module: Any, where: str) -> Mapping[str, Any]:
+    """Return a module's state dict with its live tensors.
+
+    Raises StateError if the method raised, or did not return a mapping with strings as keys.
+    """
+    state = state_dict_of(module, where, keep_vars=True)
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"state_dict() of the {type(module).__name__} at {where} returned a {type(state).__name__}; return a "
+            "mapping of names to values"
+        )
+    for key in state:
+        if not isinstance(key, str):
+            raise StateError(
+                f"state_dict() of the {type(module).__name__} at {where} has the key {key!r} of type "
+                f"{type(key).__name__}; use strings, so that entries have names"
+            )
+    return state
 
 
 def probe(needed: Mapping[Any, Collection[str]], planner: str) -> str:

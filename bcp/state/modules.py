@@ -12,16 +12,29 @@ from torch import nn
 from bcp.errors import StateError
 from bcp.protocols import ObjectKey
 from bcp.state.dtensor import local_tensor
-from bcp.state.hooks import ATTACH, is_sharded_tensor, local_shards, shape_of
-from bcp.state.inventory import Leaves, state_dict_of
+from bcp.state.hooks import ATTACH, is_sharded_tensor, shape_of
+from bcp.state.inventory import Leaves, named_state_of
+from bcp.state.load_path import inner_module
 from bcp.state.memory import memory, unsupported
+from bcp.state.module_target import ModuleTarget, is_extra
 from bcp.state.names import Path, cleaned, cleaner, dotted, walk
 from bcp.state.native_values import same_generator, set_generator
 from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.tensor_specs import is_flat
 from bcp.state.values import same_value
 
-__all__ = ["Check", "Finish", "ParamNames", "TakeModule", "add_state", "in_turn", "is_fsdp1", "is_fsdp1_type", "put"]
+__all__ = [
+    "Check",
+    "Finish",
+    "ParamNames",
+    "TakeModule",
+    "add_module",
+    "add_state",
+    "in_turn",
+    "is_fsdp1",
+    "is_fsdp1_type",
+    "put",
+]
 
 Check = Callable[[Mapping[ObjectKey, Any]], None]
 """Raises where the loaded objects cannot be put into a target; touches nothing."""
@@ -41,9 +54,9 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     function that puts loaded objects back. Raises StateError if two leaves have one name, a key is no string or int, or
     something cannot be read this way.
     """
-    where, add_module = f"states[{kind!r}]", take or _add_module
+    where, take_module = f"states[{kind!r}]", take or add_module
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
-        return in_turn([add_module(leaves, kind, part, "") for part in state])
+        return in_turn([take_module(leaves, kind, part, "") for part in state])
     if isinstance(state, torch.Tensor):
         leaves.add(kind, kind, state)
         return in_turn([])
@@ -63,7 +76,7 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
             if isinstance(leaf, torch.Tensor):
                 yield name, leaf
             elif isinstance(leaf, nn.Module):
-                finishes.append(add_module(leaves, kind, leaf, f"{name}." if path else ""))
+                finishes.append(take_module(leaves, kind, leaf, f"{name}." if path else ""))
             elif isinstance(leaf, torch.optim.Optimizer):
                 raise StateError(
                     f"{where} has an optimizer at {name!r}; pass it, or a list of them, as states['optimizer']"
@@ -80,7 +93,7 @@ class ParamNames:
     """Finds the FQNs of a parameter by identity, or by memory if only a plain state dict was passed."""
 
     def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
-        self._named = leaves.tensors.get("model", {})
+        self._named: Mapping[str, Leaf] = {**leaves.tensors.get("model", {}), **leaves.originals}
         self._state, self._saved = state, saved
         self._by_id = self._indexed(self._named.items())
         for key, names in self._hidden.items() if saved else ():
@@ -159,8 +172,8 @@ def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[Obj
             raise StateError(f"{where} is a {type(root).__name__} and cannot be changed in place; pass a dict or list")
 
 
-def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
-    """Add the leaves of a module. Tensors that its state_dict hooks made go back through ``load_state_dict``."""
+def add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Finish:
+    """Add the leaves of a module; see :class:`~bcp.state.module_target.ModuleTarget` for how they are loaded."""
     kinds = {type(part) for part in module.modules()}
     if any(map(is_fsdp1_type, kinds)):
         raise StateError("the model is wrapped in FSDP1, whose state_dict() communicates; pass framework='fsdp1'")
@@ -174,30 +187,19 @@ def _add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fi
             "is; pass framework='megatron'"
         )
     where = f"states[{kind!r}]" + (f", {prefix[:-1]!r}" if prefix else "")
-    state = state_dict_of(module, where, keep_vars=True)
+    module = inner_module(module)
+    state = named_state_of(module, where)
     fqns = [prefix + name for name in cleaned(module, kinds, state)]
-    extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if _is_extra(raw)}
+    extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if is_extra(raw)}
     named = zip(state, fqns, state.values(), strict=True)
-    leaves.add_all(kind, ((fqn, value) for raw, fqn, value in named if raw not in extras))
     for raw, fqn in extras.items():
         leaves.add_object(kind, fqn, state[raw])
-
-    def finish(loaded: Mapping[ObjectKey, Any]) -> None:
-        owned = {key for tensor in (*module.parameters(), *module.buffers()) for key in _storages(tensor)}
-        wanted: dict[str, Any] = {}
-        for (raw, value), fqn in zip(state.items(), fqns, strict=True):
-            if raw in extras or not isinstance(value, torch.Tensor):
-                wanted |= {raw: loaded[kind, fqn]} if (kind, fqn) in loaded else {}
-            elif not _storages(value) <= owned:
-                wanted[raw] = value
-        if wanted:
-            module.load_state_dict(wanted, strict=False)
-
-    return finish
-
-
-def _is_extra(raw: str) -> bool:
-    return raw.endswith("_extra_state") and raw.rpartition(".")[2] == "_extra_state"
+    if not leaves.loading:
+        leaves.add_all(kind, ((fqn, value) for raw, fqn, value in named if raw not in extras))
+        return in_turn([])
+    target = ModuleTarget.of(leaves, kind, module, where, dict(zip(state, fqns, strict=True)), state, prefix)
+    leaves.add_all(kind, ((fqn, target.leaf(raw)) for raw, fqn, _ in named if raw not in extras))
+    return target.finish
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -231,17 +233,6 @@ def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
             clean = cleaner(module)
             out += [(clean(raw), p) for raw, p in module.named_parameters(remove_duplicate=False)]
     return out
-
-
-def _storages(tensor: torch.Tensor) -> set[object]:
-    """Return keys of the memory that a tensor looks at, of which it may use only a part."""
-    if is_sharded_tensor(tensor):
-        return {key for shard in local_shards(tensor) for key in _storages(shard)}
-    local = local_tensor(tensor)
-    try:
-        return {local.untyped_storage()._cdata}  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
-    except (RuntimeError, ValueError):  # sparse, opaque, uninitialized ones have none; they are refused with a reason
-        return {id(local)}
 
 
 def _has_memory(tensor: Leaf) -> bool:

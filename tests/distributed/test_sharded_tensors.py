@@ -104,7 +104,7 @@ def test_the_module_may_stand_beside_the_sharded_state_dict_of_its_optimizer(ran
 
 
 def test_modules_whose_state_dicts_have_them_are_loaded_in_place(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(jobs.modules, tmp_path / "0") == [(True, 0)] * 4
+    assert ranks4.run(jobs.modules, tmp_path / "0") == [(True, 1)] * 4
     whole = {("model", "0.table"): torch.arange(20.0).view(10, 2)}
     assert not differences(logical(tmp_path / "0"), whole)
 

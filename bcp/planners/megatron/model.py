@@ -16,6 +16,7 @@ from bcp.planners.megatron.logical import LogicalShard, fresh_placement, logical
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
+from bcp.state.load_path import Customs, customs_of, give
 from bcp.state.modules import Finish, in_turn, put
 from bcp.state.names import Path, dotted, walk
 from bcp.state.placement import Placement, ShardedLeaf
@@ -29,6 +30,9 @@ _WHERE = "states['model']"
 
 _WRAPPERS = frozenset({"_BaseDataParallel", "Float16Module", "DistributedDataParallel", "OptimizedModule"})
 """Classes that hold the module that is trained, and would put themselves into its names."""
+
+_KNOWN = ("megatron.", "transformer_engine.")
+"""Python modules whose own hooks and overrides have nothing to do where the weights are loaded in place."""
 
 _METADATA = {"non_homogeneous_layers": True}
 """Asks Megatron to number the layers in the keys, so that neither pipeline nor depth are part of any shape."""
@@ -116,18 +120,31 @@ def _refuse_fsdp(owner: Any) -> None:
 
 
 def _add_owner(leaves: Leaves, shards: LogicalShards, owner: Any) -> Finish:
-    """Add the leaves of an object with a ``sharded_state_dict``; its objects go back through ``load_state_dict``."""
+    """Add the leaves of an object with a ``sharded_state_dict``; its objects go back through ``load_state_dict``.
+
+    Raises StateError for a load into a module with code of its own that changes entries before they are copied.
+    """
     wanted: dict[ObjectKey, tuple[str, Any]] = {}
     _refuse_fsdp(owner)
+    customs = customs_of(owner, _KNOWN) if leaves.loading and isinstance(owner, nn.Module) else Customs()
+    if customs.before:
+        raise StateError(
+            f"{_WHERE}: {next(iter(customs.before.values()))} is not Megatron's, and a load fills the weights "
+            "in place, without it; use a post-hook instead, or remove it before the load"
+        )
     sharded = owner.sharded_state_dict(metadata=dict(_METADATA))  # a new one: Megatron writes into it
+    live: dict[str, Any] = {}
     for path, leaf in walk(sharded, f"sharded_state_dict() of {type(owner).__name__}"):
         if name := _add_leaf(leaves, shards, path, leaf):
             wanted[name] = dotted(path), leaf
+        elif hasattr(leaf, "replica_id") and isinstance(leaf.data, torch.Tensor):
+            live[dotted(path)] = leaf.data
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        state_dict = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
-        if state_dict:
-            owner.load_state_dict(state_dict, strict=False)
+        loaded = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
+        if loaded or customs:
+            found = give(owner, {**live, **loaded} if customs else loaded, _WHERE)
+            leaves.refuse([], [f"{MODEL}: {key}" for key in found.unexpected if key in loaded])
 
     return finish
 
