@@ -17,6 +17,7 @@ import anyio
 
 from bcp import errors
 from bcp._agree import collective_operation
+from bcp._deletion import delete_unnamed
 from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
@@ -141,7 +142,7 @@ async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> N
             data = await in_thread(lambda: encode(merged(watch, messages)))
             await backend.put(_key(watch, watch.kind, name), data)
             if watch.kind == "load" and (old := outdated(await backend.list(FOLDER))):  # a save's commit does so
-                await backend.delete(old)
+                await delete_unnamed(backend, old)
         if scope.cancelled_caught:
             log.info("a recording took too long and is given up", path=watch.path, seconds=STORE_SECONDS)
     except Exception as error:  # noqa: BLE001 -- the save or load has succeeded

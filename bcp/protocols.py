@@ -276,10 +276,11 @@ class Backend(Protocol):
 
         Returns:
             The version of the new object. None if the object has another version than ``expected``, or if another call
-            with the same ``expected`` has taken precedence; the object is then as it was.
+            with the same ``expected`` has taken precedence. Then this call has changed nothing, and never will. A store
+            whose refusal may hide an earlier success of the same request has to read the object first.
 
         Raises:
-            StorageError: storage failed. The object is the old one or the new one.
+            StorageError: storage failed. The object is the old one or the new one, and may still become the new one.
 
         Example::
 

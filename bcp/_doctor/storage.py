@@ -108,6 +108,7 @@ async def try_out(shelf: TrialFolder, meeting: Meeting, times: Times, report: Re
             await _look(shelf, meeting, times, report, wrote=wrote)
     finally:
         with anyio.CancelScope(shield=True):
+            # bcp/_deletion.py need not be asked: the doctor's own files are named by no metadata
             delete = shelf.backend.delete([shelf.key(session, rank)])
             await _done(delete, max(_TIDY_SECONDS, left(times.examined)), "delete its file in", shelf, report)
 

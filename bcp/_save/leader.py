@@ -1,7 +1,7 @@
 """Rank 0's part of a save: refuse or open, divide, commit, sweep (paper sec. 3.3, 5.2).
 
 Each step is made from the one before: :class:`Opened`, :class:`Surveyed`, :class:`Planned`, :class:`Committing`,
-:class:`Committed`. If every rank has the plan already, :class:`Planned` follows :class:`Opened`.
+:class:`Done`. If every rank has the plan already, :class:`Planned` follows :class:`Opened`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from functools import partial
 from typing import TypeVar
 
 from bcp._agree import gather_broadcast, gather_scatter, nothing_in
+from bcp._deletion import TRIES, Committed, delete_unnamed, pause, read_committed
 from bcp._job import SaveJob
 from bcp._log import log
 from bcp._messages.base import refused
 from bcp._messages.planning import Opening, Written
-from bcp._save.failures import CleanUp, check_not_replaced, taken
+from bcp._save.failures import CleanUp, check_not_replaced, put_back
 from bcp._version import __version__
 from bcp.errors import BcpError, CorruptError, ExistsError, StorageError
 from bcp.format.metadata import (
@@ -45,8 +46,8 @@ from bcp.telemetry.store import outdated
 
 __all__ = [
     "BLOCK_BYTES",
-    "Committed",
     "Committing",
+    "Done",
     "Opened",
     "Opening",
     "Planned",
@@ -250,11 +251,13 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
     if all_have_nothing(shared):
         raise nothing_in(len(hellos))
     check_shared(shared)
+    policy = target.options.retries
+    old = Committed() if old_version is None else await read_committed(target.backend, policy)
     key = hellos[0][:DIGEST_BYTES]
     layout = _layouts.get(key) or b""
     cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)
     opening = Opening(secrets.token_hex(8), cached, old_version, target.trace)
-    return Opened(target, framework, opening, layout), opening.encode()
+    return Opened(target, framework, opening, layout, old), opening.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,7 @@ class Opened:
     framework: str  # name of the planner on rank 0
     opening: Opening  # the answer to all ranks
     layout: bytes  # encoded layout of the plan that rank 0 has already; empty for none
+    old: Committed  # the metadata that the save is to replace
 
     async def survey(self, hellos: Sequence[bytes]) -> tuple[Surveyed, bytes]:
         """Group ranks with equal tables, and ask one rank of each group for its table."""
@@ -296,7 +300,7 @@ class Planned:
     opened: Opened  # the first step
     layout: bytes  # the unchanging part of the metadata, encoded
 
-    async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Committed, bytes]:
+    async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Done, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).
 
         Files of other saves are listed before and deleted after. A listed save began before this commit, so it found
@@ -309,9 +313,9 @@ class Planned:
             StorageError: files of this save are missing, or storage failed.
         """
         committing = await self.check(messages)
-        committed = await committing.put(undo)
-        await committed.sweep()
-        return committed, b""
+        done = await committing.put(undo)
+        await done.sweep()
+        return done, b""
 
     async def check(self, messages: Sequence[bytes]) -> Committing:
         """List all objects, once; among them has to be every file that a rank says it has written."""
@@ -344,19 +348,24 @@ class Committing:
     listed: Sequence[ObjectInfo]  # all objects under the path, those of other saves included
     unfinished: Sequence[Unfinished]  # uploads under the path that nobody has finished
 
-    async def put(self, undo: CleanUp) -> Committed:
-        """Put the metadata, if they are still the ones that this save found."""
+    async def put(self, undo: CleanUp) -> Done:
+        """Put the metadata, if they are still the ones that this save found.
+
+        Only a read tells who has committed if storage does not say that it has carried the request out.
+        """
         opened = self.planned.opened
         target, opening = opened.target, opened.opening
-        undo.committing = True
+        undo.send(opened.old.operation)
         data = encode_metadata(self.planned.layout, self._record())
-        version = await target.backend.put_if(METADATA_KEY, data, opening.version)
+        try:
+            version = await target.backend.put_if(METADATA_KEY, data, opening.version)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the request may have been carried out
+            version = await undo.settle(target.backend, opening.version, error)
         if version is None:
-            undo.committing = False
-            raise await taken(target.backend, target.path, opening.operation, opening.version)
+            version = await undo.settle(target.backend, opening.version)
         await self._check_place(version)
         all_nbytes = await in_thread_gc_paused(data_nbytes, self.written)
-        return Committed(self, all_nbytes)
+        return Done(self, all_nbytes)
 
     def _record(self) -> Commit:
         opened = self.planned.opened
@@ -373,23 +382,38 @@ class Committing:
 
     async def _check_place(self, version: Version) -> None:
         """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""
-        target, operation = self.planned.opened.target, self.planned.opened.opening.operation
+        opened = self.planned.opened
+        target, operation = opened.target, opened.opening.operation
         try:
-            await target.backend.get(receipt_key(0, operation))
-        except FileNotFoundError as error:
-            now = await target.backend.version(METADATA_KEY)
-            if now not in (version, None):
-                return  # the next save has replaced this one already
-            if now is not None:
-                await target.backend.delete([METADATA_KEY])  # it names files that are not there
-            raise StorageError(
-                f"{target.path}: the files of operation {operation} disappeared during its commit; it is not "
-                "committed there. The directory was deleted or moved away: save again"
-            ) from error
+            is_there = await self._finds_receipt()
+        except StorageError as error:  # storage has carried the commit out before
+            log.warning("a commit was not looked at again", path=target.path, operation=operation, error=repr(error))
+            return
+        if is_there or await put_back(target.backend, opened.old, version):
+            return
+        raise StorageError(
+            f"{target.path}: the files of operation {operation} disappeared during its commit; it is not "
+            "committed there. The directory was deleted or moved away: save again"
+        )
+
+    async def _finds_receipt(self) -> bool:
+        """Return whether the receipt of rank 0 is there; a store that does not find it is asked again."""
+        opened = self.planned.opened
+        backend, key = opened.target.backend, receipt_key(0, opened.opening.operation)
+        for number in range(TRIES):
+            await pause(opened.target.options.retries, number)
+            try:
+                await backend.get(key)
+            except FileNotFoundError:
+                if await backend.list(key):
+                    return True
+            else:
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Done:
     """The checkpoint exists."""
 
     committing: Committing  # the step before
@@ -400,14 +424,14 @@ class Committed:
         opened = self.committing.planned.opened
         target, operation = opened.target, opened.opening.operation
         listed, unfinished = self.committing.listed, self.committing.unfinished
+        left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
+        left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
+        stale = [info.key for info in listed if _is_of_a_save(info.key) and operation_of(info.key) != operation]
+        keys = stale + outdated(listed)
         try:
-            left = [upload for upload in unfinished if _is_of_a_save(upload.key) or upload.key == METADATA_KEY]
-            left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
-            if left and isinstance(target.backend, Sweeper):
-                await target.backend.discard(left)
-            stale = [info.key for info in listed if _is_of_a_save(info.key) and operation_of(info.key) != operation]
-            if keys := stale + outdated(listed):
-                await target.backend.delete(keys)
+            if keys or left:
+                policy = target.options.retries
+                await delete_unnamed(target.backend, keys, by=operation, unfinished=left, policy=policy)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
             log.warning("old files were not deleted", path=target.path, operation=operation, error=repr(error))
 
@@ -425,5 +449,5 @@ async def commit_save(
     Returns on rank 0 the bytes that all ranks wrote into data files; None on other ranks.
     """
     commit = None if planned is None else partial(planned.commit, undo)
-    _, committed = await broadcast_step(agreement, "commit", rank, written, commit)
-    return None if committed is None else committed.all_nbytes
+    _, done = await broadcast_step(agreement, "commit", rank, written, commit)
+    return None if done is None else done.all_nbytes

@@ -38,6 +38,7 @@ __all__ = [
     "Commit",
     "Metadata",
     "data_key",
+    "decode_commit",
     "decode_layout",
     "decode_metadata",
     "encode_layout",
@@ -161,6 +162,13 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
             "file, or load another checkpoint"
         )
     return Metadata(layout, commit)
+
+
+def decode_commit(data: Buffer, where: str) -> Commit:
+    """Decode the commit record of ``metadata.arrow`` alone, without the layout. Raises as :func:`decode_metadata`."""
+    payload = unseal(data, MAGIC, where)
+    with translated(where):
+        return _commit(read_table(payload, COMMIT)[0])
 
 
 def _decoded(layout_bytes: Buffer, where: str) -> Layout:

@@ -21,6 +21,7 @@ from functools import partial
 
 import anyio
 
+from bcp._deletion import delete_unnamed, withdraw
 from bcp._log import log
 from bcp.backends import child
 from bcp.backends.keys import check_key
@@ -38,7 +39,9 @@ _FIRST_KEY = "run.json.new"
 """Put beside the first ledger: ``put_if`` makes no directory."""
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
-_BATCH = 1000
+_NO_KEY = "nothing"
+"""A key that no object has."""
+
 _TRIES = 30
 _PAUSE_SECONDS = 0.05
 _MOST_ID = 256
@@ -195,7 +198,7 @@ class Folder:
         name, commit = step_name(step), await self._commit(step)
         if any(entry.step == step for entry in self._taken().entries):
             await self.change(lambda ledger: ledger.leaving(step, commit))
-        await self._delete(name, is_whole=bool(commit))
+        await self._delete(name, commit)
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
 
@@ -208,30 +211,30 @@ class Folder:
         """
         name = step_name(step)
         if not await self._backend.list(f"{name}/"):
-            await self._delete(name, is_whole=False)
+            await self._delete(name, "")
 
-    async def _delete(self, name: str, *, is_whole: bool) -> None:
-        """Delete the objects below a folder, commit objects first, and the empty directories."""
-        keys = _deletable([info.key for info in await self._backend.list(f"{name}/")])
-        root = f"{name}/{METADATA_KEY}"
-        await self._backend.delete([root])
-        roles = [key for key in keys if key != root and key.rpartition("/")[2] == METADATA_KEY]
-        if roles:
-            await self._backend.delete(roles)
-        rest = [key for key in keys if key.rpartition("/")[2] != METADATA_KEY]
-        for first in range(0, len(rest), _BATCH):
-            await self._backend.delete(rest[first : first + _BATCH])
-        if is_whole and name not in await folders_of(self._backend):
-            return
+    async def _delete(self, name: str, commit: Version) -> None:
+        """Delete the objects below a folder, its metadata first, and the empty directories.
+
+        Metadata that are not those of ``commit`` stay with their files: somebody has committed there since.
+        """
         view = child(self._backend, name)
+        keys = _deletable([info.key for info in await view.list()])
+        if not await withdraw(view, {METADATA_KEY: commit}):
+            return
+        roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
+        await withdraw(view, dict.fromkeys(roles))
+        await delete_unnamed(view, keys)
+        if commit and name not in await folders_of(self._backend):
+            return
         if isinstance(view, Sweeper):
-            await view.discard(await view.unfinished())
+            await view.discard(await view.unfinished())  # metadata name finished files only
         folders = [f"{name}/"]
         for folder in folders:  # it grows
             below = await folders_of(self._backend, folder)
             folders += _deletable([f"{folder}{subfolder}/" for subfolder in below])
         # the deletion of a key removes its directory if that is empty
-        await self._backend.delete([f"{folder}{METADATA_KEY}" for folder in reversed(folders)])
+        await self._backend.delete([f"{folder}{_NO_KEY}" for folder in reversed(folders)])
 
     async def _commit(self, step: int) -> Version:
         return await self._backend.version(f"{step_name(step)}/{METADATA_KEY}") or ""
@@ -264,7 +267,7 @@ class Folder:
 
         """
         if unfinished and isinstance(self._backend, Sweeper):
-            await self._backend.discard(unfinished)
+            await self._backend.discard(unfinished)  # of the ledger, which no metadata name
         await self._backend.delete([_FIRST_KEY])
 
     # -- the ledger ---------------------------------------------------------------------------

@@ -94,8 +94,9 @@ def test_the_directory_is_moved_away_during_the_commit(
                 if file.is_file() and file.name != "metadata.arrow":
                     file.unlink()
 
+    options = bcp.SaveOptions(overwrite=overwrite, retries=bcp.RetryPolicy(first_pause=0.001))
     with pytest.raises(bcp.StorageError, match="moved"):
-        bcp.save(during(path, operation, key, move), model(2), overwrite=overwrite)
+        bcp.save(during(path, operation, key, move), model(2), options=options)
     if not again:
         assert not path.exists()
     with pytest.raises(bcp.CheckpointError):
@@ -138,14 +139,14 @@ def test_a_list_that_is_behind_does_not_fail_a_save(tmp_path: Path) -> None:
     assert loads(tmp_path, 1)
 
 
-def test_a_commit_costs_one_list_and_a_look_at_one_receipt(tmp_path: Path) -> None:
+def test_a_commit_costs_one_list_and_looks_at_the_metadata_before_and_after(tmp_path: Path) -> None:
     bcp.save(tmp_path, model(1))
     backend = CountingBackend(LocalBackend(tmp_path))
     bcp.save(backend, model(2), overwrite=True)
     assert {name: backend.calls[name] for name in ("list", "unfinished", "get", "version", "put_if")} == {
         "list": 1,
         "unfinished": 1,
-        "get": 1,
+        "get": 3,
         "version": 1,
         "put_if": 1,
     }

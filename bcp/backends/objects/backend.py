@@ -13,7 +13,7 @@ from bcp._log import log
 from bcp.backends.keys import Tiling, check_key, check_prefix, scatter
 from bcp.backends.objects.parts import Grid
 from bcp.backends.objects.retry import Retries, in_turns
-from bcp.backends.objects.store import ConditionError, If, Stat, Store, Upload
+from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Store, Upload
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, RetryPolicy, Unfinished, Version, flat_view
 from bcp.runtime.cache import LruCache
@@ -34,6 +34,9 @@ AT_ONCE_BYTES = 8 * MIB
 
 UNKNOWN_BYTES = 16 * MIB
 """Parts of an object of unknown size are put together to so many bytes: 10,000 of them are 160 GB."""
+
+REFUSALS = 5
+"""Refusals of one conditional write, each contradicted by a read, after which its outcome counts as unknown."""
 
 CLEAN_UP_SECONDS = 30.0
 _PINNED = 4096  # objects whose version is remembered while they are being read
@@ -87,29 +90,41 @@ class ObjectBackend:
     async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
         """Store a small object if it still has the version that was found; the store compares.
 
-        An attempt whose answer was lost may have succeeded. Then the condition of the next one fails, and the object is
-        compared with the data: a commit has contents that no other has.
+        A refusal does not tell who was first. The request may have been carried out before: by an attempt whose answer
+        was lost, or by a proxy that has repeated it. So the object is read, and compared with the data: a commit has
+        contents that no other has.
         """
-        view, attempts = flat_view(data), 0
+        view, refusals = flat_view(data), 0
         self._versions.forget(check_key(key))
 
         async def attempt() -> Version | None:
-            nonlocal attempts
-            attempts += 1
+            nonlocal refusals
             try:
                 return await self.store.put(key, view, If(expected))
             except ConditionError:
-                return await self._mine(key, view) if attempts > 1 else None
+                refusals += 1
+                return await self._settled(key, view, expected, is_last=refusals >= REFUSALS)
 
         return await self._request("put_if", key, f"storing {key!r} on condition", attempt, len(view))
 
-    async def _mine(self, key: str, data: memoryview) -> Version | None:
-        """Return the version of an object that has these contents, else None."""
+    async def _settled(self, key: str, data: memoryview, expected: Version | None, *, is_last: bool) -> Version | None:
+        """Return the version of a refused object that is there all the same; None if another one is there.
+
+        Raises RequestError if the store shows the very object that the condition asks for.
+        """
+        seen = "the one from before"
         try:
             stored, version = await self.store.get(key)
         except FileNotFoundError:
-            return None
-        return version if stored == data else None
+            if expected is not None and await self.store.stat(key) is None:
+                return None
+            seen = "none"
+        else:
+            if stored == data:
+                return version
+            if version != expected:
+                return None
+        raise RequestError(f"the store says that there is another {key!r}, and shows {seen}", transient=not is_last)
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""

@@ -288,6 +288,7 @@ class GcsUpload:
         nbytes = sum(part.nbytes for part, _ in self._parts.values())
         crc = combined((crc, part.nbytes) for _, (part, crc) in sorted(self._parts.items()))
         if not made.has(crc, nbytes):
+            # no metadata can name this generation: a save commits only after all its uploads have ended well
             await self._api.remove(self._name, made.generation)
             raise CorruptError(
                 f"{self._name!r}: the store made {made.nbytes} bytes with CRC-32C {made.crc32c} of parts that have "
@@ -406,13 +407,24 @@ class GcsStore:
         crc, name = await checksum(data), self._above + key
         generation = None if condition is None else condition.version or ABSENT
         made = await self._api.insert(name, data, generation)
-        if not made.has(crc, len(data)):
+        if made.has(crc, len(data)):
+            return made.generation
+        found = f"{made.nbytes} bytes with CRC-32C {made.crc32c}"
+        if generation in (None, ABSENT):  # nothing was replaced that anybody needs
             await self._api.remove(name, made.generation)
             raise CorruptError(
-                f"{self.name}: the store has other bytes than were sent for {key!r}: {made.nbytes} bytes with CRC-32C "
-                f"{made.crc32c}; the object was deleted: write it again"
+                f"{self.name}: the store has other bytes than were sent for {key!r}: {found}; the object was deleted: "
+                "write it again"
             )
-        return made.generation
+        for _ in range(_RACES):
+            stored, version = await self._api.get(name)  # the answer may be damaged in place of the object
+            if version == made.generation and stored == data:
+                return made.generation
+            made = await self._api.insert(name, data, made.generation)
+        raise CorruptError(
+            f"{self.name}: the store has other bytes than were sent for {key!r}, {_RACES} times, at last {found}; "
+            "something changes them on their way: find it, and write the object again"
+        )
 
     async def stat(self, key: str) -> Stat | None:
         """Return size and generation."""

@@ -155,7 +155,7 @@ class FsspecStore:
             raise
 
     def _rename(self, temp: str, path: str) -> None:
-        """Give a file its name. If the file system does not replace a file, the old one is removed first.
+        """Give a file its name. If the file system does not replace a file, the old one goes aside until that is done.
 
         Some raise then, and some, as fsspec's client of WebHDFS, do nothing and report success.
         """
@@ -163,10 +163,19 @@ class FsspecStore:
             self._system.mv(temp, path, recursive=False)
         if not self._is_there(temp):
             return
-        self._remove(path)
-        self._system.mv(temp, path, recursive=False)
-        if self._is_there(temp):
+        old = self._temp(path)
+        with suppress(*_ABSENT):
+            self._system.mv(path, old, recursive=False)
+        try:
+            self._system.mv(temp, path, recursive=False)
+        finally:
+            is_placed = not self._is_there(temp)
+            if not is_placed:
+                with suppress(*_ABSENT):
+                    self._system.mv(old, path, recursive=False)
+        if not is_placed:
             raise RequestError(f"{temp} keeps its name: the file system does not rename it to {path}")
+        self._remove(old)
 
     def _is_there(self, path: str) -> bool:
         self._system.invalidate_cache()

@@ -20,7 +20,7 @@ import anyio
 from bcp._log import log
 from bcp._text import hidden
 from bcp.backends.objects.store import ConditionError, RequestError
-from bcp.errors import StorageError
+from bcp.errors import BcpError, StorageError
 from bcp.events import RequestEvent, RetryEvent, Status, emit, told
 from bcp.protocols import RetryPolicy
 
@@ -62,6 +62,9 @@ async def in_turns(calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
 
 _Tell = Callable[[Status, str], None]
 MIB = 1 << 20
+FOREIGN_TRIES = 4
+"""Attempts of a request whose answers cannot be understood."""
+
 UNREACHED_SECONDS = 30.0
 """Deadline of a store that cannot be connected to and that no request has reached yet: its name may be wrong."""
 
@@ -161,8 +164,9 @@ class Retries:
 
         Args:
             description: the request in words, with store, object and bytes, for messages.
-            attempt: makes it once. Errors other than :class:`RequestError`, ``OSError`` and ``TimeoutError`` are final,
-                and so are those that say so.
+            attempt: makes it once. :class:`RequestError` says whether to try again. ``TimeoutError`` and
+                ``ConnectionError`` are tried again, and a few times also foreign errors: as a rule, a proxy has made an
+                answer that lacks something. Errors of bcp are final.
             nbytes: how many bytes it moves.
             about: store, operation and key, for events.
 
@@ -184,9 +188,11 @@ class Retries:
             except (FileNotFoundError, ConditionError) as error:  # an answer
                 tell("ok", told(error))
                 raise
-            except Exception as error:
+            except BcpError as error:
                 tell("failed", told(error))
                 raise
+            except Exception as error:  # noqa: BLE001 -- whatever a client raises for an answer that nobody foresaw
+                await self._pause(description, _as_foreign(error, number), number, self._clock() - began, tell)
             else:
                 tell("ok", "")
                 self._successes += 1
@@ -217,6 +223,14 @@ class Retries:
 
 def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float, status: Status, message: str) -> None:
     emit(RequestEvent(*about, nbytes, started, time.monotonic(), number, status, hidden(message)))
+
+
+def _as_foreign(error: Exception, number: int) -> RequestError:
+    """Return the error of an answer that cannot be understood; the first ones may succeed later."""
+    is_again = number < FOREIGN_TRIES and not isinstance(error, OSError)
+    made = RequestError(f"the answer cannot be used: {type(error).__name__}: {error}", transient=is_again)
+    made.__cause__ = error
+    return made
 
 
 def _as_request(error: Exception) -> RequestError:

@@ -111,6 +111,8 @@ class S3Store:
             await _on_condition(again)
         except ConditionError:
             self._conditions_hold = True
+        except S3Error as error:  # the object itself is stored
+            log.info("the server's conditions were not tested", store=self.name, error=error.said)
         else:
             self._conditions_hold = False
             log.warning(

@@ -70,7 +70,10 @@ class S3Upload:
             await self._check()
 
     async def abort(self) -> None:
-        """Remove the parts, or the object if an attempt to finish was carried out and its answer lost."""
+        """Remove the parts, or the object if an attempt to finish was carried out and its answer lost.
+
+        No metadata can name the object: a save commits only after all its uploads have ended well.
+        """
         exists = await self._store.abort(self._key, self._upload)
         if not exists and self._finishes and await self._is_mine():
             await self._store.delete([self._key])

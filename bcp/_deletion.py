@@ -1,0 +1,180 @@
+"""Who may delete: the files of a checkpoint go only after a read of the metadata that does not name them.
+
+Every sweep, undo and retention deletes files by :func:`delete_unnamed`, and metadata by :func:`withdraw`.
+:func:`may_delete` is the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from bcp._log import log
+from bcp.backends import child
+from bcp.errors import CheckpointError, StorageError
+from bcp.format.metadata import METADATA_KEY, decode_commit, operation_of
+from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version
+from bcp.runtime.threads import in_thread_gc_paused
+
+__all__ = [
+    "TRIES",
+    "Attempt",
+    "Committed",
+    "delete_unnamed",
+    "may_delete",
+    "pause",
+    "read_committed",
+    "withdraw",
+]
+
+TRIES = 5
+"""Reads of an answer that contradicts another one, before it is believed."""
+
+BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The metadata of a path as one read has found them."""
+
+    data: bytes | None = None  # the contents; None for no metadata
+    operation: str = ""  # id of the save that they name; empty for none, or for metadata that cannot be decoded
+
+    @property
+    def may_name_anything(self) -> bool:
+        """Whether the metadata are there and cannot be decoded: they may name every file."""
+        return self.data is not None and not self.operation
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One save's request to commit, as far as the save knows about it."""
+
+    operation: str  # id of the save
+    replaces: str = ""  # operation of the metadata that the save found at its beginning; empty for none
+    is_sent: bool = False  # the request was made, and may be carried out even after an error
+    is_refused: bool = False  # storage has said that the request has changed nothing, and never will
+
+
+def may_delete(operation: str, committed: Committed, attempt: Attempt | None) -> bool:
+    """Return whether the files of an operation may go.
+
+    Args:
+        operation: the one that wrote the files.
+        committed: the metadata, just read. The read may be older than a commit of ``attempt``.
+        attempt: the caller's own request to commit; None for a caller that has none.
+
+    """
+    if _is_unsent(operation, attempt):
+        return True
+    if committed.may_name_anything or operation == committed.operation:
+        return False
+    if attempt is None or operation != attempt.operation:
+        return True
+    if not committed.operation:
+        return False  # the request may still be under way, and find no metadata in its way
+    return attempt.is_refused or committed.operation != attempt.replaces
+
+
+def _is_unsent(operation: str, attempt: Attempt | None) -> bool:
+    """Whether the files are the caller's own, and the caller alone could have made a request that commits them."""
+    return attempt is not None and operation == attempt.operation and not attempt.is_sent
+
+
+async def pause(policy: RetryPolicy | None, number: int) -> None:
+    """Wait before try ``number``: not before the first one, 0, and longer before each further one."""
+    policy = policy or RetryPolicy()
+    if number:
+        await anyio.sleep(min(policy.first_pause * 2 ** (number - 1), policy.longest_pause))
+
+
+async def read_committed(backend: Backend, policy: RetryPolicy | None = None) -> Committed:
+    """Read the metadata. They count as absent if two different requests do not find them.
+
+    Raises StorageError if storage fails, or contradicts itself in every try.
+    """
+    for number in range(TRIES):
+        await pause(policy, number)
+        try:
+            data = bytes(await backend.get(METADATA_KEY))
+        except FileNotFoundError:
+            if await backend.version(METADATA_KEY) is None:
+                return Committed()
+            continue
+        try:
+            return Committed(data, (await in_thread_gc_paused(decode_commit, data, METADATA_KEY)).operation)
+        except CheckpointError:
+            return Committed(data)
+    raise StorageError(f"{backend!r} has {METADATA_KEY} and does not find it, {TRIES} times; nothing was deleted")
+
+
+async def delete_unnamed(
+    backend: Backend,
+    keys: Iterable[str],
+    attempt: Attempt | None = None,
+    *,
+    by: str = "",
+    unfinished: Sequence[Unfinished] = (),
+    policy: RetryPolicy | None = None,
+) -> Sequence[str]:
+    """Delete files that no committed metadata name; return the keys of the files that stay.
+
+    Metadata themselves always stay. Files that metadata never name, such as recordings, need no read.
+
+    Args:
+        backend: over the root of the keys.
+        keys: the files; those of roles and of steps have the folder of their metadata before them.
+        attempt: the caller's own request to commit.
+        by: id of a save that has committed; nothing goes unless the metadata at the root name it.
+        unfinished: writes to discard as well. Metadata name finished files only.
+        policy: how long a contradiction of storage is asked about.
+
+    Raises:
+        StorageError: storage failed; the files stay, or some of them.
+
+    """
+    places: dict[str, Committed] = {}
+    if by:
+        places[""] = await read_committed(backend, policy)
+        if places[""].operation != by:
+            return list(keys)
+    free: list[str] = []
+    kept: list[str] = []
+    for key in keys:
+        operation, place = operation_of(key), "/".join(key.split("/")[:-2])
+        if operation is not None and not _is_unsent(operation, attempt) and place not in places:
+            places[place] = await read_committed(child(backend, place) if place else backend, policy)
+        is_metadata = key.rpartition("/")[2] == METADATA_KEY
+        is_free = operation is None or may_delete(operation, places.get(place, Committed()), attempt)
+        (free if is_free and not is_metadata else kept).append(key)
+    if kept:
+        log.info("files stay, because a checkpoint may need them", storage=repr(backend), count=len(kept))
+    if unfinished and isinstance(backend, Sweeper):
+        await backend.discard(unfinished)
+    for first in range(0, len(free), BATCH):
+        await backend.delete(free[first : first + BATCH])
+    return kept
+
+
+async def withdraw(backend: Backend, versions: Mapping[str, Version | None]) -> bool:
+    """Delete metadata that still have these versions, all of them or none; return whether none of others is there.
+
+    A commit between the read and the deletion is lost. So a run calls this only while its ledger is this job's, and a
+    save only for metadata of its own.
+
+    Args:
+        backend: the storage.
+        versions: by key; None for metadata of any version, as those of roles in a run's folder, which no ledger has.
+
+    Raises:
+        StorageError: storage failed.
+
+    """
+    now = {key: await backend.version(key) for key, version in versions.items() if version is not None}
+    if any(version not in (None, versions[key]) for key, version in now.items()):
+        return False
+    if keys := [key for key in versions if now.get(key, "") is not None]:
+        await backend.delete(keys)
+    return True
