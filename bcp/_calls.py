@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +19,7 @@ from bcp._agree import nothing_in, refuse_on_all_ranks
 from bcp._job import Job, LoadJob, OnSnapshot, Operation, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve, shown
+from bcp.backends.local import absolute
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
@@ -280,7 +280,8 @@ def _words(path: Path) -> str:
     """Return a name of the location that is equal on all ranks: a path, a URL, or the class of a backend."""
     if isinstance(path, Backend):
         return type(path).__name__
-    return shown(str(path)) if "://" in str(path) else str(pathlib.Path(path).absolute())
+    text = os.fsdecode(path)
+    return shown(text) if "://" in text else str(absolute(text))
 
 
 def require_asyncio() -> None:

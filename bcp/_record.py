@@ -23,6 +23,8 @@ from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
 from bcp.events import LoadReport, SaveReport, ignore, observed_by
 from bcp.format.metadata import METADATA_KEY
+from bcp.plan.layout import Layout
+from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement, Backend
 from bcp.runtime.threads import in_thread
 from bcp.state.placement import coordinates
@@ -50,6 +52,7 @@ class Record:
         self._job = job
         self._is_settled = False
         self._is_gone = False
+        self._is_reader = False
         self._messages: Sequence[bytes] = ()
 
     @asynccontextmanager
@@ -63,6 +66,12 @@ class Record:
                 await self._look(error)
                 raise
             log.info("a rank was lost after the end", path=self._job.path, error=repr(error))
+
+    def reads(self, layout: Layout) -> None:
+        """Note which checkpoint this load reads: one that leaves out the optimizer is no part of a training job."""
+        options, optimizer = self._job.options, KINDS.index("optimizer")
+        has_optimizer = bool((layout.tensors.kind == optimizer).any())
+        self._is_reader = options.record is None and has_optimizer and "optimizer" not in self._job.states
 
     async def _look(self, error: Exception) -> None:
         """Find out if the checkpoint is still there: a record must not make the directory anew."""
@@ -78,7 +87,7 @@ class Record:
     async def share(self, agreement: Agreement, report: SaveReport | LoadReport) -> None:
         """Give rank 0 this rank's record. Call it as the last of all steps, when the operation has succeeded."""
         self._is_settled = True
-        if not self._job.options.record:
+        if self._job.options.record is False:
             return
         with anyio.move_on_after(SHARE_SECONDS):
             await agreement.gather_broadcast("telemetry", await self._packed(report), self._take)
@@ -99,24 +108,26 @@ class Record:
 
     async def store(self) -> None:
         """Write the file, on rank 0."""
-        if any(self._messages):
+        if any(self._messages) and not self._is_reader:
             await _store(self._job.backend, self._job.watch, self._messages)
 
     async def store_failure(self, error: Exception) -> None:
         """Write down why this rank's save or load failed, if this is the rank to tell it."""
         job = self._job
-        if self._is_gone or not self._is_told(error):
+        if self._is_gone or self._is_reader or not self._is_told(error):
             return
         with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
             failure = failure_of(job.watch, error)
             data = await in_thread(_encoded_failure, job, failure)
+            if job.watch.kind == "load" and await _is_sealed(job.backend):
+                return
             stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
             await job.backend.put(_key(job.watch, "failure", f"{stem}-{job.rank:05d}"), data)
 
     def _is_told(self, error: Exception) -> bool:
         """Return whether this rank writes down why it failed: not before all ranks have met."""
         job = self._job
-        return job.options.record and bool(job.watch.operation) and _tells(job.rank, error)
+        return job.options.record is not False and bool(job.watch.operation) and _tells(job.rank, error)
 
 
 @asynccontextmanager
@@ -139,6 +150,8 @@ async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> N
     name = watch.operation if watch.kind == "save" else secrets.token_hex(8)
     try:
         with anyio.move_on_after(STORE_SECONDS) as scope, observed_by(ignore):
+            if watch.kind == "load" and await _is_sealed(backend):
+                return
             data = await in_thread(lambda: encode(merged(watch, messages)))
             await backend.put(_key(watch, watch.kind, name), data)
             if watch.kind == "load" and (old := outdated(await backend.list(FOLDER))):  # a save's commit does so
@@ -147,6 +160,12 @@ async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> N
             log.info("a recording took too long and is given up", path=watch.path, seconds=STORE_SECONDS)
     except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
         log.info("no recording was stored", path=watch.path, error=repr(error))
+
+
+async def _is_sealed(backend: Backend) -> bool:
+    """Whether somebody has taken all rights to write to the checkpoint; an administrator's write would succeed."""
+    is_sealed = getattr(backend, "is_sealed", None)
+    return is_sealed is not None and (await is_sealed(METADATA_KEY) or await is_sealed(f"{FOLDER}any"))
 
 
 def _key(watch: Watch, kind: str, name: str) -> str:

@@ -88,14 +88,14 @@ class Report:
         from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
 
         text = page(recordings, findings=[sentences(summary) for summary in self.summaries])
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).expanduser().write_text(text, encoding="utf-8")
 
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the newest recording, for https://ui.perfetto.dev and chrome://tracing."""
         newest = self._some()[-1]
         from bcp.telemetry.page import trace_json  # noqa: PLC0415 -- slow to import
 
-        Path(path).write_text(json.dumps(trace_json(newest)), encoding="utf-8")
+        Path(path).expanduser().write_text(json.dumps(trace_json(newest)), encoding="utf-8")
 
     def _some(self) -> Sequence[Recording]:
         if not self.recordings:
@@ -128,10 +128,10 @@ def report(
         print(bcp.report("ckpt/step-100").text())
 
     """
-    if last < 1:
-        raise InputError(f"last={last} is no number of recordings; pass 1 or more")
+    if not isinstance(last, int) or isinstance(last, bool) or last < 1:
+        raise InputError(f"last={last!r} is no number of recordings; pass 1 or more")
     backend = resolve(path, storage_options, retries)
-    where = type(path).__name__ if isinstance(path, Backend) else shown(os.fspath(path))
+    where = type(path).__name__ if isinstance(path, Backend) else _words(os.fsdecode(path))
 
     async def read() -> Report:
         async with _closing(backend, is_own=not isinstance(path, Backend)):
@@ -141,6 +141,11 @@ def report(
         return _bridge.run(read, name=f"a report of {where}")
     except BcpError as error:
         raise without_traceback(error) from error.__cause__
+
+
+def _words(path: str) -> str:
+    """Return a URL without secrets, or a path with the home in the place of ``~``."""
+    return shown(path) if "://" in path else os.path.expanduser(path)  # noqa: PTH111 -- a relative path stays one
 
 
 @asynccontextmanager

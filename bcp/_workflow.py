@@ -127,6 +127,7 @@ async def aload(job: LoadJob) -> LoadReport:
         async with record.forgiving(job.operation) as agreement:
             with job.watch.phase("open"):
                 metadata = await loading.open_checkpoint(agreement, job)
+                record.reads(metadata.layout)
             async with loading.say_if_replaced(job.backend, metadata, job.path):
                 with job.watch.phase("plan"):
                     asking = capture_error(loading.ask(job, metadata))  # a local error would be kept by its traceback

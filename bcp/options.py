@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
+
+import numpy as np
 
 from bcp.errors import InputError
 from bcp.events import Observer, ignore
@@ -44,6 +46,12 @@ def _record() -> bool:
     if text not in ("", "0", "1"):
         raise InputError(f"$BCP_RECORD is {text!r}; unset it, or set 0 for no recordings")
     return text != "0"
+
+
+def _record_load() -> bool | None:
+    """Return what ``$BCP_RECORD`` says; None if it is not set."""
+    is_recorded = _record()
+    return is_recorded if os.environ.get("BCP_RECORD") else None
 
 
 def _number(variable: str, fallback: float) -> float:
@@ -144,20 +152,22 @@ class SaveOptions:
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
+        _true_or_false(self, "overwrite", "progress", "guard", "trust", "record")
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
-        _codecs(self.codecs)
+        _functions(self)
         _storage(self)
         if self.budget_bytes is not None:  # else the rank's own state
             _positive(self, "budget_bytes")
-        if self.pinned_bytes:  # else the default, or none
+        if not (_is_whole(self.pinned_bytes) and self.pinned_bytes == 0) and self.pinned_bytes is not None:
             _positive(self, "pinned_bytes")
         _one_of(self, "balance", ("split", "worst-fit"))
         _one_of(self, "snapshot", ("eager", "lazy"))
         _one_of(self, "ionice", ("best-effort", "idle", None))
-        if not 0 <= self.nice <= MAX_NICE:
+        if not (_is_whole(self.nice) and 0 <= self.nice <= MAX_NICE):
             raise InputError(
-                f"nice={self.nice} is not within 0 and {MAX_NICE}; a library cannot ask for more than its share"
+                f"nice={self.nice!r} is not within 0 and {MAX_NICE}; pass a whole number, for no library may ask for "
+                "more than its share"
             )
 
 
@@ -202,8 +212,10 @@ class LoadOptions:
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
         record: leave a file with the events of all ranks in ``telemetry/`` of the checkpoint, for :func:`bcp.report`.
-            No load fails by it: storage that cannot be written to gets none. The same on every rank. True, unless
-            ``$BCP_RECORD`` is 0.
+            No load fails by it. None: loads of training jobs leave one. A load that leaves out the optimizer of the
+            checkpoint, as evaluation and export do, is that of a reader, and writes nothing. A checkpoint whose folder
+            or ``metadata.arrow`` nobody may write to is sealed, and gets none, whatever the option says. The same on
+            every rank. ``$BCP_RECORD`` set to 0 or 1 stands for False or True.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
         observe: called with every :data:`~bcp.events.Event` on this rank.
 
@@ -232,15 +244,18 @@ class LoadOptions:
     timeout: float = field(default_factory=_timeout)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
-    record: bool = field(default_factory=_record)
+    record: bool | None = field(default_factory=_record_load)
     step: int | None = None
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
+        _true_or_false(self, "strict", "overlap_loading", "cast", "verify", "trust", "progress")
+        if self.record is not None:
+            _true_or_false(self, "record")
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "read_bytes")
         _one_of(self, "exchange", ("sockets", "gloo", "nccl"))
-        _codecs(self.codecs)
+        _functions(self)
         _storage(self)
         blocks_of(self.rename)
 
@@ -253,8 +268,17 @@ def _storage(options: SaveOptions | LoadOptions) -> None:
         raise InputError(f"retries={options.retries!r}; pass a bcp.RetryPolicy, or None for the defaults")
 
 
+def _true_or_false(options: object, *names: str) -> None:
+    """Raise InputError for the first of these fields that is neither True nor False."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool | np.bool_):
+            raise InputError(f"{name}={value!r} is a {type(value).__name__}; pass True or False")
+
+
 def _one_of(options: object, name: str, known: Sequence[str | None]) -> None:
-    if getattr(options, name) not in known:
+    value = getattr(options, name)
+    if not (value is None or isinstance(value, str)) or value not in known:
         raise InputError(f"{name}={getattr(options, name)!r} is unknown; use {' or '.join(map(repr, known))}")
 
 
@@ -263,11 +287,18 @@ def _whole_mib(options: object, name: str) -> None:
         raise InputError(f"{name}={getattr(options, name)} is not a multiple of 1 MiB ({MIB}); round it")
 
 
-def _codecs(codecs: Sequence[Codec]) -> None:
-    """Raise InputError for an object that is no codec."""
-    for codec in codecs:
+def _functions(options: SaveOptions | LoadOptions) -> None:
+    """Raise InputError if ``edit`` or ``observe`` cannot be called, a codec is none, or ``step`` is no number."""
+    for name in ("edit", "observe"):
+        if not callable(getattr(options, name)):
+            raise InputError(f"{name}={getattr(options, name)!r} cannot be called; pass a function, or leave it out")
+    if not isinstance(options.codecs, Iterable) or isinstance(options.codecs, str | bytes | Mapping):
+        raise InputError(f"codecs={options.codecs!r} is no sequence; pass a list of bcp.Codec, [] for none")
+    for codec in options.codecs:
         if not isinstance(codec, Codec):
             raise InputError(f"codecs has {codec!r}, which is no bcp.Codec; pass bcp.Codec(name, encode, decode)")
+    if options.step is not None and not _is_whole(options.step):
+        raise InputError(f"step={options.step!r} is no whole number; pass the number of the step, or None")
 
 
 def with_overrides(kind: type[O], options: O | None, overrides: Mapping[str, object]) -> O:
@@ -302,8 +333,17 @@ def _positive(options: object, *names: str) -> None:
         value = getattr(options, name)
         if value is None and name == "io_workers":
             continue
-        description, kind = ("number", Real) if name == "timeout" else ("whole number", Integral)
-        if not isinstance(value, kind):
+        description, is_kind = ("number", _is_number) if name == "timeout" else ("whole number", _is_whole)
+        if not is_kind(value):
             raise InputError(f"{name}={value!r} must be a {description}")
-        if not float(value) > 0:
+        if not value > 0:
             raise InputError(f"{name}={value} must be positive")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

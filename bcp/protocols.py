@@ -10,6 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from bcp.errors import InputError
@@ -466,10 +467,20 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         for name in ("deadline", "attempt", "first_pause", "longest_pause", "requests"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"RetryPolicy({name}={getattr(self, name)}) must be positive")
-        if self.allowance < 0 or (self.hedge is not None and self.hedge <= 0):
-            raise InputError(f"RetryPolicy(allowance={self.allowance}, hedge={self.hedge}) must not be negative")
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0):
+                raise InputError(f"RetryPolicy({name}={value!r}) must be positive: pass a number")
+        hedge = 1 if self.hedge is None else self.hedge
+        if not (_is_number(self.allowance) and self.allowance >= 0 and _is_number(hedge) and hedge > 0):
+            raise InputError(
+                f"RetryPolicy(allowance={self.allowance!r}, hedge={self.hedge!r}) must not be negative: pass numbers"
+            )
+        if not callable(self.on_retry):
+            raise InputError(f"RetryPolicy(on_retry={self.on_retry!r}) cannot be called; pass a function of one event")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 # -- agreement between ranks ------------------------------------------------------------------
@@ -576,5 +587,5 @@ class Codec:
     workers: int = 2
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", self.name):
             raise InputError(f"codec name {self.name!r}: use lower-case letters, digits, '-', '_' and '.'")

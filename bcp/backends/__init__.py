@@ -55,7 +55,9 @@ def resolve(
         backend = bcp.backends.resolve("s3://bucket/run", {"endpoint_url": "http://127.0.0.1:9000"})
 
     """
-    options = storage_options or {}
+    options = {} if storage_options is None else storage_options
+    if not isinstance(options, Mapping):
+        raise InputError(f"storage_options is a {type(options).__name__}; pass a dict")
     if hasattr(path, "open_write") and hasattr(path, "read_into"):
         _check_methods(path)
         _check_none(options, type(path).__name__)

@@ -44,6 +44,7 @@ __all__ = [
     "final_name",
     "in_page_cache",
     "is_left_over",
+    "is_sealed",
     "is_shared",
     "list_files",
     "list_folders",
@@ -433,6 +434,17 @@ def _unless_not_ours(top: Path, error: OSError) -> None:
     passing = isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError)
     if not passing or error.filename is None or Path(error.filename) == top:
         raise error
+
+
+def is_sealed(root: Path, path: Path) -> bool:
+    """Return whether a file, or a directory from the root down to it, has a mode that lets nobody write."""
+    for place in (path, *path.parents):
+        with suppress(OSError):
+            if not place.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+                return True
+        if place == root:
+            break
+    return False
 
 
 def unlink_all(root: Path, paths: list[Path]) -> None:

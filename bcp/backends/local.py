@@ -26,7 +26,7 @@ from bcp.events import RequestEvent, Status, emit, told
 from bcp.protocols import Buffer, ObjectInfo, Unfinished, Version, flat_view
 from bcp.runtime.threads import in_thread
 
-__all__ = ["LocalBackend"]
+__all__ = ["LocalBackend", "absolute"]
 
 _IN_THE_WAY = "a file is where a directory has to be: save to another path, or move the file away"
 _NO_ANSWER = "the file server does not answer: see that it is up, and that the file system is mounted"
@@ -92,7 +92,7 @@ class LocalBackend:
                 ``"auto"`` is ``"buffered"``.
 
         """
-        self._root = _absolute(os.fsdecode(root))
+        self._root = absolute(os.fsdecode(root))
         if writes not in _WRITES or reads not in _READS:
             raise InputError(f"writes={writes!r} has to be one of {_WRITES}, and reads={reads!r} one of {_READS}")
         self._choose = quickest if writes == "auto" else lambda _final, _nbytes: writes
@@ -208,6 +208,14 @@ class LocalBackend:
         with self._errors("discard", ", ".join(remnant.name for remnant in unfinished[:3])):
             await in_thread(self._discard, [remnant.name for remnant in unfinished])
 
+    async def is_sealed(self, key: str) -> bool:
+        """Whether the modes of a file, or of a directory above it, let nobody write, not even their owner.
+
+        An administrator can write all the same. What is absent is not sealed.
+        """
+        path = await in_thread(self._path, key)
+        return await in_thread(files.is_sealed, self._root, path)
+
     async def aclose(self) -> None:
         """Do nothing: no file stays open."""
 
@@ -284,8 +292,11 @@ class LocalBackend:
         log.warning("a file system does not answer", root=str(self._root), operation=operation, key=key)
 
 
-def _absolute(root: str) -> Path:
-    """Return the directory of that name, ``~`` and all; InputError where there cannot be one."""
+def absolute(root: str) -> Path:
+    """Return a directory by its absolute path, with the home in the place of ``~``.
+
+    Raises InputError for a name that no directory can have, and for the home of an unknown user.
+    """
     if not root:
         raise InputError("the path is empty; '.' is the current directory")
     if "\0" in root:

@@ -116,6 +116,11 @@ class PrefixedBackend:
         if isinstance(self.whole, Sweeper):
             await self.whole.discard([replace(write, key=self._key(write.key)) for write in unfinished])
 
+    async def is_sealed(self, key: str) -> bool:
+        """Whether nobody may write to an object or to a directory above it, if the whole backend knows."""
+        is_sealed = getattr(self.whole, "is_sealed", None)
+        return is_sealed is not None and bool(await is_sealed(self._key(key)))
+
     async def aclose(self) -> None:
         """Do nothing: the whole backend is its opener's to close."""
 

@@ -6,6 +6,7 @@ import operator
 import os
 from typing import SupportsIndex
 
+from bcp.backends.local import absolute
 from bcp.errors import InputError
 from bcp.runs.ledger import LARGEST_STEP
 from bcp.runs.preemption import Preemption
@@ -14,7 +15,7 @@ __all__ = ["check_arguments", "place_of", "whole_step"]
 
 
 def place_of(url: object) -> str:
-    """Return a URL, or an absolute path: the process may change its directory.
+    """Return a URL, or an absolute path without ``~``: the process may change its directory.
 
     Raises:
         InputError: it is neither.
@@ -29,7 +30,7 @@ def place_of(url: object) -> str:
     place = os.fspath(url)
     if not isinstance(place, str) or not place:
         raise InputError(f"url={url!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
-    return place if "://" in place else os.path.abspath(place)  # noqa: PTH100 -- links stay
+    return place if "://" in place else os.path.abspath(absolute(place))  # noqa: PTH100 -- links stay
 
 
 def whole_step(step: SupportsIndex) -> int:
@@ -53,7 +54,12 @@ def whole_step(step: SupportsIndex) -> int:
 
 
 def check_arguments(
-    while_saving: object, standby: object, tolerate: object, preemption: object, **callbacks: object
+    while_saving: object,
+    standby: object,
+    tolerate: object,
+    preemption: object,
+    framework: object,
+    **callbacks: object,
 ) -> None:
     """Check the arguments of a run that no other place checks.
 
@@ -69,6 +75,8 @@ def check_arguments(
         raise InputError(f"tolerate={tolerate!r}: pass 0 or a whole number of failed saves in a row")
     if preemption is not None and not isinstance(preemption, Preemption):
         raise InputError(f"preemption={preemption!r}: pass a bcp.Preemption, as bcp.Preemption(grace=30), or None")
+    if framework is not None and not isinstance(framework, str) and not hasattr(framework, "local_shards"):
+        raise InputError(f"framework={framework!r} is neither a name nor a planner; pass None to detect it")
     for name, callback in callbacks.items():
         if not callable(callback):
             raise InputError(f"{name}={callback!r} cannot be called; pass a function of two arguments")

@@ -59,7 +59,9 @@ async def alatest(
     """Do the same as :func:`latest` from a coroutine."""
     if trust not in ("any", "verified"):
         raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
-    place = os.fspath(url)
+    place = os.fsdecode(url)
+    if "://" not in place:
+        place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
     folder = Folder(resolve(place, storage_options), shown(place))
     try:
         ledger = await folder.peek()

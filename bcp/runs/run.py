@@ -18,7 +18,7 @@ from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import BcpError, InputError
 from bcp.events import LoadReport, SaveReport
-from bcp.options import LoadOptions, SaveOptions
+from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
 from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
 from bcp.policies.save import divided
@@ -110,14 +110,16 @@ class Run:
             InputError: a policy, a number or the states cannot be used.
 
         """
-        check_arguments(while_saving, standby, tolerate, preemption, on_commit=on_commit, on_failure=on_failure)
+        check_arguments(
+            while_saving, standby, tolerate, preemption, framework, on_commit=on_commit, on_failure=on_failure
+        )
         self._url, self._framework, self._given = place_of(url), framework, coordinator
         self._states, self._pid, self._closed = RunStates(states), os.getpid(), False
         self._stepwise, self._timed = divided(as_save_policy(save))
         self._keep = as_keep_policy(keep)
         self._run_id, self._while_saving, self._standby_every = run_id, while_saving, standby
-        self._save_options = save_options or SaveOptions()
-        self._load_options = load_options or LoadOptions()
+        self._save_options = with_overrides(SaveOptions, save_options, {})
+        self._load_options = with_overrides(LoadOptions, load_options, {})
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate)
         self._standby = Standby()
