@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
 from bcp._agree import nothing_in, refuse_on_all_ranks
-from bcp._job import Job, LoadJob, OnSnapshot, Operation, SaveJob
+from bcp._job import Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
 from bcp._workflow import aload, aprepare, asave
 from bcp.backends import MemoryBackend, child, resolve, shown
 from bcp.backends.local import absolute
@@ -104,6 +104,8 @@ def save_call(
     given: Coordinator | None,
     *,
     background: bool,
+    permit: Permit | None = None,
+    metrics: Mapping[str, float] | None = None,
     **overrides: object,
 ) -> SaveCall[SaveReport]:
     """Take this rank's place in a save. Raises only if there is no way to tell the other ranks."""
@@ -113,7 +115,10 @@ def save_call(
         chosen = with_overrides(SaveOptions, options, overrides)
         return _check_save("save", path, states, framework, role, chosen, ranks, background=background)
 
-    return _save_call(_take_place(ranks, "begin", options, check), asave)
+    async def work(job: SaveJob) -> SaveReport:
+        return await asave(replace(job, permit=permit, metrics=metrics or {}))
+
+    return _save_call(_take_place(ranks, "begin", options, check), work)
 
 
 def prepare_call(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -13,7 +14,7 @@ from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
 from bcp.runtime.device import Caller
 from bcp.telemetry.watch import Watch
 
-__all__ = ["Job", "LoadJob", "OnSnapshot", "Operation", "SaveJob"]
+__all__ = ["Job", "LoadJob", "OnSnapshot", "Operation", "Permit", "SaveJob"]
 
 OnSnapshot = Callable[[], None]
 """Called once the snapshot is safe, so that training may go on."""
@@ -24,6 +25,16 @@ Operation = AbstractAsyncContextManager[Agreement]
 
 def nobody_waits() -> None:
     """Be called when the snapshot is safe, though the caller waits for the end."""
+
+
+class Permit(Protocol):
+    """Says on rank 0 whether a save may go on, in a place that another job may have taken."""
+
+    async def begin(self) -> None:
+        """Be asked before any byte is written. An error ends the save on all ranks."""
+
+    async def commit(self) -> None:
+        """Be asked just before the commit. An error ends the save on all ranks, and its files go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +83,15 @@ class SaveJob(Job):
         options: how to save.
         on_snapshot: called once training may go on.
         returns_after_snapshot: whether anybody waits for that; else the caller waits for the end.
+        permit: asked on rank 0 whether the save may go on; None: it may.
+        metrics: numbers by name, which the commit carries; those of rank 0 count.
     """
 
     options: SaveOptions
     on_snapshot: OnSnapshot = nobody_waits
     returns_after_snapshot: bool = False
+    permit: Permit | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
         """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""

@@ -25,6 +25,7 @@ from bcp.stages.items import Stored
 from bcp.stages.memcpy import bytes_of
 from bcp.state.objects import restore
 from bcp.state.packed import unpack
+from bcp.state.random_states import AddedRngState
 from bcp.state.units import opaque_states
 from bcp.state.values import decode_values
 
@@ -173,4 +174,7 @@ def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, A
 
 
 def _keys(target: object) -> list[Any]:
-    return list(target) if isinstance(target, Mapping) and not isinstance(target, Stateful) else []
+    """Return the top-level keys that a checkpoint has to have."""
+    if not isinstance(target, Mapping) or isinstance(target, Stateful):
+        return []
+    return [key for key, value in target.items() if not isinstance(value, AddedRngState)]

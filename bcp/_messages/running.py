@@ -29,20 +29,22 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     step: Count
     reason: str  # why it was passed over
+    name: str = ""  # of its folder, as in "step-00001000"
 
 
 class Candidates(Message, frozen=True):
     """The checkpoints of a run, as rank 0 sees them."""
 
-    steps: tuple[Count, ...]  # the steps to try, newest first
+    steps: tuple[Count, ...]  # the steps to try, in this order; a step comes twice if two folders have it
     others: tuple[Choice, ...]  # the checkpoints that must not be tried
     life: str  # id of this life of the job
+    names: tuple[str, ...] = ()  # the folder of each step to try
 
 
 class Outcome(Message, frozen=True):
     """How one rank fared in the load of a checkpoint."""
 
-    kind: Literal["", "peer", "damaged", "fatal"]  # empty if it loaded; else the kind of its error
+    kind: Literal["", "peer", "unreadable", "damaged", "fatal"]  # empty if it loaded; else the kind of its error
     text: str = ""  # the error
 
 
@@ -51,6 +53,7 @@ class Verdict(Message, frozen=True):
 
     culprit: Rank | None  # the rank whose error ends the resumption; None if nothing does
     reason: str = ""  # the error that decides; empty if every rank has loaded the checkpoint
+    unreadable: Rank | None = None  # the rank that storage failed: the checkpoint may be whole
 
 
 # -- the step at which all ranks stop; these lie in the job's store ----------------------------

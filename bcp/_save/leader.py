@@ -6,9 +6,10 @@ Each step is made from the one before: :class:`Opened`, :class:`Surveyed`, :clas
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from bcp._agree import gather_broadcast, gather_scatter, nothing_in
 from bcp._deletion import TRIES, Committed, delete_unnamed, pause, read_committed
-from bcp._job import SaveJob
+from bcp._job import Permit, SaveJob
 from bcp._log import log
 from bcp._messages.base import refused
 from bcp._messages.planning import Opening, Written
@@ -228,11 +229,13 @@ class Target:
     backend: Backend  # stores the bytes there
     options: SaveOptions  # how to save
     trace: str  # trace context of rank 0; empty for none
+    permit: Permit | None  # asked whether the save may go on; None: it may
+    metrics: Mapping[str, float]  # numbers that the commit carries
 
     @classmethod
     def of(cls, job: SaveJob) -> Target:
         """Return the target of a save."""
-        return cls(job.path, job.backend, job.options, job.watch.trace)
+        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics)
 
 
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
@@ -242,6 +245,8 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
 
     Raises ExistsError if a checkpoint is there, and may not be overwritten. Raises InputError if no rank has a state.
     """
+    if target.permit is not None:
+        await target.permit.begin()
     old_version = await target.backend.version(METADATA_KEY)
     if old_version is not None and not target.options.overwrite:
         raise ExistsError(
@@ -355,6 +360,8 @@ class Committing:
         """
         opened = self.planned.opened
         target, opening = opened.target, opened.opening
+        if target.permit is not None:
+            await target.permit.commit()
         undo.send(opened.old.operation)
         data = encode_metadata(self.planned.layout, self._record())
         try:
@@ -378,6 +385,7 @@ class Committing:
             part_bytes=options.part_bytes,
             version=__version__,
             receipts=b"".join(written.digest for written in self.written),
+            metrics={name: value for name, value in opened.target.metrics.items() if math.isfinite(value)},
         )
 
     async def _check_place(self, version: Version) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "is_shared",
     "list_files",
     "list_folders",
+    "list_links",
     "open_anew",
     "open_regular",
     "prune",
@@ -59,6 +60,7 @@ __all__ = [
     "temp_path",
     "unfinished",
     "unlink_all",
+    "unlink_link",
     "write_new",
 ]
 
@@ -424,6 +426,27 @@ def list_folders(top: Path) -> list[str]:
 def _list_folders(top: Path) -> list[str]:
     with os.scandir(top) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def list_links(top: Path) -> list[str]:
+    """Return the names of the symbolic links in a directory, sorted."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return certain(top, partial(_list_links, top))
+    return []
+
+
+def _list_links(top: Path) -> list[str]:
+    with os.scandir(top) as entries:
+        return sorted(entry.name for entry in entries if entry.is_symlink())
+
+
+def unlink_link(path: Path) -> None:
+    """Remove a symbolic link that may be gone already. OSError for anything else of that name."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISLNK(certain(path, path.lstat).st_mode):
+            raise OSError(errno.EINVAL, "it is no symbolic link", str(path))
+        remove(path)
+        sync_directory(path.parent)
 
 
 def _unless_not_ours(top: Path, error: OSError) -> None:

@@ -193,6 +193,21 @@ class LocalBackend:
         with self._errors("folders", prefix):
             return await in_thread(files.list_folders, top)
 
+    async def links(self) -> Sequence[str]:
+        """List the symbolic links directly below the root."""
+        with self._errors("links", ""):
+            return await in_thread(files.list_links, self._root)
+
+    async def unlink(self, name: str) -> None:
+        """Remove a symbolic link directly below the root; its target stays."""
+        path = self._root / _name(name)
+        with self._errors("unlink", name):
+            await in_thread(files.unlink_link, path)
+
+    def beyond(self, name: str) -> LocalBackend:
+        """Return a backend over a directory below the root, to which a link may lead."""
+        return LocalBackend(self._root / _name(name))
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects and the directories that became empty, but not the root."""
         with self._errors("delete", ", ".join(keys[:3])):
@@ -290,6 +305,13 @@ class LocalBackend:
 
     def _say_late(self, operation: str, key: str) -> None:
         log.warning("a file system does not answer", root=str(self._root), operation=operation, key=key)
+
+
+def _name(name: str) -> str:
+    """Return a name directly below a root; raise InputError for any other key."""
+    if "/" in check_key(name):
+        raise InputError(f"{name!r} has to be a name without a slash")
+    return name
 
 
 def absolute(root: str) -> Path:

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +79,8 @@ class Commit:
     codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order
     part_bytes: int  # data files were staged and encoded in parts of this size
     version: str  # version of the bcp that wrote the commit
+    # finite numbers that the run has noted for the step, by name
+    metrics: Mapping[str, float] = field(default_factory=dict)
     receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
 
     def receipt(self, rank: int) -> bytes:
@@ -131,7 +135,7 @@ def _stem(rank: int, operation: str) -> str:
 
 def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     """Make the contents of ``metadata.arrow``; ``layout_bytes`` is the result of :func:`encode_layout`."""
-    about = {
+    about: dict[str, object] = {
         "operation": commit.operation,
         "created": commit.created,
         "framework": commit.framework,
@@ -139,6 +143,8 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
         "part_bytes": commit.part_bytes,
         "version": commit.version,
     }
+    if commit.metrics:  # so that all other files are as they were before
+        about["metrics"] = dict(commit.metrics)
     digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
     return seal(encode_table(COMMIT, [digests], commit=json.dumps(about, sort_keys=True)) + layout_bytes, MAGIC)
 
@@ -192,4 +198,15 @@ def _commit(table: pa.RecordBatch) -> Commit:
         raise ValueError(f"the operation id {about['operation']!r} does not have 16 hex digits")
     check_block_bytes("part_bytes", about["part_bytes"])
     fields = {name: about[name] for name in types if name != "codecs"}
-    return Commit(codecs=tuple(about["codecs"]), receipts=fixed_bytes(table, "digest"), **fields)
+    digests, metrics = fixed_bytes(table, "digest"), _metrics(about.get("metrics", {}))
+    return Commit(codecs=tuple(about["codecs"]), receipts=digests, metrics=metrics, **fields)
+
+
+def _metrics(values: object) -> dict[str, float]:
+    """Return the metrics of a commit; ValueError where they are not sound."""
+    if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
+        raise ValueError("the commit has no sound metrics")
+    numbers = {name: float(value) for name, value in values.items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError("the commit has a metric that is not finite")
+    return numbers

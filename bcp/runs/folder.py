@@ -8,72 +8,35 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 
 import anyio
 
-from bcp._deletion import delete_unnamed, withdraw
 from bcp._log import log
-from bcp.backends import child
-from bcp.backends.keys import check_key
+from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import in_turns
-from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
-from bcp.format.metadata import METADATA_KEY
+from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
+from bcp.format.metadata import METADATA_KEY, decode_commit
 from bcp.policies import Entry
 from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
-from bcp.runs.ledger import LARGEST_STEP, Ledger, Life
+from bcp.runs.deletion import delete_checkpoint
+from bcp.runs.ledger import Ledger, Life
+from bcp.runs.ledger_file import FIRST_KEY, LEDGER_KEY, TRIES, busy, decoded, put_ledger, stored_ledger
+from bcp.runs.names import in_order, step_name, step_of
+from bcp.runs.words import owner_words
+from bcp.runtime.threads import in_thread
 
 __all__ = ["LEDGER_KEY", "Folder", "Steps", "step_name", "step_of"]
 
-LEDGER_KEY = "run.json"
-_FIRST_KEY = "run.json.new"
-"""Put beside the first ledger: ``put_if`` makes no directory."""
-
-_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
-_NO_KEY = "nothing"
-"""A key that no object has."""
-
-_TRIES = 30
 _PAUSE_SECONDS = 0.05
 _MOST_ID = 256
-
-
-def step_name(step: int) -> str:
-    """Return the name of a step's folder.
-
-    Raises:
-        InputError: ``step`` is no whole number of 0 or more.
-
-    Example:
-        >>> step_name(1000)
-        'step-00001000'
-
-    """
-    if type(step) is not int or not 0 <= step <= LARGEST_STEP:
-        raise InputError(f"step={step!r} has to be a whole number from 0 to {LARGEST_STEP}")
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a folder's name; None for names that :func:`step_name` does not make.
-
-    Example:
-        >>> step_of("step-00001000"), step_of("step-1000")
-        (1000, None)
-
-    """
-    match = _STEP.fullmatch(name)
-    step = None if match is None else int(match[1])
-    return None if step is None or step > LARGEST_STEP else step
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +44,7 @@ class Steps:
     """The steps of a listing.
 
     Attributes:
-        folders: steps that have a folder, newest first. Whether each is committed, is not known.
+        folders: steps that have a folder or a link to one, newest first. Whether each is committed, is not known.
     """
 
     folders: tuple[int, ...] = ()
@@ -113,12 +76,18 @@ class Folder:
         self._clock = clock
         self._ledger: Ledger | None = None
         self._version: Version | None = None
-        self._listed = Steps()
+        self._names: dict[int, tuple[str, ...]] = {}
         self._removed: set[int] = set()
+        self._unreadable: set[str] = set()
         self._lock = anyio.Lock()
 
     def __repr__(self) -> str:
         return f"Folder({self._url})"
+
+    @property
+    def url(self) -> str:
+        """The folder's URL, for messages."""
+        return self._url
 
     @property
     def ledger(self) -> Ledger | None:
@@ -128,36 +97,49 @@ class Folder:
     @property
     def listed(self) -> Steps:
         """The steps of the last listing, as :meth:`take` makes one."""
-        return self._listed
+        return Steps(tuple(self._names))
+
+    def names_of(self, step: int) -> tuple[str, ...]:
+        """Return the folders of a step as they were listed, the run's own name first; that name if there are none."""
+        return self._names.get(step) or (step_name(step),)
 
     # -- checkpoints --------------------------------------------------------------------------
 
     async def steps(self) -> list[int]:
-        """List the steps that have a folder, newest first, by one request for each thousand.
+        """List the steps that have a folder or a link to one, newest first, by one request for each thousand.
 
         Raises:
             StorageError: storage failed.
 
         """
-        folder_steps = {step_of(name) for name in await folders_of(self._backend)}
-        steps = sorted((step for step in folder_steps if step is not None), reverse=True)
-        self._listed = Steps(tuple(steps))
-        return steps
+        self._names = in_order({*await folders_of(self._backend), *await links_of(self._backend)})
+        return list(self._names)
+
+    async def commit_of(self, name: str) -> Version:
+        """Return the version of the commit object in a folder; "" if there is none. Links are followed.
+
+        Raises:
+            InputError: the commit object is a link out of the folder.
+            StorageError: storage failed.
+
+        """
+        return await followed(self._backend, name).version(METADATA_KEY) or ""
 
     async def committed(self, step: int) -> bool:
-        """Ask storage whether a step has its commit object.
+        """Ask storage whether a step has a commit object.
 
         Raises:
+            InputError: as :meth:`commit_of`.
             StorageError: storage failed.
 
         """
-        return bool(await self._commit(step))
+        return any([await self.commit_of(name) for name in self.names_of(step)])
 
     async def leftovers(self, live: Collection[int]) -> list[int]:
         """List the remains that may be removed: half-deleted checkpoints, and interrupted saves.
 
         A save that was interrupted counts once a newer checkpoint is committed. A folder that stays after its removal,
-        for somebody has put other files there, is not listed again by this job.
+        for somebody has put other files there, is not listed again by this job. A folder that cannot be read is none.
 
         Args:
             live: steps that are being saved now; they are left out.
@@ -176,18 +158,23 @@ class Folder:
         commits = await self._commits(asked)
         leftovers = []
         for step in asked:
+            versions = [commits.get(name) for name in self.names_of(step)]
             if step in removing:
-                is_left = commits[step] in ("", removing[step])
+                is_left = all(version in ("", removing[step]) for version in versions)
             else:
-                is_left = not commits[step] and not await self._has_roles(step)
+                is_left = not any(version != "" for version in versions) and not await self._has_roles(step)
             leftovers += [step] if is_left else []
         return leftovers
 
-    async def remove(self, step: int) -> None:
-        """Delete a checkpoint: its entry, then its commit object, then the rest.
+    async def remove(self, step: int, *, spare_pinned: bool = False) -> None:
+        """Delete a checkpoint: its entry, then its commit object, then the rest. Of a link only the link goes.
 
         A crash at any point leaves a whole checkpoint, or one that no list calls committed. Then :meth:`leftovers` has
         its step, and another call ends the work. An absent checkpoint is no error.
+
+        Args:
+            step: its step.
+            spare_pinned: leave the checkpoint if somebody has pinned it meanwhile.
 
         Raises:
             InputError: the folder was not taken.
@@ -195,10 +182,15 @@ class Folder:
             StorageError: storage failed.
 
         """
-        name, commit = step_name(step), await self._commit(step)
-        if any(entry.step == step for entry in self._taken().entries):
-            await self.change(lambda ledger: ledger.leaving(step, commit))
-        await self._delete(name, commit)
+        names = self.names_of(step)
+        commits = [await self.commit_of(name) for name in names]
+        version = next(filter(None, commits), "")
+        if _has(self._taken(), step):
+            ledger = await self.change(partial(_leaving, step, version, spare_pinned))
+            if _has(ledger, step):
+                return
+        for name, commit in zip(names, commits, strict=True):
+            await self._delete(name, commit)
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
 
@@ -210,41 +202,43 @@ class Folder:
 
         """
         name = step_name(step)
-        if not await self._backend.list(f"{name}/"):
+        if name not in await links_of(self._backend) and not await self._backend.list(f"{name}/"):
             await self._delete(name, "")
 
-    async def _delete(self, name: str, commit: Version) -> None:
-        """Delete the objects below a folder, its metadata first, and the empty directories.
+    async def unlink(self, name: str) -> bool:
+        """Remove a folder's name if it is a symbolic link; the target stays. Return whether it was one.
 
-        Metadata that are not those of ``commit`` stay with their files: somebody has committed there since.
+        Raises:
+            StorageError: storage failed.
+
         """
-        view = child(self._backend, name)
-        keys = _deletable([info.key for info in await view.list()])
-        if not await withdraw(view, {METADATA_KEY: commit}):
-            return
-        roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
-        await withdraw(view, dict.fromkeys(roles))
-        await delete_unnamed(view, keys)
-        if commit and name not in await folders_of(self._backend):
-            return
-        if isinstance(view, Sweeper):
-            await view.discard(await view.unfinished())  # metadata name finished files only
-        folders = [f"{name}/"]
-        for folder in folders:  # it grows
-            below = await folders_of(self._backend, folder)
-            folders += _deletable([f"{folder}{subfolder}/" for subfolder in below])
-        # the deletion of a key removes its directory if that is empty
-        await self._backend.delete([f"{folder}{_NO_KEY}" for folder in reversed(folders)])
+        if not isinstance(self._backend, LinkFollower) or name not in await self._backend.links():
+            return False
+        await self._backend.unlink(name)
+        return True
 
-    async def _commit(self, step: int) -> Version:
-        return await self._backend.version(f"{step_name(step)}/{METADATA_KEY}") or ""
+    async def _delete(self, name: str, commit: Version) -> None:
+        if not await self.unlink(name):
+            await delete_checkpoint(self._backend, name, commit)
 
-    async def _commits(self, steps: Sequence[int]) -> dict[int, Version]:
-        return dict(zip(steps, await in_turns(partial(self._commit, step) for step in steps), strict=True))
+    async def _commits(self, steps: Sequence[int]) -> dict[str, Version]:
+        """Return the commit of each folder of some steps. Folders that cannot be read are told, and left out."""
+        names = [name for step in steps for name in self.names_of(step)]
+        versions = dict(zip(names, await in_turns(partial(self._readable, name) for name in names), strict=True))
+        return {name: version for name, version in versions.items() if version is not None}
+
+    async def _readable(self, name: str) -> Version | None:
+        try:
+            return await self.commit_of(name)
+        except (StorageError, InputError) as error:
+            if name not in self._unreadable:
+                self._unreadable.add(name)
+                log.warning("%s cannot be read; it is not deleted: %s", name, error, run=self._url)
+            return None
 
     async def _has_roles(self, step: int) -> bool:
         """Whether there is a commit object below: the checkpoint of a role, which no ledger has."""
-        below = await self._backend.list(f"{step_name(step)}/")
+        below = [info for name in self.names_of(step) for info in await self._backend.list(f"{name}/")]
         return any(info.key.rpartition("/")[2] == METADATA_KEY for info in below)
 
     async def unfinished(self) -> Sequence[Unfinished]:
@@ -268,7 +262,7 @@ class Folder:
         """
         if unfinished and isinstance(self._backend, Sweeper):
             await self._backend.discard(unfinished)  # of the ledger, which no metadata name
-        await self._backend.delete([_FIRST_KEY])
+        await self._backend.delete([FIRST_KEY])
 
     # -- the ledger ---------------------------------------------------------------------------
 
@@ -299,21 +293,21 @@ class Folder:
         owner = secrets.token_hex(8)
         life = Life(float(self._clock()), socket.gethostname(), os.getpid())
         async with self._lock:
-            for _ in range(_TRIES):
-                stored, version = await self._stored()
-                stored_ledger = None if stored is None else await self._decoded(stored)
-                if stored_ledger is not None and run_id not in (None, stored_ledger.run_id):
+            for _ in range(TRIES):
+                stored, version = await stored_ledger(self._backend, self._url)
+                ledger_there = await decoded(self._backend, self._url, stored, self._clock())
+                if ledger_there is not None and run_id not in (None, ledger_there.run_id):
                     raise RunTakenError(
-                        f"{self._url} holds run {stored_ledger.run_id!r}, and this job is run {run_id!r}; pass "
-                        f"run_id={stored_ledger.run_id!r} to go on with that run, or choose another folder"
+                        f"{self._url} holds run {ledger_there.run_id!r}, and this job is run {run_id!r}; pass "
+                        f"run_id={ledger_there.run_id!r} to go on with that run, or choose another folder"
                     )
-                before = stored_ledger or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
-                reconciled = await self._reconciled(before, is_lost=stored_ledger is None)
+                before = ledger_there or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
+                reconciled = await self._reconciled(before, is_lost=ledger_there is None)
                 ledger = replace(reconciled, owner=owner).with_life(life)
                 if await self._put(ledger, version):
                     return ledger
                 await _pause()
-        raise self._busy()
+        raise busy(self._url)
 
     async def peek(self) -> Ledger | None:
         """Return the stored ledger and change nothing; None if there is none, or if it cannot be read.
@@ -324,10 +318,39 @@ class Folder:
 
         """
         with suppress(CorruptError):
-            stored, _ = await self._stored()
+            stored, _ = await stored_ledger(self._backend, self._url)
             return None if stored is None else Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None
+
+    async def amend(self, step: int, change: Callable[[Ledger], Ledger]) -> Ledger:
+        """Change the entry of a step in the name of the job that has the folder, which goes on.
+
+        A committed checkpoint that the ledger lacks becomes an entry first. So does a whole one whose deletion has
+        begun.
+
+        Args:
+            step: the step.
+            change: as for :meth:`change`.
+
+        Raises:
+            InputError: ``change`` has raised it: there is no checkpoint of that step.
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        async with self._lock:
+            for _ in range(TRIES):
+                stored, version = await stored_ledger(self._backend, self._url)
+                ledger_there = await decoded(self._backend, self._url, stored, self._clock())
+                before = ledger_there or Ledger(run_id=uuid.uuid4().hex[:12], owner="")
+                ledger = await self._reconciled(before, is_lost=ledger_there is None)
+                if any([await self.commit_of(name) for name in self._names.get(step, ())]):
+                    ledger = ledger.staying(step, float(self._clock()))
+                if await self._put(change(ledger), version):
+                    return ledger
+                await _pause()
+        raise busy(self._url)
 
     async def change(self, change: Callable[[Ledger], Ledger]) -> Ledger:
         """Change the ledger in storage, by one request if nothing else has.
@@ -347,14 +370,38 @@ class Folder:
 
         """
         async with self._lock:
-            for _ in range(_TRIES):
+            for _ in range(TRIES):
                 known = self._taken()
                 ledger = change(known)
                 if ledger == known or await self._put(ledger, self._version):
                     return ledger
                 await self._read_again(known)
                 await _pause()
-        raise self._busy()
+        raise busy(self._url)
+
+    async def check_owner(self) -> None:
+        """Read whether this job still has the folder.
+
+        Raises:
+            InputError: the folder was not taken.
+            RunTakenError: another job has taken it since.
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        known = self._taken()
+        if await self._backend.version(LEDGER_KEY) == self._version:
+            return
+        stored, _ = await stored_ledger(self._backend, self._url)
+        with suppress(CorruptError):  # the next change writes a lost or broken one again
+            self._check_owner(known, None if stored is None else Ledger.from_bytes(stored, LEDGER_KEY))
+
+    def _check_owner(self, known: Ledger, stored: Ledger | None) -> None:
+        if stored is not None and stored.owner != known.owner:
+            raise RunTakenError(
+                f"another job took the folder {self._url}{owner_words(stored)}; this one stops writing. Let one job at "
+                "a time use the folder of a run"
+            )
 
     async def aclose(self) -> None:
         """Close the connections to storage."""
@@ -375,9 +422,14 @@ class Folder:
         """
         steps = await self.steps()
         known = {entry.step for entry in ledger.entries}
-        commits = await self._commits([step for step in steps if step not in known])
+        unknown = [step for step in steps if step not in known]
+        commits = await self._commits(unknown)
         removing = {removal.step: removal.version for removal in ledger.removing}
-        added = [step for step, commit in commits.items() if commit and commit != removing.get(step)]
+        added = [
+            step
+            for step in unknown
+            if any(commits.get(name, "") not in ("", removing.get(step)) for name in self.names_of(step))
+        ]
         if gone := sorted(known.difference(steps)):
             log.warning("checkpoints of the ledger are gone", run=self._url, steps=gone)
         if added and is_lost:
@@ -390,100 +442,51 @@ class Folder:
         elif added:
             log.info("committed checkpoints were not in the ledger", run=self._url, steps=sorted(added))
         # a policy of days counts from now: the true time is not known, and they must not go at once
-        entries = [Entry(step=step, committed=float(self._clock()), pinned=is_lost) for step in added]
+        metrics = await in_turns(partial(self._metrics, step) for step in added)
+        entries = [
+            Entry(step=step, committed=float(self._clock()), metrics=noted, pinned=is_lost)
+            for step, noted in zip(added, metrics, strict=True)
+        ]
         return ledger.only(set(steps)).with_entries(entries)
 
-    async def _stored(self) -> tuple[bytes | None, Version | None]:
-        """Return the stored ledger and a version that is not newer than it; None for none."""
-        for _ in range(_TRIES):
-            version = await self._backend.version(LEDGER_KEY)
-            if version is None:
-                return None, None
-            with suppress(FileNotFoundError):  # deleted since
-                return bytes(await self._backend.get(LEDGER_KEY)), version
-        raise self._busy()
-
-    async def _decoded(self, stored: bytes) -> Ledger | None:
-        """Return the ledger of these bytes; None after a copy was kept, if they are none."""
-        try:
-            return Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
-        except CorruptError as error:
-            copy = f"{LEDGER_KEY}.broken-{_moment(self._clock(), '%Y%m%dT%H%M%S%f')}"
-            log.warning(
-                "the ledger of a run cannot be read and is made anew, without metrics and marks",
-                run=self._url,
-                error=str(error),
-                copy=copy,
-            )
-            await self._backend.put(copy, stored)
-            return None
+    async def _metrics(self, step: int) -> Mapping[str, float]:
+        """Return the metrics that a checkpoint was committed with; none if its commit object cannot be read."""
+        for name in self.names_of(step):
+            try:
+                data = await followed(self._backend, name).get(METADATA_KEY)
+                return (await in_thread(decode_commit, data, name)).metrics
+            except (BcpError, FileNotFoundError) as error:
+                log.debug("the metrics of a checkpoint are unknown", checkpoint=name, error=repr(error))
+        return {}
 
     async def _put(self, ledger: Ledger, version: Version | None) -> bool:
         """Store a ledger if the one there has this version; say whether it is stored."""
         data = ledger.to_bytes()
-        made = await self._put_if(data, version)
+        made = await put_ledger(self._backend, data, version)
         if made is None:
-            stored, made = await self._stored()
+            stored, made = await stored_ledger(self._backend, self._url)
             if stored != data:  # else an attempt whose answer was lost has stored it
                 return False
         self._ledger, self._version = ledger, made
         return True
 
-    async def _put_if(self, data: bytes, version: Version | None) -> Version | None:
-        """Store a ledger; for the first one its directory is made."""
-        try:
-            return await self._backend.put_if(LEDGER_KEY, data, version)
-        except (StorageError, FileNotFoundError):
-            if version is not None:
-                raise
-        await self._backend.put(_FIRST_KEY, b"")
-        made = await self._backend.put_if(LEDGER_KEY, data, None)
-        await self._backend.delete([_FIRST_KEY])
-        return made
-
     async def _read_again(self, known: Ledger) -> None:
         """Take over a change of something else than this job; a ledger that was lost or broken is replaced."""
-        stored, version = await self._stored()
-        stored_ledger = None if stored is None else await self._decoded(stored)
-        if stored_ledger is not None and stored_ledger.owner != known.owner:
-            raise RunTakenError(
-                f"another job took the folder {self._url}{_by(stored_ledger)}; this one stops writing. Let one job at "
-                "a time use the folder of a run"
-            )
+        stored, version = await stored_ledger(self._backend, self._url)
+        ledger_there = await decoded(self._backend, self._url, stored, self._clock())
+        self._check_owner(known, ledger_there)
         # not before: with the version of another job's ledger the next change would replace that
-        self._ledger, self._version = stored_ledger or known, version
-
-    def _busy(self) -> StorageError:
-        return StorageError(
-            f"{self._url}: {LEDGER_KEY} was changed by others in each of {_TRIES} attempts; let one job at a time use "
-            "the folder of a run"
-        )
+        self._ledger, self._version = ledger_there or known, version
 
 
-def _by(ledger: Ledger) -> str:
-    """Say who began the last life of a ledger."""
-    if not ledger.lives:
-        return ""
-    life = ledger.lives[-1]
-    return f" at {_moment(life.started, '%Y-%m-%d %H:%M:%S UTC')}, host {life.host!r}, pid {life.pid}"
+def _has(ledger: Ledger, step: int) -> bool:
+    return any(entry.step == step for entry in ledger.entries)
 
 
-def _moment(seconds: float, form: str) -> str:
-    """Return a time as text; the number itself if no calendar has it."""
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime(form)
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g}"
-
-
-def _deletable(keys: Sequence[str]) -> list[str]:
-    """Leave out keys that no backend takes, as a name with a backslash that somebody has put there."""
-    valid_keys = []
-    for key in keys:
-        with suppress(InputError):
-            check_key(key.removesuffix("/"))
-            valid_keys.append(key)
-    return valid_keys
+def _leaving(step: int, version: Version, spare_pinned: bool, ledger: Ledger) -> Ledger:  # noqa: FBT001 -- for partial
+    """Begin a deletion."""
+    is_spared = spare_pinned and any(entry.step == step and entry.pinned for entry in ledger.entries)
+    return ledger if is_spared else ledger.leaving(step, version)
 
 
 async def _pause() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
+from bcp._job import Permit
 from bcp._log import log
-from bcp.errors import StorageError
-from bcp.policies import Entry, KeepPolicy, doomed
+from bcp.errors import InputError, NotACheckpointError, RunTakenError, StorageError, UncommittedError
+from bcp.policies import KeepPolicy, doomed
 from bcp.protocols import Unfinished
+from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
-from bcp.runs.resuming import Candidates, Choice, Trust
+from bcp.runs.names import step_name
+from bcp.runs.resuming import Candidates, Choice, Resumed
 
-__all__ = ["End", "Keeper", "reason_against"]
+__all__ = ["End", "Keeper"]
 
 End = Literal["finished", "preempted", "failed"]
+
+SHOWN = 10
+"""Steps in a message."""
 
 JUMP_SECONDS = 60.0
 """A host's clock that is further off was set: NTP slews smaller errors."""
@@ -70,6 +77,11 @@ class Keeper:
     def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
         self._folder, self._keep = folder, keep
         self._distrusted: set[int] = set()
+        self._there: set[int] = set()
+        self._untouched: set[int] = set()
+        self._left_behind: set[int] = set()
+        self._went_back = ""
+        self._own: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._complained = False
         self._clock = RunClock()
@@ -87,32 +99,68 @@ class Keeper:
         ledger = self._folder.ledger
         return 0.0 if ledger is None else ledger.observed(self.hours()).observed_hours
 
-    async def candidates(self, run_id: str | None, trust: Trust) -> Candidates:
-        """Take the folder for this life of the job, and return the checkpoints in it.
+    async def candidates(self, run_id: str | None, trust: Trust, step: int | None = None) -> Candidates:
+        """Take the folder for this life of the job, and return the checkpoints to try.
+
+        Args:
+            run_id: as for :class:`bcp.Run`.
+            trust: as for :meth:`bcp.Run.resume`.
+            step: the only step to try; None for all.
 
         Raises:
             RunTakenError: the folder belongs to another run.
+            NotACheckpointError: there is no checkpoint of ``step``; the folder was not taken.
+            UncommittedError: the checkpoint of ``step`` was never committed, or is partly deleted.
+            InputError: the marks are against ``step``.
 
         """
+        if step is not None and step not in await self._folder.steps():
+            there = _steps_there(self._folder)
+            raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
         ledger = await self._folder.take(run_id)
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
         self.began = time.monotonic()
-        steps, others = [], []
-        for entry in sorted(ledger.entries, key=lambda entry: -entry.step):
-            reason = reason_against(entry, trust)
-            if reason:
-                others.append(Choice(entry.step, reason))
-            else:
-                steps.append(entry.step)
-        known = {entry.step for entry in ledger.entries}
-        uncommitted = [step for step in self._folder.listed.folders if step not in known]
-        others += [Choice(step, "not committed, or partly deleted") for step in uncommitted]
-        return Candidates(tuple(steps), tuple(others), ledger.owner)
+        listing = [candidate async for candidate in candidates(self._folder, ledger, trust)]
+        self._there = {candidate.step for candidate in listing if candidate.reason != UNCOMMITTED}
+        _tell_of_twins(listing)
+        if step is not None:
+            listing = _only(step, listing, trust)
+        tried = [candidate for candidate in listing if not candidate.reason]
+        others = [Choice(candidate.step, candidate.reason, candidate.name) for candidate in listing if candidate.reason]
+        steps, names = [candidate.step for candidate in tried], [candidate.name for candidate in tried]
+        return Candidates(tuple(steps), tuple(others), ledger.owner, tuple(names))
 
-    def distrust(self, steps: Iterable[int]) -> None:
-        """Remember the checkpoints that the run was not resumed from, until they are saved again."""
-        self._distrusted = set(steps)
+    async def look(self) -> None:
+        """Ask storage for the list of checkpoints.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        await self._folder.steps()
+
+    async def resumed(self, resumed: Resumed, trust: Trust, step: int | None) -> None:
+        """Remember how the run came back, until the checkpoints that it was not resumed from are saved again.
+
+        A checkpoint whose deletion had begun stays: the run was resumed from it. If none of the checkpoints was
+        trusted enough, none of them is deleted before a new one is verified. If the caller has asked for a step, newer
+        checkpoints are left behind with the next commit.
+
+        Args:
+            resumed: the outcome.
+            trust: as the caller asked for it.
+            step: that the caller asked for, or None.
+
+        """
+        self._distrusted = {choice.step for choice in resumed.passed_over} - {resumed.step}
+        if resumed.name:
+            await self._folder.change(lambda ledger: ledger.staying(resumed.step, self._clock.now()))
+        elif trust == "verified":
+            self._untouched = self._there
+        if step is not None:
+            self._left_behind = {newer for newer in self._there if newer > step}
+            self._went_back = f"the run went back to step {step}"
 
     async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.
@@ -134,22 +182,85 @@ class Keeper:
         now = self._clock.now()
         unfinished = None if self._tidied else await self._unfinished()
         self._unnoted[step] = (now, metrics)
-        self._distrusted.discard(step)
-        ledger = await self._note()
+        self._own.add(step)
+        for steps in (self._distrusted, self._left_behind):
+            steps.discard(step)
+        ledger = await self._note(self._leave_behind)
+        self._left_behind = set()
         self._complain_if_none(ledger, now)
-        for old in doomed(ledger.entries, self._keep, now, self._distrusted):
-            if old < step:
-                await self._folder.remove(old)
-        for old in await self._folder.leftovers(live):
-            if old < step:
-                log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
-                await self._folder.remove(old)
+        untouched = self._untouched_now(ledger)
+        gone = doomed(ledger.entries, self._keep, now, self._distrusted)
+        await self._remove(old for old in gone if old < step and old not in untouched)
+        left = [old for old in await self._folder.leftovers(live) if old < step and old not in untouched]
+        for old in left:
+            log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
+        await self._remove(left)
         if unfinished is not None:
             await self._folder.discard(unfinished)
             self._tidied = True
 
-    async def doubt(self, step: int) -> None:
-        """Take back the mark "verified" of a checkpoint that is about to be replaced: it was passed over.
+    async def _remove(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints. One that cannot be deleted now is tried again at the next commit, and keeps no other."""
+        for step in steps:
+            try:
+                await self._folder.remove(step, spare_pinned=True)
+            except RunTakenError:
+                raise
+            except (StorageError, InputError) as error:
+                log.warning("step %d was not deleted; the next commit tries it again: %s", step, error)
+
+    def _untouched_now(self, ledger: Ledger) -> set[int]:
+        """Return the steps that no policy deletes: those from before, until a checkpoint of this life is verified."""
+        if any(entry.trust == "verified" and entry.step in self._own for entry in ledger.entries):
+            self._untouched = set()
+        return self._untouched - self._own
+
+    def _leave_behind(self, ledger: Ledger) -> Ledger:
+        """Mark checkpoints after the step that the caller went back to, so that a restart does not take them.
+
+        A verified one is pinned besides: the mark protects it no more.
+        """
+        for entry in ledger.entries:
+            if entry.step in self._left_behind and entry.trust != "suspect":
+                if entry.trust == "verified":
+                    ledger = ledger.pinned(entry.step)
+                ledger = ledger.marked(entry.step, "suspect", self._went_back)
+        return ledger
+
+    def permit(self, step: int) -> Permit:
+        """Return what a save of this step is asked for before its bytes, and before its commit."""
+        return _Permit(self, step)
+
+    async def begin(self, step: int) -> None:
+        """Make way for a save. The run's folder is the run's: a checkpoint that is there is replaced.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+            StorageError: storage failed.
+
+        """
+        await self.check_owner()
+        name = step_name(step)
+        if await self._folder.unlink(name):
+            log.warning("the link %s was removed, for the run saves this step; its target stays", name)
+        elif step not in self._distrusted | self._own and await self._folder.commit_of(name):
+            log.warning("somebody else has saved step %d since the run was resumed; the run replaces it", step)
+        await self._doubt(step)
+
+    async def check_owner(self) -> None:
+        """Read whether this job still has the folder. A ledger that cannot be read is told: no other job has it.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+
+        """
+        try:
+            await self._folder.check_owner()
+        except StorageError as error:
+            log.warning("the run's ledger could not be read before a save, which goes on: %s", error)
+
+    async def _doubt(self, step: int) -> None:
+        """Take back the mark "verified" of a checkpoint that is about to be replaced.
 
         A job that is killed between the commit and the ledger leaves a new checkpoint with the old entry.
         """
@@ -213,10 +324,52 @@ class Keeper:
         return (time.monotonic() - self.began) / 3600
 
 
-def reason_against(entry: Entry | None, trust: Trust) -> str:
-    """Return why a checkpoint must not be tried, or "". A checkpoint without an entry was never marked."""
-    if entry is not None and entry.trust == "suspect":
-        return f"suspect: {entry.reason}" if entry.reason else "suspect"
-    if trust == "verified" and (entry is None or entry.trust != "verified"):
-        return "not verified"
-    return ""
+class _Permit:
+    """Asks the keeper whether the job still has the folder."""
+
+    def __init__(self, keeper: Keeper, step: int) -> None:
+        self._keeper, self._step = keeper, step
+
+    async def begin(self) -> None:
+        await self._keeper.begin(self._step)
+
+    async def commit(self) -> None:
+        await self._keeper.check_owner()
+
+
+def _tell_of_twins(listing: Sequence[Candidate]) -> None:
+    """Warn of steps that two committed folders have."""
+    committed: dict[int, list[str]] = {}
+    for candidate in listing:
+        if candidate.reason != UNCOMMITTED:
+            committed.setdefault(candidate.step, []).append(candidate.name)
+    for step, names in committed.items():
+        if len(names) > 1:
+            others = ", ".join(names[1:])
+            log.warning("step %d has several folders: %s is tried first, and %s after it", step, names[0], others)
+
+
+def _only(step: int, listing: Sequence[Candidate], trust: Trust) -> list[Candidate]:
+    """Return the folders of one step to try, and newer ones as passed over. Who asks for a step may try a suspect one.
+
+    Raises InputError or UncommittedError if no folder of the step is to be tried.
+    """
+    chosen = [candidate for candidate in listing if candidate.step == step]
+    if trust == "any":
+        for candidate in chosen:
+            if candidate.is_marked:
+                log.warning("step %d is resumed from, though it is marked as %s", step, candidate.reason)
+        chosen = [replace(candidate, reason="") if candidate.is_marked else candidate for candidate in chosen]
+    if all(candidate.reason for candidate in chosen):
+        reason = "; ".join(f"{candidate.name} is {candidate.reason}" for candidate in chosen)
+        message = f"the run cannot be resumed from step {step}: {reason}. Pass another step, or none"
+        raise InputError(message) if any(candidate.is_marked for candidate in chosen) else UncommittedError(message)
+    newer = [candidate for candidate in listing if candidate.step > step]
+    asked = f"resume(step={step}) was asked for"
+    return chosen + [replace(candidate, reason=candidate.reason or asked) for candidate in newer]
+
+
+def _steps_there(folder: Folder) -> str:
+    steps = folder.listed.folders
+    more = f" and {len(steps) - SHOWN} older ones" if len(steps) > SHOWN else ""
+    return f"it has {', '.join(map(str, steps[:SHOWN]))}{more}" if steps else "it has none"

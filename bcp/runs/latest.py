@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from bcp._log import log
 from bcp._plain import plain
 from bcp.backends import resolve, shown
-from bcp.errors import BcpError, InputError
-from bcp.runs.folder import Folder, step_name
-from bcp.runs.keeper import reason_against
-from bcp.runs.resuming import Trust
+from bcp.errors import BcpError, InputError, StorageError
+from bcp.runs.candidates import Trust, candidates
+from bcp.runs.folder import Folder
+from bcp.runs.ledger import Ledger
 from bcp.runtime import bridge as _bridge
 
 __all__ = ["alatest", "latest"]
@@ -23,9 +25,12 @@ def latest(
 ) -> str | None:
     """Return the path of the newest committed checkpoint of a run, for :func:`bcp.load`; None if there is none.
 
-    The answer comes from a listing of the run's folder, not from a file that names a checkpoint. Storage is asked
-    whether the newest ones are committed. Nothing is written, so another job may train in the run meanwhile. The
-    training job may delete the checkpoint later, as its policy says: :meth:`Run.pin` prevents it.
+    It is the first checkpoint that :meth:`Run.resume` would try. The answer comes from a listing of the run's folder,
+    not from a file that names a checkpoint. Storage is asked whether the newest ones are committed; nothing is loaded.
+    Nothing is written, so another job may train in the run meanwhile. The training job may delete the checkpoint later,
+    as its policy says: :meth:`Run.pin` prevents it.
+
+    A checkpoint that cannot be read is passed over with a warning, if an older one can be.
 
     Args:
         url: the run's folder, as for :class:`~bcp.Run`.
@@ -36,7 +41,7 @@ def latest(
     Raises:
         InputError: the URL or ``trust`` cannot be used.
         FormatVersionError: a newer bcp has written the run's ledger.
-        StorageError: storage failed.
+        StorageError: storage failed, or none of the checkpoints can be read.
 
     Example:
         >>> with bcp.Run("ckpt/run-9", {"model": torch.nn.Linear(4, 4)}, save=10) as run:
@@ -65,10 +70,29 @@ async def alatest(
     folder = Folder(resolve(place, storage_options), shown(place))
     try:
         ledger = await folder.peek()
-        entries = {} if ledger is None else {entry.step: entry for entry in ledger.entries}
-        for step in await folder.steps():
-            if not reason_against(entries.get(step), trust) and await folder.committed(step):
-                return f"{place.rstrip('/')}/{step_name(step)}"
+        await folder.steps()
+        name = await _first(folder, ledger, trust)
     finally:
         await folder.aclose()
+    return None if name is None else f"{place.rstrip('/')}/{name}"
+
+
+async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:
+    """Return the name of the first candidate that is committed. Raise if all that may be cannot be read."""
+    unreadable: dict[str, BcpError] = {}
+    async with aclosing(candidates(folder, ledger, trust)) as listing:
+        async for candidate in listing:
+            if candidate.reason:
+                continue
+            try:
+                committed = candidate.is_certain or bool(await folder.commit_of(candidate.name))
+            except (StorageError, InputError) as error:
+                unreadable[candidate.name] = error
+                continue
+            if committed:
+                for name, reason in unreadable.items():
+                    log.warning("%s cannot be read and is passed over: %s", name, reason)
+                return candidate.name
+    for reason in unreadable.values():
+        raise reason
     return None

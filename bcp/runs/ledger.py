@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from bcp.errors import CorruptError, FormatVersionError, InputError
@@ -62,6 +62,7 @@ class Removal:
         step: step of the checkpoint.
         version: of its commit object, as the backend names it; "" if that was gone already. A checkpoint of this step
             with another version is a new one.
+        entry: the checkpoint's entry, if it had one: its marks hold until its bytes are gone.
 
     Example:
         >>> Ledger(run_id="pretrain", owner="a1", removing=(Removal(1000, "8f0e"),)).without(1000).removing
@@ -71,6 +72,7 @@ class Removal:
 
     step: int
     version: str
+    entry: Entry | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +152,21 @@ class Ledger:
             version: of its commit object, or "".
 
         """
+        known = [entry for entry in self.entries if entry.step == step]
+        known += [removal.entry for removal in self.removing if removal.step == step and removal.entry is not None]
         forgotten = self.without(step)
-        return replace(forgotten, removing=(*forgotten.removing, Removal(step, version)))
+        return replace(forgotten, removing=(*forgotten.removing, Removal(step, version, known[0] if known else None)))
+
+    def staying(self, step: int, committed: float) -> Ledger:
+        """Take the deletion of a whole checkpoint back: it is an entry again, with its marks.
+
+        Args:
+            step: its step; one that is not being deleted is no error.
+            committed: Unix seconds, for a checkpoint whose time is not known.
+
+        """
+        removals = [removal for removal in self.removing if removal.step == step]
+        return self.with_entries(removal.entry or Entry(step=step, committed=committed) for removal in removals)
 
     def without(self, step: int) -> Ledger:
         """Forget a checkpoint and its deletion; one that is not there is no error."""
@@ -249,7 +264,7 @@ class Ledger:
             "total_lives": self.total_lives,
             "lives": [{name: getattr(life, name) for name in Life.__slots__} for life in self.lives],
             "checkpoints": [_fields(entry) for entry in self.entries],
-            "removing": [{"step": removal.step, "version": removal.version} for removal in self.removing],
+            "removing": [_removal_fields(removal) for removal in self.removing],
         }
         data = json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
         if len(data) > MOST_BYTES:
@@ -361,7 +376,11 @@ def _entry(fields: _Fields) -> Entry:
 
 
 def _removal(fields: _Fields) -> Removal:
-    return Removal(fields.integer("step", 0), fields.text("version"))
+    step, known = fields.integer("step", 0), fields.values.get("checkpoint")  # older ledgers have no such field
+    entry = None if known is None else _entry(_Fields(known, "'checkpoint'"))
+    if entry is not None and entry.step != step:
+        raise ValueError(f"the deletion of step {step} has the entry of step {entry.step}")
+    return Removal(step, fields.text("version"), entry)
 
 
 def _life(fields: _Fields) -> Life:
@@ -383,6 +402,14 @@ def _fields(entry: Entry) -> dict[str, object]:
         "reason": entry.reason,
         "pinned": entry.pinned,
     }
+
+
+def _removal_fields(removal: Removal) -> dict[str, object]:
+    """Return a deletion as JSON; with its entry, if that says more than the step."""
+    entry, fields = removal.entry, {"step": removal.step, "version": removal.version}
+    if entry is None or not (entry.metrics or entry.pinned or entry.trust != "unknown"):
+        return fields
+    return {**fields, "checkpoint": _fields(entry)}
 
 
 def numbers(metrics: Mapping[str, float]) -> dict[str, float]:

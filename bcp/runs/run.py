@@ -11,6 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from torch.distributed import Store
+
 from bcp._calls import load_call, save_call
 from bcp._log import log
 from bcp._pending import Pending
@@ -20,19 +22,20 @@ from bcp.errors import BcpError, InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
-from bcp.policies import Costs, KeepPolicy, Moment, SavePolicy, as_keep_policy, as_save_policy
-from bcp.policies.save import divided
+from bcp.policies import Costs, KeepPolicy, SavePolicy, as_keep_policy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import check_arguments, place_of, whole_step
 from bcp.runs.calls import Body, adrive, drive, noting, once
+from bcp.runs.candidates import Trust
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.keeper import End, Keeper
 from bcp.runs.ledger import Ledger, numbers
 from bcp.runs.meetings import Meetings, meeting_place
-from bcp.runs.plans import Clock, Plan, Plans, agreed, horizon_of, next_plan
+from bcp.runs.plans import Clock, agreed
 from bcp.runs.preemption import Preemption
-from bcp.runs.resuming import Resumed, Trust, resume
+from bcp.runs.resuming import Resumed, resume
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
+from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
@@ -115,16 +118,17 @@ class Run:
         )
         self._url, self._framework, self._given = place_of(url), framework, coordinator
         self._states, self._pid, self._closed = RunStates(states), os.getpid(), False
-        self._stepwise, self._timed = divided(as_save_policy(save))
         self._keep = as_keep_policy(keep)
-        self._run_id, self._while_saving, self._standby_every = run_id, while_saving, standby
+        self._run_id, self._standby_every = run_id, standby
         self._save_options = with_overrides(SaveOptions, save_options, {})
         self._load_options = with_overrides(LoadOptions, load_options, {})
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate)
         self._standby = Standby()
-        self._plans = Plans(self._save_options.timeout)
         self._clock = Clock()
+        self._schedule = Schedule(
+            as_save_policy(save), while_saving, self._save_options.timeout, self._clock, self._saves, lambda: self.costs
+        )
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._keeper: Keeper | None = None
         self._meetings: Meetings | None = None
@@ -134,64 +138,88 @@ class Run:
 
     # -- resume ------------------------------------------------------------------------------------
 
-    def resume(self, *, trust: Trust = "any") -> int:
+    def resume(self, *, trust: Trust = "any", step: int | None = None) -> int:
         """Load the newest committed checkpoint that loads, and return its step; 0 if there is none.
 
-        Call it once, before the first step. From then on the run listens for signals. ``resumed`` and a log line say
-        which checkpoint was chosen, and why newer ones were passed over.
+        Call it once, before the first step. From then on the run listens for signals. Every committed folder with the
+        name of a step is tried, whoever wrote it: ``step-1000`` as well as ``step-00001000``, and links to folders.
+        ``resumed`` and a log line say which checkpoint was chosen, and why others were passed over.
+
+        Pass ``step`` to go back to an earlier checkpoint, whatever its mark. Newer checkpoints stay as they are until
+        the run commits its next one. Then they are marked as suspect, so that a restart goes on from the new ones;
+        verified ones are pinned besides. The policy deletes them as it deletes others.
 
         Args:
             trust: ``"any"``: all checkpoints but those that :meth:`mark` called suspect. ``"verified"``: only those
-                that it called verified.
+                that it called verified. If there is none, the run begins anew, and the policy deletes no checkpoint
+                from before until one of the new ones is verified.
+            step: resume from this step and no other; None for the newest.
 
         Raises:
             RunTakenError: the folder belongs to another run.
             CorruptError: there are checkpoints, and all that were tried are damaged.
+            StorageError: no checkpoint loads, and one that cannot be read may be whole.
             MismatchError: the states are not those of the checkpoint. Older checkpoints are not tried.
-            InputError: the run was resumed already, or is closed.
+            NotACheckpointError: there is no checkpoint of ``step``.
+            UncommittedError: the checkpoint of ``step`` is not committed.
+            InputError: the run was resumed already, is closed, or ``step`` is not verified and ``trust`` asks for it.
+
+        Example::
+
+            run.resume(step=12_000)  # before the loss rose
 
         """
-        return drive(self._resume(trust), f"resume the run at {shown(self._url)}")
+        return drive(self._resume(trust, step), f"resume the run at {shown(self._url)}")
 
-    async def aresume(self, *, trust: Trust = "any") -> int:
+    async def aresume(self, *, trust: Trust = "any", step: int | None = None) -> int:
         """Do the same from a coroutine."""
-        return await adrive(self._resume(trust), f"resume the run at {shown(self._url)}")
+        return await adrive(self._resume(trust, step), f"resume the run at {shown(self._url)}")
 
-    def _resume(self, trust: Trust) -> Body[int]:
+    def _resume(self, trust: Trust, step: int | None) -> Body[int]:
         if self._meetings is not None:
             raise InputError("resume() was called already; make a new Run to resume again")
         self._refuse_if_closed()
+        if trust not in ("any", "verified"):
+            raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
+        step = None if step is None else whole_step(step)
         ranks, began = self._ranks, time.monotonic()
         place = meeting_place(ranks.world_size)
         if ranks.rank == 0 and self._keeper is None:  # else an earlier resume() has failed
-            options = self._save_options
-            folder = Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
-            self._keeper = Keeper(folder, self._keep)
-        patience = self._load_options.timeout
+            self._keeper = Keeper(self._folder(), self._keep)
+        keeper = self._keeper
         self.resumed = yield lambda: resume(
-            ranks, f"resume the run at {shown(self._url)}", patience, partial(self._candidates, trust), self._load
+            ranks,
+            f"resume the run at {shown(self._url)}",
+            self._load_options.timeout,
+            lambda: _of(keeper).candidates(self._run_id, trust, step),
+            self._load,
+            look=lambda: _of(keeper).look(),
+            exactly=step is not None,
         )
-        if self._keeper is not None:
+        if keeper is not None:
             tell = log.warning if self.resumed.passed_over else log.info
             tell("run at %s: %s", shown(self._url), self.resumed)
-            self._keeper.distrust(choice.step for choice in self.resumed.passed_over)
-        step, life = self.resumed.step, self.resumed.life
+            yield partial(keeper.resumed, self.resumed, trust, step)
+        self._begin_life(place, began)
+        return self.resumed.step
+
+    def _begin_life(self, place: Store | None, began: float) -> None:
+        """Listen for signals, and count steps from the loaded one on."""
+        step, life, ranks = self.resumed.step, self.resumed.life, self._ranks
         rank, size, waits = ranks.rank, ranks.world_size, ANSWER_SECONDS
         self._meetings = Meetings(rank, size, place, life, self._preemption, timeout=waits, on_alarm=self._alarmed)
         self._clock.start(step, restart=time.monotonic() - began if step else 0.0)
         self._saves.step = step or None
-        self._renew_plan(step)
-        return step
+        self._schedule.renew(ranks, step)
 
-    async def _candidates(self, trust: Trust) -> Any:
-        assert self._keeper is not None  # noqa: S101 -- called on rank 0 only
-        return await self._keeper.candidates(self._run_id, trust)
+    def _folder(self) -> Folder:
+        options = self._save_options
+        return Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
 
-    async def _load(self, step: int) -> LoadReport:
+    async def _load(self, step: int, name: str) -> LoadReport:
         options = replace(self._load_options, step=step)
-        path = f"{self._url}/{step_name(step)}"
         states = self._states.now()
-        report = await load_call(path, states, self._framework, None, options, self._given).run()
+        report = await load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given).run()
         self._states.take(states)
         return report
 
@@ -237,41 +265,20 @@ class Run:
             self._metrics[step] = numbers(metrics)
             return (yield from self._save_last(step))
         background = None
-        if (yield from self._is_due(step)):
+        if (yield from self._schedule.due(self._ranks, step)):
             self._metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
-            self._plans.forget()
+            self._schedule.forget()
             background = yield from self._save(step)
         elif self._standby_every is not None and step % self._standby_every == 0:
             yield from self._hold(step)
-        self._renew_plan(step)
+        self._schedule.renew(self._ranks, step)
         return background
-
-    def _renew_plan(self, step: int) -> None:
-        if self._timed is not None:
-            self._plans.renew(self._ranks, step, self._next_plan)
-
-    def _next_plan(self) -> Plan:
-        clock = self._clock
-        horizon = horizon_of(clock.steps, clock.step_seconds, busy=self._saves.running)
-        timed = self._timed
-        return next_plan(clock.step, horizon, lambda steps: timed is not None and timed.due(self._moment(steps)))
-
-    def _is_due(self, step: int) -> Body[bool]:
-        """Ask the policies; one that looks at a clock is asked on rank 0, which announces a step."""
-        due = self._timed is not None and (yield from self._plans.due(step))
-        if not due and (self._stepwise is None or not self._stepwise.due(self._moment(0))):
-            return False
-        if self._while_saving == "wait":
-            return True
-        busy = yield partial(agreed, self._ranks, f"skip step {step}", self._patience, lambda: self._saves.running)
-        return not busy
 
     def _save(self, step: int) -> Body[Background[SaveReport]]:
         """Begin a save, once the one before has ended; return when training may go on."""
         yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
-        yield from self._doubt(step)
         background = self._saves.begin(step, self._call(step, self._save_options))
         try:
             yield background.astarted
@@ -282,7 +289,6 @@ class Run:
     def _hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
         yield from self._replace_standby(step)
-        yield from self._doubt(step)
         options = self._standby.options(self._save_options)
         yield self._standby.begin(step, self._call(step, options), self._saves).astarted
 
@@ -299,36 +305,18 @@ class Run:
             await self._keeper.drop(dropped)
 
     def _call(self, step: int, options: SaveOptions) -> Any:
-        """Take this rank's place in a save, in the caller's thread.
-
-        A checkpoint that was passed over at the resumption is replaced.
-        """
-        options = replace(options, step=step, overwrite=options.overwrite or self._replaces(step))
-        path = f"{self._url}/{step_name(step)}"
-        states = self._states.now()
-        return save_call(path, states, self._framework, None, options, self._given, background=True)
-
-    def _replaces(self, step: int) -> bool:
-        """Return whether a save of this step takes the place of a checkpoint that was passed over."""
-        return any(step == other.step for other in self.resumed.passed_over)
-
-    def _doubt(self, step: int) -> Body[None]:
-        """Take back the mark of a checkpoint that is about to be replaced."""
-        if self._keeper is not None and self._replaces(step):
-            yield partial(self._keeper.doubt, step)
-
-    def _moment(self, ahead: int) -> Moment:
-        """Return the input of a policy, so many steps from now."""
-        seconds = self._clock.seconds + ahead * self._clock.step_seconds
-        begun = None if self._saves.begun is None else self._saves.begun - self._clock.began
-        saved_by_then = begun is not None and 0 < self._saves.durable < seconds - begun
-        return Moment(
-            step=self._clock.step + ahead,
-            seconds=seconds,
-            last_step=self._saves.step,
-            last_seconds=begun,
-            saving=self._saves.running and not (ahead and saved_by_then),
-            costs=self.costs,
+        """Take this rank's place in a save, in the caller's thread. A checkpoint that is there is replaced."""
+        options = replace(options, step=step, overwrite=True)
+        return save_call(
+            f"{self._url}/{step_name(step)}",
+            self._states.now(),
+            self._framework,
+            None,
+            options,
+            self._given,
+            background=True,
+            permit=None if self._keeper is None else self._keeper.permit(step),
+            metrics=self._metrics.get(step),
         )
 
     @property
@@ -439,28 +427,44 @@ class Run:
     def mark(self, step: int, trust: Literal["verified", "suspect"], reason: str = "") -> None:
         """Record that a checkpoint can be trusted, or cannot. Rank 0 writes; other ranks do nothing.
 
-        A resumption passes over suspect checkpoints, and retention never deletes the newest verified one.
+        A resumption passes over suspect checkpoints, and retention never deletes the newest verified one. A run that
+        was not resumed may mark, too: the job that trains in the folder goes on.
 
         Raises:
             InputError: the run has no committed checkpoint of that step.
 
         """
-        self._change(f"mark step {step}", lambda ledger: ledger.marked(step, trust, reason))
+        step = whole_step(step)
+        self._change(step, f"mark step {step}", lambda ledger: ledger.marked(step, trust, reason))
 
     def pin(self, step: int, *, pinned: bool = True) -> None:
         """Keep a checkpoint under any policy, until it is unpinned. Rank 0 writes; other ranks do nothing.
 
+        A run that was not resumed may pin, too: the job that trains in the folder goes on.
+
         Raises:
             InputError: the run has no committed checkpoint of that step.
 
         """
-        self._change(f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
+        step = whole_step(step)
+        self._change(step, f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
 
-    def _change(self, name: str, change: Callable[[Ledger], Ledger]) -> None:
-        _ = self._started
-        if self._keeper is not None:
+    def _change(self, step: int, name: str, change: Callable[[Ledger], Ledger]) -> None:
+        """Change an entry of the ledger. A run that has not been resumed leaves the folder to the job that has it."""
+        self._refuse_if_closed()
+        if self._meetings is None:
+            if self._ranks.rank == 0:
+                drive(once(partial(self._amend, step, change)), name)
+        elif self._keeper is not None:
             drive(once(self._saves.kept), name)
             drive(once(partial(self._saves.between_keepings, partial(self._keeper.change, change))), name)
+
+    async def _amend(self, step: int, change: Callable[[Ledger], Ledger]) -> None:
+        folder = self._folder()
+        try:
+            await folder.amend(step, change)
+        finally:
+            await folder.aclose()
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -487,7 +491,7 @@ class Run:
         errors: list[Exception] = []
         end = "preempted" if self._last is not None else end
         try:
-            for part in (self._drop_standby, self._saves.ended, self._saves.kept, self._plans.ended):
+            for part in (self._drop_standby, self._saves.ended, self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
             if self._keeper is not None:
                 yield from noting(errors, partial(self._keeper.close, end))
@@ -543,3 +547,9 @@ class Run:
         if self._meetings is None:
             raise InputError("call resume() before the first step: it takes the run's folder and listens for signals")
         return self._meetings
+
+
+def _of(keeper: Keeper | None) -> Keeper:
+    """Return the keeper, which rank 0 has."""
+    assert keeper is not None  # noqa: S101 -- called on rank 0 only
+    return keeper

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from bcp._log import log
 from bcp.errors import InputError
+from bcp.plan.shards import KINDS
 from bcp.planners.megatron import MegatronRng
 from bcp.protocols import States
-from bcp.state.random_states import RngState
+from bcp.state.random_states import AddedRngState, RngState
 
 __all__ = ["RANDOM_STATES", "RunStates"]
 
@@ -23,7 +25,7 @@ class RunStates:
     for each save, and get the loaded values of each load.
 
     Raises:
-        InputError: the states, or the extra states, are no mapping.
+        InputError: the states, or the extra states, are no mapping, or have keys that no save knows.
 
     Example:
         >>> states = RunStates({"model": {}, "extra_states": {"epoch": 3}})
@@ -36,8 +38,11 @@ class RunStates:
         """Check the states; they are read at each save and load."""
         if not isinstance(states, Mapping):
             raise InputError(f"states is a {type(states).__name__}; pass a dict, as {{'model': model}}")
+        unknown = sorted(map(str, set(states) - set(KINDS)))
+        if unknown:
+            raise InputError(f"states has {unknown}; its keys are {', '.join(KINDS)}, any subset of them")
         self._states = states
-        self._added = RngState()
+        self._added = AddedRngState()
         self.now()
 
     def now(self) -> dict[str, Any]:
@@ -47,14 +52,23 @@ class RunStates:
             raise InputError(
                 f"states['extra_states'] is a {type(extra).__name__}; a run needs a dict, to add random states to it"
             )
+        self._added.is_loaded = False
         random = {key: value for key, value in extra.items() if isinstance(value, RngState | MegatronRng)}
         others = {key: value for key, value in extra.items() if key not in random}
         rest = {kind: state for kind, state in self._states.items() if kind != "extra_states"}
         return {**rest, "extra_states": {**others, **(random or {RANDOM_STATES: self._added})}}
 
     def take(self, loaded: Mapping[str, Any]) -> None:
-        """Put the values of a load into the caller's extra states, where a load replaces values such as numbers."""
-        extra = self._states.get("extra_states", {})
-        for key, value in loaded["extra_states"].items():
-            if key in extra and extra[key] is not value and isinstance(extra, MutableMapping):
-                extra[key] = value
+        """Put the values of a load into the caller's extra states, as :func:`bcp.load` does.
+
+        Values such as numbers are replaced, and keys that only the checkpoint has are added.
+        """
+        values = loaded["extra_states"]
+        extra = self._states.get("extra_states")
+        if isinstance(extra, MutableMapping):
+            for key, value in values.items():
+                is_own = key == RANDOM_STATES and key not in extra
+                if not is_own and (key not in extra or extra[key] is not value):
+                    extra[key] = value
+        if values.get(RANDOM_STATES) is self._added and not self._added.is_loaded:
+            log.warning("the checkpoint has no random states: the job's own go on as they are")

@@ -14,7 +14,7 @@ import torch
 
 from bcp.protocols import Stateful
 
-__all__ = ["RngState", "set_tracked", "tracked", "undisturbed"]
+__all__ = ["AddedRngState", "RngState", "asks_for_nothing", "set_tracked", "tracked", "undisturbed"]
 
 _TRACKERS = {
     "megatron": "megatron.core.tensor_parallel.random",
@@ -90,6 +90,32 @@ class RngState:
         for device, module in _accelerators():
             for number, generator in enumerate(module.default_generators[: len(state.get(device, ()))]):
                 generator.manual_seed(_seed(base, rank, f"{device}:{number}"))
+
+
+class AddedRngState(RngState):
+    """Random states that the caller did not ask for: a checkpoint without them loads, and leaves them as they are.
+
+    Attributes:
+        is_loaded: whether a load has set them.
+    """
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all states, and note it."""
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+    def load_derived(self, state: Mapping[str, Any], rank: int) -> None:
+        """Seed all generators, and note it."""
+        super().load_derived(state, rank)
+        self.is_loaded = True
+
+
+def asks_for_nothing(target: object) -> bool:
+    """Return whether a mapping of extra states has only random states that a checkpoint need not have."""
+    return isinstance(target, Mapping) and bool(target) and all(isinstance(v, AddedRngState) for v in target.values())
 
 
 def _digest(state: Mapping[str, Any]) -> bytes:

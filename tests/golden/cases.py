@@ -412,6 +412,7 @@ CASES: dict[str, Case] = {
     "roles": Case("Two models under one path, by the roles actor and critic.", roles),
     "store": Case("Objects of an object store, copied to a directory.", store),
     "run": Case("The folder of a run: three steps in two lives, with metrics, marks and a pin.", run),
+    "run-metrics": Case("The same; each checkpoint has the metrics of its step, too.", run),
     "recorded": Case("A checkpoint with recordings of its save and of a load.", recorded),
     "many-ranks": Case(
         "1002 ranks, from the 1001st on with hashes in the names; a tar file.", many_ranks, MANY, tar=True

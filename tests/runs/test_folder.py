@@ -112,6 +112,11 @@ def test_names_of_steps() -> None:
             step_name(bad)  # type: ignore[arg-type]  # the mistake that is tested
 
 
+@pytest.mark.parametrize("name", ["step-1000", "step-00001000", "step-000001000"])
+def test_names_of_steps_are_padded_or_not(name: str) -> None:
+    assert step_of(name) == 1000
+
+
 @given(st.integers(0, LARGEST_STEP))
 def test_every_name_of_a_step_is_read(step: int) -> None:
     assert step_of(step_name(step)) == step
@@ -120,7 +125,7 @@ def test_every_name_of_a_step_is_read(step: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("step-1000", "step-000001000", "step-0123456789", "step-", "step-0000100a", "step-00001000/"),
+        *("step-", "step-0000100a", "step-00001000/", "step-1000.0", f"step-{'0' * 64}1"),
         *(" step-00001000", "step-00001000\n", "Step-00001000", "step--0001000", "step-0000100\u0663", "run.json"),
         f"step-{LARGEST_STEP + 1}",
     ],
@@ -185,7 +190,7 @@ async def test_the_ledger_follows_storage(backend: Backend) -> None:
     await folder.change(lambda ledger: ledger.marked(20, "verified").pinned(10))
     await save(backend, 40, 50)
     await save(backend, 60, last="half")  # died before its commit
-    await backend.put("step-70/metadata.arrow", b"no name of a step")
+    await backend.put("stepp-70/metadata.arrow", b"no name of a step")
     await backend.delete([f"{step_name(30)}/{name}" for name in OBJECTS])
     with captured_logs() as lines:
         folder = Folder(backend, URL, clock=lambda: 5000.0)

@@ -362,7 +362,7 @@ def test_a_run_that_resumes_condemns_no_checkpoint_for_a_message(error: BcpError
 
     tried: list[int] = []
 
-    async def load(step: int) -> None:
+    async def load(step: int, _folder: str) -> None:
         tried.append(step)
         raise error
 

@@ -1,0 +1,61 @@
+"""The deletion of one checkpoint of a run: its metadata first, so that no half of it looks whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from bcp._deletion import delete_unnamed, withdraw
+from bcp.backends import child
+from bcp.backends.keys import check_key
+from bcp.errors import InputError
+from bcp.format.metadata import METADATA_KEY
+from bcp.protocols import Backend, Sweeper, Version, folders_of
+
+__all__ = ["delete_checkpoint"]
+
+_NO_KEY = "nothing"
+"""A key that no object has."""
+
+
+async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> None:
+    """Delete the objects below a folder, its metadata first, and the empty directories.
+
+    Metadata that are not those of ``commit`` stay with their files: somebody has committed there since.
+
+    Args:
+        backend: over the folder of the run.
+        name: of the folder.
+        commit: version of its metadata; "" if there were none, so that unfinished writes may be left.
+
+    Raises:
+        StorageError: storage failed.
+
+    """
+    view = child(backend, name)
+    keys = _deletable([info.key for info in await view.list()])
+    if not await withdraw(view, {METADATA_KEY: commit}):
+        return
+    roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
+    await withdraw(view, dict.fromkeys(roles))
+    await delete_unnamed(view, keys)
+    if commit and name not in await folders_of(backend):
+        return
+    if isinstance(view, Sweeper):
+        await view.discard(await view.unfinished())  # metadata name finished files only
+    folders = [f"{name}/"]
+    for folder in folders:  # it grows
+        below = await folders_of(backend, folder)
+        folders += _deletable([f"{folder}{subfolder}/" for subfolder in below])
+    # the deletion of a key removes its directory if that is empty
+    await backend.delete([f"{folder}{_NO_KEY}" for folder in reversed(folders)])
+
+
+def _deletable(keys: Sequence[str]) -> list[str]:
+    """Leave out keys that no backend takes, as a name with a backslash that somebody has put there."""
+    valid_keys = []
+    for key in keys:
+        with suppress(InputError):
+            check_key(key.removesuffix("/"))
+            valid_keys.append(key)
+    return valid_keys

@@ -1,0 +1,88 @@
+"""The file ``run.json`` in storage: read with its version, kept aside where it is broken, replaced conditionally."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from bcp._log import log
+from bcp.errors import CorruptError, StorageError
+from bcp.protocols import Backend, Version
+from bcp.runs.ledger import Ledger
+from bcp.runs.words import moment
+
+__all__ = ["FIRST_KEY", "LEDGER_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger"]
+
+LEDGER_KEY = "run.json"
+FIRST_KEY = "run.json.new"
+"""Put beside the first ledger: ``put_if`` makes no directory."""
+
+TRIES = 30
+
+
+def busy(url: str) -> StorageError:
+    """Return the error of a ledger that others change in every attempt."""
+    return StorageError(
+        f"{url}: {LEDGER_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use the folder "
+        "of a run"
+    )
+
+
+async def stored_ledger(backend: Backend, url: str) -> tuple[bytes | None, Version | None]:
+    """Return the stored ledger and a version that is not newer than it; None for none.
+
+    Raises:
+        StorageError: storage failed.
+
+    """
+    for _ in range(TRIES):
+        version = await backend.version(LEDGER_KEY)
+        if version is None:
+            return None, None
+        with suppress(FileNotFoundError):  # deleted since
+            return bytes(await backend.get(LEDGER_KEY)), version
+    raise busy(url)
+
+
+async def decoded(backend: Backend, url: str, stored: bytes | None, now: float) -> Ledger | None:
+    """Return the ledger of these bytes; None if they are none, after a copy of them was kept.
+
+    Raises:
+        FormatVersionError: a newer bcp has written the ledger.
+        StorageError: storage failed.
+
+    """
+    if stored is None:
+        return None
+    try:
+        return Ledger.from_bytes(stored, f"{url}/{LEDGER_KEY}")
+    except CorruptError as error:
+        copy = f"{LEDGER_KEY}.broken-{moment(now, '%Y%m%dT%H%M%S%f')}"
+        log.warning(
+            "the ledger of a run cannot be read and is made anew, without metrics and marks",
+            run=url,
+            error=str(error),
+            copy=copy,
+        )
+        await backend.put(copy, stored)
+        return None
+
+
+async def put_ledger(backend: Backend, data: bytes, version: Version | None) -> Version | None:
+    """Store a ledger in the place of that version; for the first one its directory is made.
+
+    Returns:
+        The new version; None if another ledger is there.
+
+    Raises:
+        StorageError: storage failed.
+
+    """
+    try:
+        return await backend.put_if(LEDGER_KEY, data, version)
+    except (StorageError, FileNotFoundError):
+        if version is not None:
+            raise
+    await backend.put(FIRST_KEY, b"")
+    made = await backend.put_if(LEDGER_KEY, data, None)
+    await backend.delete([FIRST_KEY])
+    return made
