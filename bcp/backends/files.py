@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from os import fstat
 from pathlib import Path
 from typing import TypeVar
 
@@ -240,7 +241,7 @@ def open_regular(path: Path) -> int:
             _check_regular(path, os.stat(path).st_mode)  # noqa: PTH116 -- as above
         raise
     try:
-        _check_regular(path, os.stat(fd).st_mode)  # noqa: PTH116 -- a descriptor
+        _check_regular(path, fstat(fd).st_mode)
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
