@@ -67,6 +67,7 @@ class Introduction(Message, frozen=True):
     rank: Rank
     host: str
     pid: Count
+    received: Count | None = None  # messages received from the child, if the new stream takes the place of a silent one
 
 
 # -- before the first operation; these lie in the job's store ----------------------------------

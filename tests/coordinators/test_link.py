@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from bcp.coordinators.peers import PeerInfo
-from bcp.coordinators.tree.transport import Link, Traffic
+from bcp.coordinators.tree.link import Link, Traffic
 
 pytestmark = pytest.mark.anyio
 

@@ -36,6 +36,8 @@ class Relay:
         self._change = change
         self._listeners: list[socket.socket] = []
         self._ends: list[socket.socket] = []
+        self._deaf: set[socket.socket] = set()  # ends whose bytes go nowhere
+        self._drops_all = False
 
     def __enter__(self) -> Self:
         return self
@@ -59,6 +61,15 @@ class Relay:
         ends, self._ends = self._ends, []
         _close(ends)
 
+    def hush(self, *, up: bool = True, down: bool = True, for_good: bool = False) -> None:
+        """Drop all bytes of the present connections, and close none: towards the listener (up), from it, or both.
+
+        New connections are passed on, unless it is for good.
+        """
+        outer, inner = self._ends[::2], self._ends[1::2]
+        self._deaf.update(outer if up else (), inner if down else ())
+        self._drops_all = for_good
+
     def close(self) -> None:
         """Break all connections, and accept no others."""
         _close(self._listeners)
@@ -80,7 +91,8 @@ class Relay:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 record += data
-                target.sendall(self._change(data))
+                if not (self._drops_all or source in self._deaf):
+                    target.sendall(self._change(data))
         with suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
 
@@ -159,6 +171,14 @@ class Wires:
     def cut(self, rank: int) -> None:
         """Break the connection of a rank to its parent, without a word."""
         self._relays[rank].cut()
+
+    def hush(self, rank: int, *, up: bool = True, down: bool = True, for_good: bool = False) -> None:
+        """Drop all bytes between a rank and its parent, as :meth:`Relay.hush` does."""
+        self._relays[rank].hush(up=up, down=down, for_good=for_good)
+
+    def connections(self, rank: int) -> int:
+        """Return the number of connections of a rank to its parent so far."""
+        return self._relays[rank].connections
 
     async def renew(self, rank: int) -> None:
         """Break the connection of a rank to its parent, and wait until there is another one.

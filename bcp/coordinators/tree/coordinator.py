@@ -15,10 +15,11 @@ from bcp.coordinators.hosts import ProcessGroupMember
 from bcp.coordinators.operation import Operation
 from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.tree.channel import GrpcChannel
+from bcp.coordinators.tree.link import Traffic
 from bcp.coordinators.tree.loop import CoordinatorLoop, current_loop
 from bcp.coordinators.tree.node import Node
 from bcp.coordinators.tree.rendezvous import Addresses, MemoryRendezvous, Rendezvous, StoreRendezvous, Tree
-from bcp.coordinators.tree.transport import Tls, Traffic
+from bcp.coordinators.tree.transport import Tls
 from bcp.errors import InputError
 from bcp.protocols import Agreement
 from bcp.runtime.process import process_lock

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
 __all__ = [
+    "ACKNOWLEDGING",
     "DIGEST_BYTES",
     "Frame",
     "FrameError",
@@ -133,8 +134,8 @@ class Kind(IntEnum):
     """The meaning of a frame."""
 
     JOIN = 1  # this rank has begun the operation; body: a digest of the operation's name
-    BEAT = 2  # a sign of life
-    LEFT = 3  # this rank has left the operation in peace, after all its other frames
+    BEAT = 2  # a sign of life; body: the number of messages received so far
+    LEFT = 3  # this rank has left the operation in peace, after all its other frames; body: as of BEAT
     UP = 4  # the payloads of the ranks of a subtree in a step; body: a digest of the step's verb, and Values
     DOWN = 5  # the answer to a step, the same for all
     EACH = 6  # the answers to a step, for the ranks of a subtree; body: Values
@@ -142,6 +143,12 @@ class Kind(IntEnum):
     ABORT = 8  # the operation has ended; body: an encoded bcp._messages.coordination.Abort
     OLD = 9  # the operation is over on this rank; body: the number of the next one
     BYE = 10  # this rank talks no more
+    ASK = 11  # a sign of life from a rank that has heard nothing for a while; body: as of BEAT
+    HEARD = 12  # the answer to ASK of the node itself, and sent after many bytes; body: as of BEAT, or empty
+
+
+ACKNOWLEDGING = frozenset({Kind.BEAT, Kind.LEFT, Kind.ASK, Kind.HEARD})
+"""Frames that say how many messages have been received."""
 
 
 _KINDS = frozenset(Kind)

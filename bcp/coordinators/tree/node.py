@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from bcp._messages.coordination import Abort
 from bcp.coordinators.peers import PeerInfo, describe
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store_client import Backoff
-from bcp.coordinators.tree.frames import Frame, Kind, pack_number
+from bcp.coordinators.tree.frames import ACKNOWLEDGING, Frame, Kind, pack_number
+from bcp.coordinators.tree.link import Link, Traffic
 from bcp.coordinators.tree.operation_state import OperationState
 from bcp.coordinators.tree.relay import LocalMember
 from bcp.coordinators.tree.rendezvous import Invitation, Place, Rendezvous
 from bcp.coordinators.tree.server import Server, behind, credentials_of
-from bcp.coordinators.tree.transport import Link, RefusedError, Traffic, dial
+from bcp.coordinators.tree.transport import RefusedError, Renewal, dial
 from bcp.errors import InputError, PeerError
 from bcp.runtime.threads import in_thread
 
@@ -27,6 +31,7 @@ _GIVEN_UP_PAUSE = 5.0  # seconds between two attempts to reach a parent that has
 _GOODBYE_SECONDS = 5.0  # how long a node that closes waits for its neighbours to have read all
 _STRANGER_SECONDS = 1.0  # how long it waits for neighbours that have never connected and have to be told something
 _BACK_SECONDS = 10.0  # how long a neighbour whose connection broke has to come back; it dials again at once
+_LEAST_DIAL_SECONDS, _MOST_DIAL_SECONDS = 2.0, 30.0  # how long a parent has to answer beside a silent edge; doubles
 _MOST_OPERATIONS = 1024  # operations that are kept for a rank that has not begun them
 
 
@@ -34,7 +39,7 @@ class Node:
     """Passes on the frames of its subtree, whether or not its own rank takes part just then.
 
     Everything here runs on the coordinators' loop, so there are no locks. Connections are made when the first operation
-    begins. A broken one is made again when the next operation begins.
+    begins. A broken one is made again when the next operation begins. Beside a silent one, the child dials anew.
     """
 
     def __init__(self, info: PeerInfo, rendezvous: Rendezvous, tls: Tls | None) -> None:
@@ -56,6 +61,10 @@ class Node:
         self._mute = False
         self._closing: asyncio.Task[None] | None = None
         self._placed = asyncio.Event()
+        self._dial: Callable[..., Coroutine[Any, Any, bool]]  # dials the parent
+        self._talking: asyncio.Task[bool]  # the conversation over the connection to the parent
+        self._renewing: asyncio.Task[bool] | None = None  # the attempt to renew that connection
+        self._conversations: set[asyncio.Task[bool]] = set()  # these, and one over a silent connection that is to end
 
     def __repr__(self) -> str:
         up = sum(link.connection is not None for link in self._links.values())
@@ -148,6 +157,8 @@ class Node:
         link = self._links[rank]
         if frame.kind is Kind.ABORT:
             link.drop(frame.operation)  # a neighbour that hears it late must not finish a step first
+        if frame.kind in ACKNOWLEDGING:
+            frame = Frame(frame.kind, frame.operation, body=link.said())
         link.send(frame.operation, frame.pack())
 
     def name(self, rank: int) -> str:
@@ -157,6 +168,19 @@ class Node:
     def connected(self, rank: int) -> bool:
         """Return whether there is a connection to a neighbour."""
         return self._links[rank].connection is not None
+
+    def quiet(self, rank: int) -> float:
+        """Return the seconds since anything came over the connection to a neighbour; 0 without a connection."""
+        link = self._links[rank]
+        return 0.0 if link.connection is None else time.monotonic() - link.heard
+
+    def renew(self, rank: int) -> None:
+        """Dial anew beside a silent connection, if it is that to the parent; a child dials anew itself."""
+        link = self._links[rank]
+        if rank == self._parent and link.series and self._renewing is None and self._closing is None:
+            self._renewing = asyncio.create_task(
+                self._redial(link), name=f"bcp coordinator of rank {self.rank} redials"
+            )
 
     def trouble(self, rank: int) -> str:
         """Return the reason why a rank has no connection, as the end of a message; may be empty."""
@@ -184,31 +208,48 @@ class Node:
 
     def receive(self, rank: int, data: bytes) -> bool:
         """Take a neighbour's frame; return False after its last one. Raises FrameError or MessageError."""
-        whole = self._links[rank].received(data)
+        link = self._links[rank]
+        whole = link.received(data)
+        if link.owes_a_word:
+            self.send(rank, Frame(Kind.HEARD))
         if whole is None:
             for state in self._operations.values():
                 state.sign(rank)
             return True
         frame = Frame.unpack(whole)
-        if frame.kind is Kind.BYE:
-            return False
+        self._take_word(link, frame)
+        if frame.kind not in (Kind.BYE, Kind.HEARD):
+            self._take(rank, frame)
+        return frame.kind is not Kind.BYE
+
+    def _take(self, rank: int, frame: Frame) -> None:
+        """Take a frame of an operation. Raises FrameError or MessageError."""
         number = frame.operation
         if self._is_over(number):
             if frame.kind in (Kind.JOIN, Kind.UP):
                 self.send(rank, Frame(Kind.OLD, number, body=pack_number(self._next)))
-            return True
+            return
         known = self._operations.get(number)
         if known is None:
             if frame.kind is Kind.OLD:
-                return True
+                return
             if len(self._operations) >= _MOST_OPERATIONS:
                 abort = Abort(self.rank, f"{self._info} is {len(self._operations)} operations behind rank {rank}")
                 self.send(rank, Frame(Kind.ABORT, number, body=abort.encode()))
-                return True
+                return
             known = self._operations[number] = OperationState(number, self)
         known.take(rank, frame)
         self._tidy(known)
-        return True
+
+    def _take_word(self, link: Link, frame: Frame) -> None:
+        """Take the acknowledgement in a frame, and answer a question. Raises FrameError."""
+        if frame.kind in ACKNOWLEDGING and frame.body:
+            link.acknowledge(frame.body)
+        asked, link.asked = link.asked, frame.kind is Kind.ASK
+        if link.asked:
+            self.send(link.rank, Frame(Kind.HEARD))
+            if asked:  # the answer to the first question has not arrived
+                self.renew(link.rank)
 
     def lost(self, rank: int, connection: object, reason: str | None) -> None:
         """Record that a connection has ended, and end the operations under way."""
@@ -312,13 +353,8 @@ class Node:
         while True:
             while link.empty and link.awaited is None and not link.given_up:
                 await link.changed()
-            address = await self._rendezvous.address_of(link.rank)
-            address = behind(await self._rendezvous.door_of(link.rank)) or address
             try:
-                shown = credentials_of(invitation, self._name)
-                connected = await dial(
-                    address, self._tls, self._info, shown, invitation.token, link, receive=self.receive, lost=self.lost
-                )
+                connected = await self._converse(link, invitation)
             except RefusedError as error:
                 self._end_all(Abort(self.rank, str(error), disagreement=True))
                 link.down(link.trouble)
@@ -329,3 +365,74 @@ class Node:
             else:
                 backoff.longest = _GIVEN_UP_PAUSE if link.given_up else _LONGEST_PAUSE
                 await backoff.sleep()
+
+    async def _converse(self, link: Link, invitation: Invitation) -> bool:
+        """Connect to the parent, and talk until there is no connection; return whether there was any.
+
+        A conversation over a connection that has fallen silent gives way to one over a new connection.
+        """
+        self._dial = partial(self._dial_parent, link, invitation)
+        self._talking = self._conversation(self._dial())
+        try:
+            while not self._talking.done():
+                await asyncio.wait([self._talking])
+            return self._talking.result()
+        finally:
+            self._renewing = None
+            for task in self._conversations:
+                task.cancel()
+            if self._conversations:
+                await asyncio.wait(self._conversations)
+
+    def _conversation(self, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        task = asyncio.create_task(work, name=f"bcp coordinator of rank {self.rank} talks")
+        self._conversations.add(task)
+        task.add_done_callback(self._conversations.discard)
+        return task
+
+    async def _dial_parent(self, link: Link, invitation: Invitation, renewal: Renewal | None = None) -> bool:
+        address = await self._rendezvous.address_of(link.rank)
+        address = behind(await self._rendezvous.door_of(link.rank)) or address
+        return await dial(
+            address,
+            self._tls,
+            self._info,
+            credentials_of(invitation, self._name),
+            invitation.token,
+            link,
+            receive=self.receive,
+            lost=self.lost,
+            renewal=renewal,
+        )
+
+    async def _redial(self, link: Link) -> bool:
+        """Dial anew until a new connection takes the place of the silent one, or that one speaks or breaks.
+
+        Return whether there was a new connection; by then it has ended.
+        """
+        silent, began, redialler = link.connection, time.monotonic(), self._renewing
+        backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
+        patience = _LEAST_DIAL_SECONDS
+        try:
+            while link.connection is silent and (link.heard < began or link.asked):
+                begin = partial(self._change_over, link, silent, redialler)
+                if await self._dial(Renewal(patience, begin, self._talking.cancel)):
+                    return True
+                patience = min(2 * patience, _MOST_DIAL_SECONDS)
+                await backoff.sleep()
+        except RefusedError:
+            if self._talking is redialler:
+                raise
+        finally:
+            if self._renewing is redialler:
+                self._renewing = None
+        return False
+
+    def _change_over(self, link: Link, silent: object, redialler: asyncio.Task[bool] | None, resumes: bool) -> bool:  # noqa: FBT001 -- as Renewal.begin
+        """Make a redialler's connection the one to talk over; return False if the silent one has broken meanwhile."""
+        if link.connection is not silent or redialler is None:
+            return False
+        if not resumes:
+            self.lost(link.rank, silent, "the other side has lost it")
+        self._talking, self._renewing = redialler, None
+        return True

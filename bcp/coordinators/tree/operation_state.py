@@ -12,6 +12,8 @@ from bcp.protocols import REFUSED
 
 __all__ = ["FailureDetector", "OperationState"]
 
+_ASK, _RENEW = 0.4, 0.5  # parts of the timeout after which a silent neighbour is asked, and dialled anew
+
 
 class FailureDetector:
     """Signs of life, counted on a clock that stands still while this rank itself sleeps.
@@ -124,13 +126,9 @@ class OperationState:
             return
         for rank in place.neighbours:
             if rank not in self.gone and self._node.connected(rank):
-                self._node.send(rank, Frame(Kind.BEAT, self.number))
+                self._look_at_edge(rank, self._detector)
         if lost is not None:
-            rank, seconds, joined = lost
-            if joined:
-                self.report_peer_failure(rank, f"{self._node.name(rank)} has given no sign of life for {seconds:.1f} s")
-            elif not self._report_server_failure(self._detector):
-                self.report_peer_failure(rank, f"{self._late(rank, seconds)}{self._node.trouble(rank)}")
+            self._report_silence(*lost, self._detector)
 
     def leave(self) -> None:
         """Let this node's rank leave; its error, if there is one, was told before."""
@@ -175,7 +173,7 @@ class OperationState:
         match frame.kind:
             case Kind.JOIN:
                 self._take_join(rank, frame)
-            case Kind.BEAT:
+            case Kind.BEAT | Kind.ASK:
                 self._note(rank)
             case Kind.LEFT:
                 self._take_leave(rank)
@@ -274,6 +272,26 @@ class OperationState:
 
     def _late(self, rank: int, seconds: float) -> str:
         return f"{self._node.name(rank)} has not begun it {seconds:.1f} s after rank {self._node.rank}"
+
+    def _look_at_edge(self, rank: int, detector: FailureDetector) -> None:
+        """Give a neighbour a sign of life; ask for one if the edge is silent, and dial anew if it stays so."""
+        quiet = min(self._node.quiet(rank), detector.awake)
+        self._node.send(rank, Frame(Kind.ASK if quiet >= _ASK * detector.timeout else Kind.BEAT, self.number))
+        if quiet >= _RENEW * detector.timeout:
+            self._node.renew(rank)
+
+    def _report_silence(self, rank: int, seconds: float, joined: bool, detector: FailureDetector) -> None:  # noqa: FBT001 -- as look() says
+        """End the operation because of a neighbour without a sign of life, or of the edge to it."""
+        name, trouble = self._node.name(rank), self._node.trouble(rank)
+        quiet = self._node.quiet(rank)
+        if quiet >= _RENEW * detector.timeout:  # its node answers, whatever the rank does
+            self.report_peer_failure(
+                rank, f"the connection to {name} has given no sign of life for {quiet:.1f} s{trouble}"
+            )
+        elif joined:
+            self.report_peer_failure(rank, f"{name} has given no sign of life for {seconds:.1f} s")
+        elif not self._report_server_failure(detector):
+            self.report_peer_failure(rank, f"{self._late(rank, seconds)}{trouble}")
 
     def _look_for_absent(self, detector: FailureDetector) -> None:
         """Report a rank that keeps this one waiting for its place in the tree, once the time is over."""

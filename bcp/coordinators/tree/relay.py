@@ -32,6 +32,12 @@ class NodeContext(Protocol):
     def connected(self, rank: int) -> bool:
         """Return whether there is a connection to a neighbour."""
 
+    def quiet(self, rank: int) -> float:
+        """Return the seconds since anything came over the connection to a neighbour; 0 without a connection."""
+
+    def renew(self, rank: int) -> None:
+        """Dial anew beside a silent connection, if it is that to the parent."""
+
     def trouble(self, rank: int) -> str:
         """Return the reason why a rank has no connection, as the end of a message; may be empty."""
 

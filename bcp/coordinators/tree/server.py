@@ -24,12 +24,13 @@ from bcp.coordinators.hosts import identity
 from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls
 from bcp.coordinators.strangers import Stranger, Strangers
+from bcp.coordinators.tree.frames import Frame, FrameError, Kind
+from bcp.coordinators.tree.link import Link
 from bcp.coordinators.tree.rendezvous import Invitation
 from bcp.coordinators.tree.transport import (
     METHOD,
     SERVICE,
     CredentialsError,
-    Link,
     Receive,
     converse,
     grpc,
@@ -361,12 +362,16 @@ class Server:
     async def _join(self, _requests: object, context: Any) -> None:
         """Serve one stream from beginning to end."""
         metadata = {key: str(value) for key, value in context.invocation_metadata()}
-        answer = await self._proved(context, metadata)
+        proof = await self._proved(context, metadata)
         link, child = await self._admit(context, metadata)
         self._gate.admit(context.peer())
         connection = object()
-        await context.write(answer)
-        link.up(connection, child)
+        received = link.count if _renews(link, metadata) else None
+        await context.write(proof + Introduction(self._info.rank, self._info.host, self._info.pid, received).encode())
+        if received is None:
+            link.up(connection, child, metadata.get("bcp-series", ""))
+        elif not _renewed(link, metadata, connection, received, await context.read()):
+            return
         reason: str | None = "the connection broke"
         try:
             reason = await converse(link, connection, context.read, context.write, self._receive)
@@ -374,7 +379,7 @@ class Server:
             self._lost(link.rank, connection, reason)
 
     async def _proved(self, context: Any, metadata: Mapping[str, str]) -> bytes:
-        """Let a child prove that it knows the job's token; return this rank's proof and its :class:`Introduction`."""
+        """Let a child prove that it knows the job's token; return this rank's proof."""
         if "bcp-nonce" not in metadata:
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "a proof of the job's token is missing")
         challenge = secrets.token_hex(16)
@@ -384,8 +389,7 @@ class Server:
         expected = proof_of(token, "child", metadata, rank, challenge)
         if shown is grpc.aio.EOF or not hmac.compare_digest(shown, expected):
             await self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the job's token is wrong")
-        introduction = Introduction(self._info.rank, self._info.host, self._info.pid).encode()
-        return proof_of(token, "parent", metadata, rank, challenge) + introduction
+        return proof_of(token, "parent", metadata, rank, challenge)
 
     async def _admit(self, context: Any, metadata: Mapping[str, str]) -> tuple[Link, PeerInfo]:
         """Return the link and the info of a child that joins; refuse any other peer."""
@@ -402,16 +406,17 @@ class Server:
         if child.rank not in self._invitation.place.children:
             reason = f"{child} is no child of rank {self._info.rank}"
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, reason)
-        return await self._renew(context, child, metadata.get("bcp-node", "")), child
+        return await self._link_of(context, child, metadata), child
 
-    async def _renew(self, context: Any, child: PeerInfo, node: str) -> Link:
-        """Admit a child whose earlier stream has ended, or which has given that stream up itself."""
-        link = self._links[child.rank]
+    async def _link_of(self, context: Any, child: PeerInfo, metadata: Mapping[str, str]) -> Link:
+        """Admit a child whose earlier stream has ended or is silent, or which has given that stream up itself."""
+        link, node = self._links[child.rank], metadata.get("bcp-node", "")
         if link.connection is not None:
             if self._nodes[child.rank] != node:
                 reason = f"{child} has joined already, as {link}: two processes claim to be one rank"
                 await self._refuse(context, grpc.StatusCode.ALREADY_EXISTS, reason)
-            self._lost(child.rank, link.connection, "it has connected anew")
+            if not _renews(link, metadata):
+                self._lost(child.rank, link.connection, "it has connected anew")
         self._nodes[child.rank] = node
         return link
 
@@ -419,3 +424,27 @@ class Server:
         """End a stream with an error; gRPC raises at this."""
         self._gate.strangers.count(self._gate.peer(context.peer()), reason)
         await context.abort(code, reason)
+
+
+def _renews(link: Link, metadata: Mapping[str, str]) -> bool:
+    """Whether a child dials anew beside a connection that has fallen silent."""
+    if link.connection is None or not link.series or metadata.get("bcp-series") != link.series:
+        return False
+    return _renewal_of(metadata) > link.renewals
+
+
+def _renewal_of(metadata: Mapping[str, str]) -> int:
+    number = metadata.get("bcp-renewal", "")
+    return int(number) if number.isdecimal() else 0
+
+
+def _renewed(link: Link, metadata: Mapping[str, str], connection: object, told: int, first: Any) -> bool:
+    """Change over to a new connection with the child's first message; return False if either side has given it up."""
+    if first is grpc.aio.EOF or not _renews(link, metadata):
+        return False
+    with suppress(FrameError):
+        link.renew(connection, told, Frame.unpack(first).body)
+        link.renewals = _renewal_of(metadata)
+        link.send(0, Frame(Kind.HEARD, body=link.said()).pack())
+        return True
+    return False

@@ -1,4 +1,4 @@
-"""One edge of the tree: its queue of frames, and the gRPC stream from the child to the parent.
+"""The gRPC stream of one edge of the tree, from the child to the parent.
 
 The file has the code of both ends (introduction, credentials, frames) and the child's end; the parent's is in
 :mod:`~bcp.coordinators.tree.server`. Import gRPC from here: it is set up for a process that forks.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections import deque
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 # Before the import, which reads it. gRPC's own handlers cannot work while a loop is polling: with them, every fork, as
 # of a dataloader's workers, prints "skipping fork() handlers" and nothing else happens (grpcio 1.85).
@@ -24,18 +26,18 @@ from bcp._messages.coordination import Introduction
 from bcp.coordinators.hosts import HINT
 from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.sockets import Tls, proof
-from bcp.coordinators.tree.frames import FrameError, joined, pieces_of
+from bcp.coordinators.tree.frames import Frame, FrameError, Kind, pack_number
+from bcp.coordinators.tree.link import Link
 from bcp.errors import MessageError
 
 __all__ = [
     "METHOD",
     "SERVICE",
     "CredentialsError",
-    "Link",
     "Receive",
     "RefusedError",
+    "Renewal",
     "Tls",
-    "Traffic",
     "converse",
     "dial",
     "grpc",
@@ -112,7 +114,7 @@ def proof_of(token: str, side: str, metadata: Mapping[str, str], parent: int, ch
 
     ``side`` is "child" or "parent", ``metadata`` the child's metadata with its nonce, ``challenge`` the parent's nonce.
     """
-    facts = [metadata.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce")]
+    facts = [metadata.get(f"bcp-{name}") for name in ("rank", "session", "node", "nonce", "series", "renewal")]
     return proof(token.encode(), side, parent, challenge, *facts)
 
 
@@ -134,7 +136,7 @@ async def converse(
             if data is grpc.aio.EOF:
                 return "the other side closed it"
             if link.connection is not connection:
-                return "the rank has connected anew"
+                continue  # another one has taken its place, and the child ends this one
             if not receive(link.rank, data):
                 return None
     except (FrameError, MessageError) as error:
@@ -144,120 +146,6 @@ async def converse(
         await asyncio.wait([pump])
         if not pump.cancelled():
             pump.exception()  # the reader has met the same error, or the end
-
-
-class Traffic(NamedTuple):
-    """Bytes and messages of one edge since it was made: our frames, without the overhead of gRPC and TCP."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    messages_sent: int = 0
-    messages_received: int = 0
-
-
-class Link:
-    """This rank's end of the edge to one neighbour; it runs on the coordinators' loop.
-
-    It outlives connections. Frames queued before the first connection are sent once it is up. If a connection breaks,
-    queued and in-flight frames are lost, and their operations fail.
-    """
-
-    def __init__(self, rank: int, host: str = "") -> None:
-        self.rank = rank
-        self._host = host
-        self.peer: PeerInfo | None = None  # the neighbour's info, once it has been connected
-        self.connection: object | None = None  # the present one, an object of the transport's own
-        self.trouble = ""  # the reason why there is no connection, for messages, if one is known
-        self.awaited: object | None = None  # stands for the latest break, while the neighbour may come back
-        self.given_up = ""  # the cause of errors if the neighbour has not come back
-        self._sent, self._received = [0, 0], [0, 0]
-        self._waiting: deque[tuple[int, bytes]] = deque()
-        self._begun: list[bytes] = []  # pieces of a frame that is coming
-        self._writing = False
-        self._watchers: list[asyncio.Future[None]] = []
-
-    def __repr__(self) -> str:
-        state = "up" if self.connection is not None else "down"
-        return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
-
-    def __str__(self) -> str:
-        if self.peer is not None:
-            return str(self.peer)
-        return f"rank {self.rank} (host {self._host})" if self._host else f"rank {self.rank}"
-
-    @property
-    def traffic(self) -> Traffic:
-        """The bytes and messages so far."""
-        (sent, messages_sent), (received, messages_received) = self._sent, self._received
-        return Traffic(sent, received, messages_sent, messages_received)
-
-    @property
-    def empty(self) -> bool:
-        """Whether all frames have been handed to the transport."""
-        return not self._waiting and not self._writing
-
-    def send(self, operation: int, frame: bytes) -> None:
-        """Send a frame of an operation, after all earlier ones."""
-        self._waiting.extend((operation, piece) for piece in pieces_of(frame))
-        self._wake()
-
-    def drop(self, operation: int) -> None:
-        """Drop the queued frames of an operation, and the rest of a frame that is partly sent."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != operation)
-
-    def received(self, message: bytes) -> bytes | None:
-        """Count a message, and return the frame that is complete with it."""
-        self._received[0] += len(message)
-        self._received[1] += 1
-        return joined(message, self._begun)
-
-    def up(self, connection: object, peer: PeerInfo) -> None:
-        """Record a new connection."""
-        self.connection, self.peer, self.trouble = connection, peer, ""
-        self.awaited, self.given_up = None, ""
-        self._wake()
-
-    def down(self, trouble: str) -> None:
-        """Record that the connection is gone, and drop the queued frames."""
-        self.connection, self.trouble = None, trouble
-        self._waiting.clear()
-        self._begun.clear()
-        self._wake()
-
-    async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Write queued frames as they come, as long as this connection is the link's."""
-        while self.connection is connection:
-            if not self._waiting:
-                await self.changed()
-                continue
-            _, frame = self._waiting.popleft()
-            self._writing = True
-            try:
-                await write(frame)
-            finally:
-                self._writing = False
-            self._sent[0] += len(frame)
-            self._sent[1] += 1
-            if not self._waiting:
-                self._wake()
-
-    async def flushed(self) -> None:
-        """Wait until all frames have been handed to the transport, or the connection is gone."""
-        while self.connection is not None and not self.empty:
-            await self.changed()
-
-    async def changed(self) -> None:
-        """Wait for the next change of the link."""
-        watcher = asyncio.get_running_loop().create_future()
-        self._watchers.append(watcher)
-        await watcher
-
-    def _wake(self) -> None:
-        """Wake all tasks that wait for a change; later ones wait for the next change."""
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
 
 
 _REFUSALS = frozenset(
@@ -290,33 +178,43 @@ async def dial(
     *,
     receive: Receive,
     lost: Callable[[int, object, str | None], None],
+    renewal: Renewal | None = None,
 ) -> bool:
     """Connect to the parent, and talk to it until the stream ends; return whether there was a connection at all.
 
-    If there was none, ``link.trouble`` has the reason. Raises :class:`RefusedError`.
+    With a ``renewal`` the stream takes the place of the link's silent connection. If there was no connection,
+    ``link.trouble`` has the reason. Raises :class:`RefusedError`.
     """
     connection = object()
     code, reason = grpc.StatusCode.UNKNOWN, "the connection broke"
-    in_peace = False
+    connected = in_peace = False
     async with _channel(address, tls) as channel:
-        metadata = dict([*metadata_of(info), *credentials])
+        metadata = dict([*metadata_of(info), *credentials, *_series_of(link, renewal)])
         call: Any = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata.items()))
         try:
-            link.up(connection, await _introduced(call, metadata, token, link.rank))
-            why = await converse(link, connection, call.read, call.write, receive)
+            async with asyncio.timeout(None if renewal is None else renewal.patience):
+                introduction = await _introduced(call, metadata, token, link.rank)
+                if renewal is not None and not renewal.begin(introduction.received is not None):
+                    return False
+                connected = True
+                await _connect(call, link, connection, introduction, metadata["bcp-series"])
+            read = call.read if renewal is None else partial(_read_on, call, renewal)
+            why = await converse(link, connection, read, call.write, receive)
             in_peace, reason = why is None, why or ""
+        except TimeoutError:
+            code, reason = grpc.StatusCode.UNAVAILABLE, "it has not answered"
         except (
             grpc.aio.AioRpcError,
             grpc.aio.UsageError,
             asyncio.InvalidStateError,
             CredentialsError,
+            FrameError,
             MessageError,
         ) as error:
             code, reason = await _status(call, error)
         finally:
             call.cancel()
-            connected = link.connection is connection
-            if connected:
+            if link.connection is connection:
                 lost(link.rank, connection, None if in_peace else reason)
     if not connected:
         if "Socket closed" in reason or "handshake failed" in reason:
@@ -329,8 +227,43 @@ async def dial(
     return connected
 
 
-async def _introduced(call: Any, metadata: Mapping[str, str], token: str, parent: int) -> PeerInfo:
-    """Prove the job's token to the parent, check the parent's proof, and return the parent's info."""
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A new stream beside a silent one."""
+
+    patience: float  # seconds until the other side has to have answered
+    # called once it has: with False if the other side has lost the silent connection, so that nothing can be resumed.
+    # Returns whether the new stream is still wanted.
+    begin: Callable[[bool], bool]
+    settle: Callable[[], object]  # called once the other side talks over the new stream: the silent one may end
+
+
+async def _read_on(call: Any, renewal: Renewal) -> Any:
+    """Read a message, after which the silent stream may end: its end must not reach the parent before the new one."""
+    data = await call.read()
+    renewal.settle()
+    return data
+
+
+def _series_of(link: Link, renewal: Renewal | None) -> list[tuple[str, str]]:
+    """Return the metadata that tell a new series of connections from a renewed connection of the present one."""
+    if renewal is None:
+        return [("bcp-series", secrets.token_hex(8))]
+    link.renewals += 1
+    return [("bcp-series", link.series), ("bcp-renewal", str(link.renewals))]
+
+
+async def _connect(call: Any, link: Link, connection: object, introduction: Introduction, series: str) -> None:
+    """Make this stream the link's connection; the parent changes over with the first message."""
+    if introduction.received is None:
+        link.up(connection, PeerInfo(introduction.rank, "", introduction.host, introduction.pid), series)
+    else:
+        link.renew(connection, link.count, pack_number(introduction.received))
+        await call.write(Frame(Kind.HEARD, body=link.said()).pack())
+
+
+async def _introduced(call: Any, metadata: Mapping[str, str], token: str, parent: int) -> Introduction:
+    """Prove the job's token to the parent, check the parent's proof, and return the parent's introduction."""
     challenge = dict(iter(await call.initial_metadata() or ())).get("bcp-challenge")
     if challenge is None:
         raise CredentialsError("it asks for no proof of the job's token, so it is no coordinator of this bcp")
@@ -339,8 +272,7 @@ async def _introduced(call: Any, metadata: Mapping[str, str], token: str, parent
     expected = proof_of(token, "parent", metadata, parent, challenge)
     if answer is grpc.aio.EOF or not hmac.compare_digest(answer[: len(expected)], expected):
         raise CredentialsError("it does not know the job's token, so it is no rank of this job")
-    introduction = Introduction.decode(answer[len(expected) :], parent)
-    return PeerInfo(introduction.rank, "", introduction.host, introduction.pid)
+    return Introduction.decode(answer[len(expected) :], parent)
 
 
 def _channel(address: str, tls: Tls | None) -> Any:
