@@ -199,6 +199,22 @@ def test_what_cannot_be_read_is_refused(megatron4: Ranks, change: str, words: st
         assert probed == "nothing"
 
 
+@pytest.mark.parametrize(
+    ("net", "form"), [(replace(BF16, overlap=True), "dp_reshardable"), (BF16, "fully_reshardable")], ids=["many", "one"]
+)
+def test_a_sharded_state_dict_of_the_distributed_optimizer_is_refused(megatron4: Ranks, net: Net, form: str) -> None:
+    words = rf"StateError: states\['\w+'\].* in its format '{form}'; pass the optimizer itself"
+    for said in megatron4.run(details.sharded_optimizer, net, form):
+        assert all(re.search(words, each) for each in said), said
+
+
+def test_common_state_goes_back_to_its_places_or_is_named(megatron4: Ranks, tmp_path: Path) -> None:
+    for found, said in megatron4.run(details.common_state, tmp_path / "0"):
+        assert found == {"same": True}
+        assert "FqnMismatchError" in said
+        assert "model: iteration" in said
+
+
 def test_the_probe_names_what_is_missing(megatron4: Ranks) -> None:
     module = "megatron.core.optimizer.distrib_optimizer"
     gone = (module, "DistributedOptimizer", "_copy_main_params_to_model_params")

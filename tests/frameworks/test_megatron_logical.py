@@ -187,9 +187,35 @@ def test_a_padded_tensor_is_shortened_to_what_both_have(rows: int, kept: int) ->
     assert logical_shards(leaf)[0].fitted((rows, 2)).shape == (9, 2)
 
 
-def test_a_shape_that_differs_elsewhere_is_left_to_the_load_to_refuse() -> None:
-    leaf = ShardedTensor("w", torch.zeros(3, 2), (9, 2), (6, 0), allow_shape_mismatch=True)
-    assert logical_shards(leaf)[0].fitted((9, 4)).shape == (9, 2)
+def slices_of(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, low + length) for low, length in zip(box.offsets, box.lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(9, 4, 2), (9, 3, 3), (8, 4, 3), (7, 2, 2), (12, 5, 4), (9, 2, 1), (5, 4, 3), (9, 4, 0)]
+)
+def test_a_tensor_of_other_lengths_is_cut_to_what_both_have(shape: tuple[int, ...]) -> None:
+    """The whole tensor is cut by torch's own slices, and its runs are collected where the spans say."""
+    whole = torch.arange(1, 9 * 4 * 3 + 1).view(9, 4, 3)
+    local = whole[6:].contiguous()
+    leaf = ShardedTensor("w", local, (9, 4, 3), (6, 0, 0), allow_shape_mismatch=True)
+    shard = logical_shards(leaf)[0].fitted(shape)
+    found, expected = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    overlap = tuple(slice(low, min(a, b)) for low, a, b in zip((6, 0, 0), (9, 4, 3), shape, strict=True))
+    expected[overlap] = whole[overlap]
+    for span in shard.spans:
+        block = torch.zeros(span.box.lengths, dtype=torch.int64).flatten()
+        block[span.start : span.stop] = local.flatten()[span.offset : span.offset + span.stop - span.start]
+        found[slices_of(span.box)] += block.view(span.box.lengths)
+    assert torch.equal(found, expected)
+    assert shard.shape == shape
+
+
+def test_a_flattened_range_is_refused() -> None:
+    leaf = ShardedTensor("w", torch.zeros(2), (9, 2), (6, 0))
+    leaf.flattened_range = slice(0, 2)  # type: ignore[attr-defined]  # of other versions
+    with pytest.raises(StateError, match=r"'w' has a flattened_range.*pass the optimizer itself"):
+        logical_shards(leaf)
 
 
 def test_objects_go_back_to_where_they_were() -> None:

@@ -203,6 +203,41 @@ def refused(net: Net, change: str) -> list[str]:
     return [said(bcp.save, "/nowhere", states, framework="megatron"), said(MegatronPlanner().probe)]
 
 
+def sharded_optimizer(net: Net, form: str) -> list[str]:
+    """Pass Megatron's own sharded state dict of the optimizer, whose buffer has several buckets; return the errors."""
+    trainer = built(net, Layout(tp=2), seed=5)
+    train(trainer, 0, 1)
+    (optimizer,) = trainer.optimizer.chained_optimizers
+    assert len(optimizer.buffers[0].buckets) > 1 or not net.overlap
+    with cuda_as_cpu():
+        model = {f"model{at}": module.sharded_state_dict() for at, module in enumerate(trainer.modules)}
+        sharded = trainer.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": form})
+    places = [
+        {"model": model, "optimizer": sharded},
+        {"model": {**model, "optimizer": sharded}},
+        {"optimizer": [sharded]},
+    ]
+    return [said(bcp.save, "/nowhere", states, framework=which) for states in places for which in ("megatron", None)]
+
+
+def common_state(path: Path) -> tuple[dict[str, Any], str]:
+    """Save a sharded state dict with plain values in it; load it with a value in each place, and without them."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def state(common: dict[str, Any]) -> dict[str, Any]:
+        data = torch.ones(4)
+        return {"weight": ShardedTensor("weight", data, data.dtype, (4,), (4,), (0,), None, dist.get_rank()), **common}
+
+    saved = {"iteration": 7, "rate": 0.5, "groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], 0: {"of": torch.arange(3)}}
+    others = {"iteration": 0, "rate": 0.0, "groups": [{"lr": 0.0, "betas": (0.0, 0.0)}]}
+    target = state({**others, 0: {"of": torch.zeros(3, dtype=torch.int64)}})
+    bcp.save(path, {"model": state(saved)}, framework="megatron")
+    bcp.load(path, {"model": target}, framework="megatron")
+    del target["weight"]
+    same = {**target, 0: target[0]["of"].tolist()} == {**saved, 0: [0, 1, 2]}
+    return {"same": same}, said(bcp.load, path, {"model": state({})}, framework="megatron")
+
+
 def probe_without(module: str, owner: str, attribute: str) -> str:
     """Return what the probe says when Megatron lacks an attribute."""
     import importlib

@@ -2,7 +2,8 @@
 
 Logical names are the keys that Megatron gives with numbered layers. Axes that Megatron puts in front of a tensor for
 layers or experts are made part of the name. Every expert is a tensor of its own, as in memory. So the names do not
-depend on how many experts a rank holds, and agree with those of frameworks without such an axis.
+depend on how many experts a rank holds, and agree with those of frameworks without such an axis. A load finds tensors
+that were saved with more or fewer such axes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,15 @@ from bcp.plan.box import Box
 from bcp.state.names import walk
 from bcp.state.placement import LocalInterval, Placement
 
-__all__ = ["LogicalShard", "flat_placement", "fresh_placement", "logical_shards", "named", "whole_placement"]
+__all__ = [
+    "LogicalShard",
+    "flat_placement",
+    "fresh_placement",
+    "logical_shards",
+    "named",
+    "regrouped",
+    "whole_placement",
+]
 
 _NUMBERED = frozenset({"layers", "experts"})
 """Segments of keys behind which Megatron writes the number of a layer or an expert, where it has no axis for it."""
@@ -36,21 +45,27 @@ class LogicalShard:
     shape: tuple[int, ...]  # shape of the logical tensor
     spans: tuple[LocalInterval, ...]  # places of its elements in the local tensor
     main: bool  # whether this pipeline and tensor parallel rank is the first that has these elements
-    flexible: bool  # whether the first dimension is padded to a length that depends on the layout (the vocabulary)
+    flexible: bool  # whether lengths may differ from the checkpoint's, as that of the padded vocabulary
 
     def fitted(self, shape: tuple[int, ...]) -> LogicalShard:
-        """Return the part of a flexible shard that a logical tensor of another padded length has, too."""
-        if not self.flexible or shape == self.shape or shape[1:] != self.shape[1:] or not shape:
+        """Return the part of a flexible shard that a logical tensor of other lengths has, too."""
+        if not self.flexible or shape == self.shape or len(shape) != len(self.shape):
             return self
-        spans = (_shortened(span, shape[0]) for span in self.spans)
-        return dataclasses.replace(self, shape=shape, spans=tuple(span for span in spans if span))
+        spans = (part for span in self.spans for part in _shortened(span, shape))
+        return dataclasses.replace(self, shape=shape, spans=tuple(spans))
 
 
 def logical_shards(leaf: Any) -> list[LogicalShard]:
     """Return the shards of a ``ShardedTensor`` or a ``ShardedTensorFactory``.
 
-    Raises StateError if a factory's children are not made of runs of its tensor, or do not make up all of it.
+    Raises StateError if a factory's children are not made of runs of its tensor, or do not make up all of it. Raises
+    StateError for a flattened range.
     """
+    if getattr(leaf, "flattened_range", None) is not None:
+        raise StateError(
+            f"{leaf.key!r} has a flattened_range, an old format of Megatron's distributed optimizer; pass the "
+            "optimizer itself as states['optimizer']"
+        )
     if hasattr(leaf, "build"):
         return _built(leaf)
     spans = (LocalInterval.whole(_box(leaf)),)
@@ -77,10 +92,15 @@ def flat_placement(shard: LogicalShard, low: int, high: int, *, stated: bool = T
 
 def named(leaf: Any) -> str:
     """Return the logical name: the key, with the indices on prepended axes where Megatron writes them itself."""
-    numbers = [str(offset) for offset in leaf.global_offset[: leaf.prepend_axis_num]]
+    return _numbered(leaf.key, leaf.global_offset[: leaf.prepend_axis_num])
+
+
+def _numbered(key: str, indices: Sequence[int]) -> str:
+    """Return the name of a key's tensor at these indices on its first axes."""
+    numbers = list(map(str, indices))
     if not numbers:
-        return str(leaf.key)
-    segments = leaf.key.split(".")
+        return key
+    segments = key.split(".")
     following = [*segments[1:], ""]
     places = [
         index
@@ -92,6 +112,33 @@ def named(leaf: Any) -> str:
     for place, number in reversed(list(zip(places, numbers, strict=True))):
         segments.insert(place + 1, number)
     return ".".join(segments)
+
+
+def regrouped(leaf: Any, shape_of: Callable[[str], tuple[int, ...] | None]) -> list[LogicalShard] | None:
+    """Return the shards of a ``ShardedTensor`` under the names of a checkpoint with other prepended axes.
+
+    An axis may be prepended on one side, and a dimension of the tensor on the other. ``shape_of`` returns the shape of
+    a saved tensor, or None. Returns None if the checkpoint has the tensor under its own name, or under none.
+    """
+    if shape_of(named(leaf)) is not None:
+        return None
+    shape, offsets = tuple(leaf.global_shape), tuple(leaf.global_offset)
+    lengths = (*itertools.repeat(1, leaf.prepend_axis_num), *leaf.local_shape)
+    for axes in range(len(shape) + 1):
+        if math.prod(lengths) and shape_of(_numbered(leaf.key, offsets[:axes])) == shape[axes:]:
+            box = Box(offsets[axes:], lengths[axes:])
+            ranges = (range(low, low + length) for low, length in zip(offsets[:axes], lengths[:axes], strict=True))
+            return [
+                LogicalShard(
+                    _numbered(leaf.key, indices),
+                    shape[axes:],
+                    (LocalInterval.whole(box, number * box.numel),),
+                    _is_main(leaf),
+                    bool(leaf.allow_shape_mismatch),
+                )
+                for number, indices in enumerate(itertools.product(*ranges))
+            ]
+    return None
 
 
 def _built(factory: Any) -> list[LogicalShard]:
@@ -163,13 +210,32 @@ def _cut_all(shard: LogicalShard, low: int, high: int, origin: int) -> tuple[Loc
     return (*held, *(LocalInterval(box, 0, 0) for box in others))
 
 
-def _shortened(span: LocalInterval, rows: int) -> LocalInterval | None:
-    """Return the part of an interval in the first rows of the logical tensor."""
-    kept = min(span.box.lengths[0], rows - span.box.offsets[0])
-    if kept <= 0:
-        return None
-    box = Box(span.box.offsets, (kept, *span.box.lengths[1:]))
-    return LocalInterval(box, min(span.start, box.numel), min(span.stop, box.numel), span.offset)
+def _shortened(span: LocalInterval, shape: tuple[int, ...]) -> Iterator[LocalInterval]:
+    """Yield the parts of an interval inside of a logical tensor of this shape, one for each run of local memory."""
+    offsets, lengths = span.box.offsets, span.box.lengths
+    kept = tuple(min(length, size - offset) for length, size, offset in zip(lengths, shape, offsets, strict=True))
+    cut = [axis for axis, (length, rest) in enumerate(zip(lengths, kept, strict=True)) if rest < length]
+    if not cut:
+        yield span
+    if not cut or min(kept) <= 0:
+        return
+    box, last = Box(offsets, kept), cut[-1]
+    inner = math.prod(lengths[last + 1 :])
+    step, run = lengths[last] * inner, kept[last] * inner
+    for number, index in enumerate(itertools.product(*map(range, kept[:last]))):
+        first = _row(index, lengths[:last]) * step
+        start, stop = max(span.start, first), min(span.stop, first + run)
+        if start < stop:
+            moved = number * run - first
+            yield LocalInterval(box, start + moved, stop + moved, span.offset + start - span.start)
+
+
+def _row(index: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """Return the place of an index in row-major order."""
+    row = 0
+    for at, length in zip(index, lengths, strict=True):
+        row = row * length + at
+    return row
 
 
 def _box(leaf: Any) -> Box:

@@ -12,13 +12,14 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.planners.megatron.logical import LogicalShard, fresh_placement, logical_shards, whole_placement
+from bcp.planners.megatron.logical import LogicalShard, fresh_placement, logical_shards, regrouped, whole_placement
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import ATTACH, MEGATRON_FSDP
 from bcp.state.inventory import Leaves
 from bcp.state.load_path import Customs, customs_of, give
 from bcp.state.modules import Finish, in_turn, put
 from bcp.state.names import Path, dotted, walk
+from bcp.state.optimizers import OPTIMIZER
 from bcp.state.placement import Placement, ShardedLeaf
 
 __all__ = ["MODEL", "LogicalShards", "add_model", "has_base", "unwrapped"]
@@ -46,6 +47,8 @@ class LogicalShards:
     # in a save, by ``id`` of the local tensor: the interval of elements that are this step's; without an entry, all are
     fresh: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     by_id: dict[int, list[LogicalShard]] = field(default_factory=dict)  # the shards by the ``id`` of the local tensor
+    # in a load: by parameter, the name of one of its saved states
+    states: dict[str, ObjectKey] = field(default_factory=dict)
 
     def of(self, parameter: torch.Tensor) -> list[LogicalShard]:
         """Return the shards of a parameter. Raises StateError if the model does not have the parameter."""
@@ -61,8 +64,23 @@ class LogicalShards:
         """Read a ``ShardedTensor`` or a factory of them, and remember whose shards they are."""
         if leaf.data is None:
             raise StateError(f"{_WHERE}: {leaf.key!r} has no data; pass the sharded state dict as the model makes it")
-        self.by_id[id(leaf.data)] = shards = [self._fitted(shard) for shard in logical_shards(leaf)]
+        shards = logical_shards(leaf)
+        if self.saved is not None and not hasattr(leaf, "build"):
+            shards = regrouped(leaf, self._saved_shape) or shards
+        self.by_id[id(leaf.data)] = shards = [self._fitted(shard) for shard in shards]
         return shards
+
+    def _saved_shape(self, fqn: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor in the checkpoint, as a weight or by its optimizer states; None for none."""
+        if self.saved is None:
+            return None
+        if not self.states:
+            for kind, path in self.saved.rows:
+                section, _, rest = path.partition(".")
+                if kind == OPTIMIZER and section == "state" and not rest.endswith(".step"):
+                    self.states.setdefault(rest.rpartition(".")[0], (kind, path))
+        name = (MODEL, fqn) if (MODEL, fqn) in self.saved.rows else self.states.get(fqn)
+        return None if name is None else tuple(self.saved.meta(name).shape)
 
     def _fitted(self, shard: LogicalShard) -> LogicalShard:
         """Give a padded tensor the length that it has in the checkpoint."""

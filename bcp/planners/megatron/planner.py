@@ -12,7 +12,14 @@ import torch
 from bcp.errors import InputError, StateError
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.megatron.model import MODEL, LogicalShards, add_model, unwrapped
-from bcp.planners.megatron.slots import fresh_in, optimizers_of, scalers_of, slots_of
+from bcp.planners.megatron.slots import (
+    fresh_in,
+    optimizers_of,
+    refuse_sharded_optimizers,
+    scalers_of,
+    sharded_optimizer_in,
+    slots_of,
+)
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
 from bcp.state.detection import InspectedStates
@@ -20,6 +27,7 @@ from bcp.state.inventory import Leaves
 from bcp.state.modules import Finish
 from bcp.state.names import walk
 from bcp.state.optimizers import OPTIMIZER, Slot
+from bcp.state.tensor_specs import is_flat
 
 __all__ = ["MegatronPlanner", "holds_megatron"]
 
@@ -88,6 +96,7 @@ class MegatronPlanner(PlainPlanner):
 
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:
         """Take the weights; where there is only an optimizer, read its model for the names alone."""
+        refuse_sharded_optimizers(states)
         optimizers = _optimizers(states)
         self._shards = LogicalShards(saved, fresh_in(optimizers) if saved is None else {})
         if states.get(MODEL) is None:
@@ -120,7 +129,13 @@ class MegatronPlanner(PlainPlanner):
 
 
 def holds_megatron(states: States) -> bool:
-    """Whether a leaf of the model, or an optimizer, is of a class of Megatron's, other than a Megatron-FSDP wrapper."""
+    """Whether a leaf of the model, or an optimizer, is of a class of Megatron's, other than a Megatron-FSDP wrapper.
+
+    A sharded state dict of Megatron's distributed optimizer counts, too.
+    """
+    parts = [part for kind in (MODEL, OPTIMIZER) if not is_flat(part := states.get(kind))]
+    if any(sharded_optimizer_in(part, "") for part in parts):
+        return True
     leaves = (leaf for leaves in InspectedStates.of(states).leaves.values() for leaf in leaves)
     bases = (base for leaf in leaves for base in type(unwrapped(leaf)).__mro__)
     return any(base.__module__.startswith("megatron.") and ".megatron_fsdp." not in base.__module__ for base in bases)
