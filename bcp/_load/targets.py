@@ -149,12 +149,12 @@ def check_taken(targets: LoadTargets, rank: int) -> None:
     """Raise FqnMismatchError for entries that a module does not take back from its own state dict."""
     refused = targets.refused()
     if refused:
-        names = [f"{name} (made by state_dict(), and taken by nobody)" for name in refused.unexpected]
-        names += [f"{name} (expected, and left out by state_dict())" for name in refused.missing]
+        lists = [("does not take", refused.unexpected), ("misses", refused.missing)]
+        told = " and ".join(f"{verb} {some(names)}" for verb, names in lists if names)
         raise FqnMismatchError(
-            f"rank {rank}: load_state_dict() of the target refuses {len(names)} entries of its own state_dict(): "
-            f"{some(names)}; torch's strict load refuses them as well. Give the module a load hook that takes them, or "
-            "pass strict=False to load the rest"
+            f"rank {rank}: load_state_dict() of a module {told}, with what its own state_dict() returns, so that "
+            "torch's strict load fails as well; give the module a load hook for these names, or pass strict=False to "
+            "load the others"
         )
 
 

@@ -131,8 +131,8 @@ def save_customs_of(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _method(module: nn.Module, name: str) -> Any:
-    return module.__dict__.get(name) or getattr(type(module), name)
+def _method(module: Any, name: str) -> Any:
+    return getattr(module, "__dict__", {}).get(name) or getattr(type(module), name)
 
 
 @cache
@@ -180,14 +180,15 @@ def storages(tensor: torch.Tensor) -> set[object]:
 # -- the call --------------------------------------------------------------------------------------
 
 
-def give(module: nn.Module, state: Mapping[str, Any], where: str) -> Incompatible:
-    """Let a module take a whole state dict, and return the names that it refused.
+def give(module: Any, state: Mapping[str, Any], where: str) -> Incompatible:
+    """Let a module, or another owner of a state, take a whole state dict, and return the names that it refused.
 
     Raises MismatchError if its method raised; the message names the module inside.
     """
     seen: list[Any] = []
     overridden = _method(module, "load_state_dict") is not nn.Module.load_state_dict
-    watched = module.modules() if overridden else ()  # an override may return nothing, or load parts
+    # an override may return nothing, or load parts
+    watched = module.modules() if overridden and isinstance(module, nn.Module) else ()
     handles = [part.register_load_state_dict_post_hook(lambda _, keys: seen.append(keys)) for part in watched]
     try:
         result = module.load_state_dict(state, **_not_strict(module.load_state_dict))

@@ -21,7 +21,7 @@ EXACT, AS_TORCH, REFUSED, NOT_TRIED = "exact", "as torch", "refused", "not tried
 RESULTS = {
     EXACT: "A fresh object that loads the checkpoint goes on bit by bit as the saved one.",
     AS_TORCH: "torch's own state dict does not restore the object, or not exactly. bcp's result equals torch's.",
-    REFUSED: "The save raises an error that names the reason, before a byte is written.",
+    REFUSED: "The save, or the strict load, raises an error that names the reason, before a byte is written.",
     NOT_TRIED: "The class cannot be made or run on a CPU with these versions, for the reason given.",
 }
 """The results that a case may have, and their meaning. Any other outcome is an error of the sweep."""
