@@ -234,12 +234,12 @@ def _check_save(
     codecs = [codec.name for codec in options.codecs]
     does = (
         f"save {common['path']} with world_size={ranks.world_size} overwrite={options.overwrite} "
-        f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs} "
+        f"balance={options.balance} part_bytes={options.part_bytes} codecs={codecs} replicas={options.replicas} "
         f"record={options.record}"
     )
 
     def job(operation: Operation) -> SaveJob:
-        return SaveJob(**common, operation=operation, options=options)
+        return SaveJob(**common, operation=operation, options=options, folder=_words(path).rpartition("/")[0])
 
     return _Checked(f"save to {common['path']}", does, options.timeout, job)
 

@@ -85,6 +85,7 @@ class SaveJob(Job):
         returns_after_snapshot: whether anybody waits for that; else the caller waits for the end.
         permit: asked on rank 0 whether the save may go on; None: it may.
         metrics: numbers by name, which the commit carries; those of rank 0 count.
+        folder: where the checkpoint lies among others of the same run, without a role.
     """
 
     options: SaveOptions
@@ -92,6 +93,7 @@ class SaveJob(Job):
     returns_after_snapshot: bool = False
     permit: Permit | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    folder: str = ""
 
     def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
         """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""

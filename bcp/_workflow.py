@@ -44,7 +44,7 @@ async def asave(job: SaveJob) -> SaveReport:
         ):
             with job.watch.phase("plan"):
                 stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
-                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock)
+                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
                 job.watch.join(opening.operation, opening.trace)
                 items = await in_thread_gc_paused(
                     saving.write_items, held, plan, opening.operation, job.rank, job.options
@@ -110,7 +110,7 @@ async def aprepare(job: SaveJob) -> None:
         stock = await capture_error(in_thread_gc_paused(saving.rehearse, job))
         if isinstance(stock, saving.LocalState):
             job.on_snapshot()
-        held, opening, plan, _ = await saving.plan_writes(agreement, job, stock)
+        held, opening, plan, _ = await saving.plan_writes(agreement, job, stock, None)
     items = await in_thread_gc_paused(saving.write_items, held, plan, opening.operation, job.rank, job.options)
     pool = pool_for(accelerators(held.shards.tensors, held.address))
     sizes, most = saving.first_sizes(items, job.options), saving.pinned_nbytes(job.options)

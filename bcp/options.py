@@ -104,6 +104,11 @@ class SaveOptions:
         ionice: I/O priority of these threads: ``"best-effort"`` (its lowest level), ``"idle"``, None for the
             process's. For local disks whose scheduler knows priorities.
         timeout: seconds that a rank may be silent or late before the others give it up. ``$BCP_TIMEOUT``, else 120.
+        replicas: what happens if ranks hold different values of a tensor that they should hold alike (a BatchNorm's
+            buffers, parameters between two averages of local SGD). A sample of the values is compared. ``"warn"``: log
+            a warning, and save the values of the lowest rank, whole. ``"error"``: raise a
+            :class:`~bcp.errors.StateError` before a byte is written. ``"ignore"``: compare nothing; such a tensor may
+            become a mixture of several ranks' rows. The same on every rank.
         guard: raise :class:`~bcp.errors.StateChangedError` if a tensor is written to while its snapshot is taken. All
             writes that autograd counts are seen. Other writes (through ``.data``, numpy, a raw pointer) to host memory
             are seen if they change a byte of a sample. The sample of a tensor has 2 to 64 blocks of 64 bytes, evenly
@@ -143,6 +148,7 @@ class SaveOptions:
     nice: int = 0
     ionice: Literal["best-effort", "idle"] | None = None
     timeout: float = field(default_factory=_timeout)
+    replicas: Literal["warn", "error", "ignore"] = "warn"
     guard: bool = True
     trust: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -163,6 +169,7 @@ class SaveOptions:
             _positive(self, "pinned_bytes")
         _one_of(self, "balance", ("split", "worst-fit"))
         _one_of(self, "snapshot", ("eager", "lazy"))
+        _one_of(self, "replicas", ("warn", "error", "ignore"))
         _one_of(self, "ionice", ("best-effort", "idle", None))
         if not (_is_whole(self.nice) and 0 <= self.nice <= MAX_NICE):
             raise InputError(

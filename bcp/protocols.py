@@ -187,12 +187,16 @@ class LoadTargets:
             Keys may be more or fewer than ``shards.objects``.
         refused: returns the entries that modules are known to refuse so far. A load asks before it reads, and again
             after ``finish``: under ``strict`` it raises :class:`~bcp.errors.FqnMismatchError`, else it reports them.
+        foreign: entries of the checkpoint that belong to a leaf of the target and do not fit it, as in
+            ``"optimizer: state.w.exp_avg"`` for SGD, each with the class that cannot take it. They are not among
+            ``shards``. A strict load is refused; otherwise the report lists them as unexpected.
     """
 
     shards: LocalShards
     check: Callable[[Mapping[ObjectKey, Any]], None]
     finish: Callable[[Mapping[ObjectKey, Any]], None]
     refused: Callable[[], Refused] = Refused
+    foreign: Mapping[str, str] = field(default_factory=dict)
 
 
 class Planner(Protocol):

@@ -100,7 +100,7 @@ def report(
         seconds=job.watch.seconds,
         stage_seconds=job.watch.stage_seconds,
         missing=tuple(dict.fromkeys((*wanted.missing, *refused.missing))),
-        unexpected=tuple(dict.fromkeys((*reading.unexpected, *refused.unexpected))),
+        unexpected=tuple(dict.fromkeys((*reading.unexpected, *refused.unexpected, *wanted.targets.foreign))),
         unmatched=wanted.unmatched,
         retries=retries_of(job.backend),
         threads=thread_count(),

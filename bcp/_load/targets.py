@@ -146,7 +146,14 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
 
 
 def check_taken(targets: LoadTargets, rank: int) -> None:
-    """Raise FqnMismatchError for entries that a module does not take back from its own state dict."""
+    """Raise MismatchError for entries of another optimizer, or that a module does not take back from its state dict."""
+    if targets.foreign:
+        kinds = " or ".join(dict.fromkeys(targets.foreign.values()))
+        raise MismatchError(
+            f"rank {rank}: the checkpoint has {len(targets.foreign)} entries that {kinds} cannot take: "
+            f"{some(list(targets.foreign))}; make an optimizer of the class that was saved, leave it out, or "
+            "pass strict=False to load the other entries"
+        )
     refused = targets.refused()
     if refused:
         lists = [("does not take", refused.unexpected), ("misses", refused.missing)]

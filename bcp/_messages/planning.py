@@ -20,12 +20,14 @@ __all__ = [
     "BlockRuns",
     "CatalogueColumns",
     "Claim",
+    "DifferingReplicas",
     "Ints",
     "LoadAnswer",
     "LoadRequestColumns",
     "Opened",
     "Opening",
     "Rate",
+    "ReplicaDigests",
     "Share",
     "SharedDigests",
     "SharedRuns",
@@ -70,6 +72,31 @@ class Opening(Message, frozen=True, array_like=True, tag=False):
     cached: bool  # whether every rank has the plan already
     version: Annotated[str, msgspec.Meta(min_length=1)] | None  # of the metadata before the save; None for none
     trace: str  # trace context of rank 0; empty for none
+    compares: bool  # whether the ranks compare replicas
+    differs: bool  # whether replicas of a plan that every rank has are known to differ
+
+
+class ReplicaDigests(Message, frozen=True, array_like=True, tag=False):
+    """The replicas of one rank, each column eight bytes a shard or a value of the optimizer."""
+
+    name: bytes  # digest of the name
+    shard: bytes  # digest of the name and of the shard's place in its tensor
+    value: bytes  # digest of sampled values
+
+    def __post_init__(self) -> None:
+        nbytes = len(self.name)
+        expect(_whole(self.name, 8), len(self.shard) == nbytes, len(self.value) == nbytes, reason="cut off")
+
+
+class DifferingReplicas(Message, frozen=True):
+    """Rank 0's answer: the tensors and values whose replicas differ."""
+
+    tensors: bytes  # digests of the names of tensors, eight bytes each
+    values: bytes  # the same for values that are no tensors
+    is_trained: bool  # whether a parameter or an optimizer state is among the tensors
+
+    def __post_init__(self) -> None:
+        expect(_whole(self.tensors, 8), _whole(self.values, 8), reason="digests are cut off")
 
 
 # -- the survey and the division of a save ----------------------------------------------------
@@ -122,6 +149,8 @@ class Share(Message, frozen=True, array_like=True, tag=False):
 
     owned: bytes  # int64, the objects that it writes
     units: bytes  # int64, the units that it writes
+    replicas: bytes  # rows of bcp.plan.write.replicas.REPLICAS
+    compared: Count  # bytes that it compares of each replica, at most
     rows: bytes  # rows of bcp.plan.write.divide.SHARE
 
 

@@ -22,8 +22,11 @@ from bcp._log import log
 from bcp._messages.base import refused
 from bcp._messages.planning import Opening, Written
 from bcp._save.failures import CleanUp, check_not_replaced, put_back
+from bcp._save.replicas import find_differing
+from bcp._save.samples import balanced
 from bcp._version import __version__
 from bcp.errors import BcpError, CorruptError, ExistsError, StorageError
+from bcp.format.layout_file import decode_layout
 from bcp.format.metadata import (
     METADATA_KEY,
     Commit,
@@ -47,6 +50,8 @@ from bcp.telemetry.store import outdated
 
 __all__ = [
     "BLOCK_BYTES",
+    "EQUAL",
+    "HELLO_BYTES",
     "Committing",
     "Done",
     "Opened",
@@ -165,6 +170,12 @@ async def _ends_there(backend: Backend, info: ObjectInfo) -> bool:
 
 BLOCK_BYTES = 1 << 20
 
+HELLO_BYTES = 2 * DIGEST_BYTES
+"""Bytes of a rank's first message before its claims: the key of its plan, and the sum of its replicas' digests."""
+
+EQUAL = b""
+"""Rank 0's answer if all replicas have equal digests."""
+
 _layouts: LruCache[bytes, bytes] = LruCache(16)
 Step = TypeVar("Step")
 
@@ -231,17 +242,18 @@ class Target:
     trace: str  # trace context of rank 0; empty for none
     permit: Permit | None  # asked whether the save may go on; None: it may
     metrics: Mapping[str, float]  # numbers that the commit carries
+    compares: bool  # whether ranks compare their replicas
 
     @classmethod
-    def of(cls, job: SaveJob) -> Target:
+    def of(cls, job: SaveJob, *, compares: bool = False) -> Target:
         """Return the target of a save."""
-        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics)
+        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics, compares)
 
 
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
     """Refuse to harm a checkpoint; else say whether the plan that everyone has still holds.
 
-    A hello has the key of a rank's plan, and its claims of shared parts.
+    A hello has the key of a rank's plan, the sum of its replicas' digests, and its claims of shared parts.
 
     Raises ExistsError if a checkpoint is there, and may not be overwritten. Raises InputError if no rank has a state.
     """
@@ -252,7 +264,7 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
         raise ExistsError(
             f"{target.path} holds a committed checkpoint; pass overwrite=True to replace it, or save elsewhere"
         )
-    shared = [hello[DIGEST_BYTES:] for hello in hellos]
+    shared = [hello[HELLO_BYTES:] for hello in hellos]
     if all_have_nothing(shared):
         raise nothing_in(len(hellos))
     check_shared(shared)
@@ -261,7 +273,8 @@ async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> 
     key = hellos[0][:DIGEST_BYTES]
     layout = _layouts.get(key) or b""
     cached = bool(layout) and all(hello[:DIGEST_BYTES] == key for hello in hellos)
-    opening = Opening(secrets.token_hex(8), cached, old_version, target.trace)
+    differs = cached and target.compares and not balanced([hello[DIGEST_BYTES:HELLO_BYTES] for hello in hellos])
+    opening = Opening(secrets.token_hex(8), cached, old_version, target.trace, target.compares, differs)
     return Opened(target, framework, opening, layout, old), opening.encode()
 
 
@@ -304,6 +317,21 @@ class Planned:
 
     opened: Opened  # the first step
     layout: bytes  # the unchanging part of the metadata, encoded
+
+    async def compare(self, sums: Sequence[bytes]) -> tuple[None, bytes]:
+        """Say whether the replicas of all ranks are equal; ``sums`` are those of their digests."""
+        return None, EQUAL if balanced(sums) else b"differ"
+
+    async def find_differing(self, messages: Sequence[bytes]) -> tuple[None, bytes]:
+        """Name the tensors and values whose replicas differ.
+
+        Raises StateError if the save is to be refused then.
+        """
+        target = self.opened.target
+        layout = await in_thread_gc_paused(decode_layout, self.layout)
+        refuse = target.options.replicas == "error"
+        find = partial(find_differing, layout=layout, path=target.path, refuse=refuse)
+        return None, (await in_thread_gc_paused(find, messages)).encode()
 
     async def commit(self, undo: CleanUp, messages: Sequence[bytes]) -> tuple[Done, bytes]:
         """Write the metadata, last of all: from here on the checkpoint exists (paper sec. 5.2, integrity check).

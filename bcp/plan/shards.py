@@ -17,7 +17,19 @@ import numpy.typing as npt
 from bcp.plan.box import Box
 from bcp.plan.columns import Ints, begins, concat, distinct_rows, matrix, mix, padded, runs
 
-__all__ = ["KINDS", "OPAQUE_KINDS", "TENSOR_COLUMNS", "Segments", "ShardRow", "ShardTable", "TensorMeta", "TensorTable"]
+__all__ = [
+    "BUFFER",
+    "KINDS",
+    "MAY_DIFFER",
+    "ONE_WRITER",
+    "OPAQUE_KINDS",
+    "TENSOR_COLUMNS",
+    "Segments",
+    "ShardRow",
+    "ShardTable",
+    "TensorMeta",
+    "TensorTable",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +105,13 @@ KINDS = ("model", "optimizer", "dataloader", "extra_states")
 
 OPAQUE_KINDS = ("dataloader", "extra_states")
 """Kinds that no planner looks into: one packed object a rank."""
+
+BUFFER, ONE_WRITER, MAY_DIFFER = 1, 2, 4
+"""Marks of a tensor whose replicas are not simply divided among their ranks, as bits.
+
+A buffer of a module has one writer while it is small. A tensor with one writer is never divided. The replicas of a
+tensor that may differ are not compared. The writer is the lowest rank that holds the shard.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +274,8 @@ class ShardTable:
         objects: (kind, path) of the leaves that are not tensors, sorted.
         extras: kinds with one opaque object of this rank (``dataloader``, ``extra_states``).
         units: units of sharded states that it has, by :func:`bcp.plan.units.encode_claims`.
+        marks: int64, one for each of ``tensors``, of :data:`BUFFER`, :data:`ONE_WRITER` and :data:`MAY_DIFFER`; None
+            if no tensor has any.
     """
 
     tensors: TensorTable
@@ -266,6 +287,7 @@ class ShardTable:
     objects: Sequence[tuple[str, str]] = field(default=())
     extras: Sequence[str] = field(default=())
     units: str = ""
+    marks: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.tensor)

@@ -459,6 +459,7 @@ def _slot(held: Held, inner: torch.optim.Optimizer, names: ParamNames) -> Slot:
         master=held.master,
         master_saved=held.fp32.dtype != held.parameter.dtype,
         step_in_group=counts_in_group(inner) and not _counts_itself(inner),
+        optimizer=type(inner),
     )
 
 

@@ -63,7 +63,7 @@ class PlainPlanner:
             finish_model(objects)
             self._settle(states, objects)
 
-        return LoadTargets(leaves.to_load(saved.rows), check, finish, leaves.refusals)
+        return LoadTargets(leaves.to_load(saved.rows), check, finish, leaves.refusals, leaves.foreign)
 
     def _add_model(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Finish:  # noqa: ARG002 -- hook
         return _add_plain(leaves, "model", states)

@@ -48,6 +48,9 @@ class Leaves:
     groups: list[Group] = field(default_factory=list)  # further values, many of them equal
     # further names of tensors, each with the FQN in ``tensors``; a load asks for these names as well
     aliases: dict[Name, str] = field(default_factory=dict)
+    marks: dict[Name, int] = field(default_factory=dict)  # those of ShardTable.marks; tensors without any are left out
+    # entries of a checkpoint for a leaf of the target that do not fit it, each with the class that cannot take it
+    foreign: dict[str, str] = field(default_factory=dict)
     copies: dict[Name, list[Leaf]] = field(default_factory=dict)  # more memory that a load fills; a save ignores it
     rank: int = field(default_factory=_rank)  # for messages
     loading: bool = False  # whether these are the targets of a load
@@ -93,6 +96,10 @@ class Leaves:
     def add_group(self, kind: str, prefixes: Sequence[str], values: Mapping[str, Any]) -> None:
         """Take an object ``<prefix>.<key>`` for every prefix and every key of ``values``."""
         self.groups.append((kind, prefixes, values))
+
+    def mark(self, kind: str, marks: Iterable[tuple[str, int]]) -> None:
+        """Say how the replicas of tensors are written, as (FQN, bits of :data:`bcp.plan.shards.ONE_WRITER` ...)."""
+        self.marks.update(((kind, fqn), bits) for fqn, bits in marks)
 
     def add_alias(self, kind: str, fqn: str, tensor: str) -> None:
         """Say that a tensor that was taken, by its FQN, has another name in the checkpoint."""
@@ -158,12 +165,13 @@ class Leaves:
 
     def _stock(self, names: Sequence[Name], looks: LeafInspection, ties: Ties) -> ShardTableCache:
         """Return the table of names, specs and ties; a table of equal ones is used again."""
-        seen = (names, looks.forms, ties, *self._grouped())
+        seen = (names, looks.forms, ties, *self._grouped(), self.marks)
         stock = recall(seen)
         if stock is None:
             rows, keys = TableRows.of(names, looks.forms, firsts_of(ties, names), {}), self._keys(names)
             plain, tracked = all(form.plain for form in rows.held), any(form.tracked for form in rows.held)
-            stock = ShardTableCache(seen, rows.table(sorted(keys)), rows.stored, keys, plain, tracked)
+            table = rows.table(sorted(keys), self.marks)
+            stock = ShardTableCache(seen, table, rows.stored, keys, plain, tracked)
             remember(stock)
         return stock
 

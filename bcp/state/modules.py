@@ -11,6 +11,7 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.protocols import ObjectKey
+from bcp.state.buffers import broadcast_buffers, buffer_marks
 from bcp.state.dtensor import local_tensor
 from bcp.state.hooks import ATTACH, is_sharded_tensor, shape_of
 from bcp.state.inventory import Leaves, named_state_of
@@ -187,11 +188,13 @@ def add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fin
             "is; pass framework='megatron'"
         )
     where = f"states[{kind!r}]" + (f", {prefix[:-1]!r}" if prefix else "")
+    broadcast = broadcast_buffers(module, kinds)
     module = inner_module(module)
     state = named_state_of(module, where)
     fqns = [prefix + name for name in cleaned(module, kinds, state)]
     extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if is_extra(raw)}
-    named = zip(state, fqns, state.values(), strict=True)
+    named = list(zip(state, fqns, state.values(), strict=True))
+    leaves.mark(kind, buffer_marks(broadcast, ((fqn, value) for _, fqn, value in named)))
     for raw, fqn in extras.items():
         leaves.add_object(kind, fqn, state[raw])
     if not leaves.loading:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from bcp.state.inventory import Leaves
 from bcp.state.modules import Check, Finish, put
 from bcp.state.names import Path, dotted, split
 from bcp.state.native_values import same_generator, set_generator
+from bcp.state.optimizer_kinds import fitting_hypers, fitting_states
 from bcp.state.optimizers import MASTER, OPTIMIZER, STEP, Slot
 from bcp.state.values import same_value, shown
 
@@ -50,6 +51,7 @@ def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: Checkpo
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     entries = _SavedStates.of(saved, slots)
+    leaves.foreign.update(entries.left_out())
     paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(_owner(slot) for slot in slots.values())
     made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, entries.states[slot.fqn], saved)}
@@ -117,7 +119,7 @@ class _SavedStates:
     states: defaultdict[str, list[str]]  # by FQN, keys of the states
     hypers: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as objects
     tensors: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as tensors
-    places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key
+    places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key; None: unwanted
 
     @classmethod
     def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _SavedStates:
@@ -129,6 +131,27 @@ class _SavedStates:
                     section, fqn, key = place
                     (entries.states if section == "state" else hypers)[fqn].append(key)
         return entries
+
+    def left_out(self) -> Iterator[tuple[str, str]]:
+        """Forget the entries of optimizers of another kind; yield their names, and the class that cannot take each."""
+        for slot in self.slots.values():
+            kind = "the target's optimizer" if slot.optimizer is None else slot.optimizer.__name__
+            yield from ((f"{OPTIMIZER}: {name}", kind) for name in self._leave_out(slot))
+
+    def _leave_out(self, slot: Slot) -> Iterator[str]:
+        """With other hyper-parameters no state fits, whatever its name is."""
+        states, hypers, tensors = (entries[slot.fqn] for entries in (self.states, self.hypers, self.tensors))
+        fitting = [fitting_hypers(slot.hyper, keys) for keys in (hypers, tensors)]
+        alike = [len(keys) for keys in fitting] == [len(hypers), len(tensors)]
+        fitting.append(fitting_states(slot.optimizer, states) if alike else [])
+        for section, keys, kept in zip(
+            ("param_groups", "param_groups", "state"), (hypers, tensors, states), fitting, strict=True
+        ):
+            if len(kept) < len(keys):
+                names = [f"{section}.{slot.fqn}.{key}" for key in keys if key not in kept]
+                self.places.update(dict.fromkeys(names))
+                keys[:] = kept
+                yield from names
 
     def place(self, name: str) -> tuple[str, str, str] | None:
         """Return the section, FQN and key that a name is made of; None for one of another kind."""
@@ -269,7 +292,7 @@ def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) ->
         if kind == OPTIMIZER and (place := split(name, fqns)):
             section, tied, key = place
             first = f"{section}.{fqns[tied]}.{key}"
-            if first in wanted:
+            if first in wanted and saved.rows[kind, name] != saved.rows.get((kind, first)):
                 leaves.add_alias(OPTIMIZER, name, first)
 
 

@@ -54,6 +54,7 @@ class Slot:
     step_in_group: bool = False  # whether the optimizer counts steps per group instead of per parameter
     # keys of ``group`` that follow from the parallel layout: neither saved nor loaded
     layout_keys: Collection[str] = ()
+    optimizer: type[Any] | None = None  # class of the optimizer that keeps the states, where it is known
 
     @property
     def values(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def slots_of(
             for parameter in group["params"]:
                 state = keeper.state if id(parameter) in kept else None
                 fqn, *tied = names(parameter)
-                yield Slot(fqn, parameter, group, state, tied, step_in_group=in_group)
+                yield Slot(fqn, parameter, group, state, tied, step_in_group=in_group, optimizer=type(keeper))
 
 
 def counts_in_group(optimizer: object) -> bool:

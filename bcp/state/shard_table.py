@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 import numpy as np
 
@@ -79,8 +80,10 @@ class TableRows:
         self.forms.append(form)
         self.tied_to.append(tied_to)
 
-    def table(self, objects: Sequence[tuple[str, str]]) -> ShardTable:
-        """Make the table; ``objects`` are sorted."""
+    def table(
+        self, objects: Sequence[tuple[str, str]], marks: Mapping[tuple[str, str], int] = MappingProxyType({})
+    ) -> ShardTable:
+        """Make the table; ``objects`` are sorted, ``marks`` are those of tensors by name."""
         tensors, (distinct, number) = self._tensors(), _distinct(self.held)
         spans = [span for form in distinct for span in form.spans]
         span_counts = _column(len(form.spans) for form in distinct)
@@ -94,7 +97,12 @@ class TableRows:
             start=_column(span.start for span in spans)[indices],
             stop=_column(span.stop for span in spans)[indices],
             objects=objects,
+            marks=self._marks(marks) if marks else None,
         )
+
+    def _marks(self, marks: Mapping[tuple[str, str], int]) -> Ints:
+        names = zip(map(KINDS.__getitem__, self.kinds), self.fqns, strict=True)
+        return _column(marks.get(name, 0) for name in names)
 
     def _tensors(self) -> TensorTable:
         """Make the part of the table that is about tensors."""

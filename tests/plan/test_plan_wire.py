@@ -15,6 +15,7 @@ from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.plan.units import encode_claims
 from bcp.plan.write import RankTable
 from bcp.plan.write.divide import SHARE, WriteDivision
+from bcp.plan.write.replicas import REPLICAS, ComparedReplicas
 from bcp.plan.write.survey import (
     decode_catalogue,
     decode_flat,
@@ -99,11 +100,15 @@ def test_what_each_rank_writes_survives():
     rows = np.array([(0, -1, 0, 1 << 40), (1, 2, 3, 4), (0, 0, 5, 6)], dtype=SHARE)
     owned = {1: np.array([2, 5])}
     units = {0: np.array([0, 3]), 1: np.array([4])}
-    division = WriteDivision(None, rows, np.array([0, 1, 1, 3]), owned, units)  # type: ignore[arg-type] -- no layout is sent
+    runs = np.array([(0, 3, -1, -1), (1, 2, 0, 2)], dtype=REPLICAS)
+    replicas = ComparedReplicas(runs, np.array([0, 1, 1, 2, 2]), np.zeros(3, np.int64), 128)
+    division = WriteDivision(None, rows, np.array([0, 1, 1, 3]), owned, units, replicas)  # type: ignore[arg-type] -- no layout is sent
     shares = [decode_share(data) for data in encode_shares(division)]
     assert [share.rows.tolist() for share in shares] == [rows[:1].tolist(), [], rows[1:].tolist()]
     assert [share.owned.tolist() for share in shares] == [[], [2, 5], []]
     assert [share.units.tolist() for share in shares] == [[0, 3], [4], []]
+    assert [share.replicas.tolist() for share in shares] == [runs[:1].tolist(), runs.tolist(), runs[:1].tolist()]
+    assert {share.compared for share in shares} == {128}
 
 
 def test_digest_is_16_bytes_that_never_change():
@@ -163,7 +168,7 @@ def test_damaged_bytes_are_refused(what, damage):
         "catalogue": (encode_catalogue(factored.catalogue), decode_catalogue),
         "slots": (encode_slots(factored.slots), decode_slots),
         "flat": (encode_flat(np.zeros((1, 3), dtype=np.int64)) + b"x", decode_flat),
-        "share": (Share(bytes(8), b"", bytes(SHARE.itemsize)).encode(), decode_share),
+        "share": (Share(bytes(8), b"", b"", 0, bytes(SHARE.itemsize)).encode(), decode_share),
     }[what]
     bad = damage(good)
     if what == "flat" and not bad:
@@ -209,7 +214,7 @@ def test_an_absurd_size_is_refused_before_memory_is_taken():
 
 def share_of(owned=(0,), units=(1,), row=(0, -1, 0, 12)) -> bytes:
     numbers = (np.array(each, dtype="<i8").tobytes() for each in (owned, units))
-    return Share(*numbers, np.array([row], dtype=SHARE).tobytes()).encode()
+    return Share(*numbers, b"", 0, np.array([row], dtype=SHARE).tobytes()).encode()
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,6 @@ def test_a_share_of_what_the_rank_does_not_have_is_refused(share):
 
 def test_rows_that_are_cut_off_are_refused():
     with pytest.raises(MessageError, match="no rows of"):
-        decode_share(Share(b"", b"", bytes(SHARE.itemsize + 1)).encode())
+        decode_share(Share(b"", b"", b"", 0, bytes(SHARE.itemsize + 1)).encode())
     with pytest.raises(MessageError, match="no rows of 8"):
-        decode_share(Share(bytes(7), b"", b"").encode())
+        decode_share(Share(bytes(7), b"", b"", 0, b"").encode())

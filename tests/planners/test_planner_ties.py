@@ -99,8 +99,8 @@ def test_optimizer_states_of_tied_weights_load_into_untied_ones_that_have_none_y
     bcp.save(tmp_path, {"model": source, "optimizer": optimizer})
     bcp.load(tmp_path, {"model": target, "optimizer": fresh}, strict=True)
     moment = optimizer.state[source["tok"].weight]["exp_avg"]
-    assert torch.equal(fresh.state[target["head"].weight]["exp_avg"], moment)
-    assert target["tok"].weight not in fresh.state
+    for name in ("head", "tok"):
+        assert torch.equal(fresh.state[target[name].weight]["exp_avg"], moment)
 
 
 def test_optimizer_states_are_those_of_the_name_that_the_checkpoint_has(tmp_path):

@@ -45,11 +45,13 @@ from bcp._messages.doctor import DoorSign, Finding, Leaders, RankReport, Trial, 
 from bcp._messages.planning import (
     BlockRuns,
     CatalogueColumns,
+    DifferingReplicas,
     LoadAnswer,
     LoadRequestColumns,
     Opened,
     Opening,
     Rate,
+    ReplicaDigests,
     Share,
     SharedDigests,
     SharedRuns,
@@ -123,13 +125,15 @@ EXAMPLES: list[Message] = [
     RankReport(3, (FINDING,), {"reach": 2}, {"bcp": "0.1"}, 0.1, "10.0.0.1", "eth0", 7, 0.2, Way(0.1, -3.5)),
     WholeVerdict(False, (7, 9)),  # noqa: FBT003 -- an example
     SharedDigests({"train": "ab"}),
-    Opening("0123456789abcdef", True, None, ""),  # noqa: FBT003 -- an example
-    Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01"),
+    Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
+    Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
+    ReplicaDigests(bytes(16), bytes(16), bytes(16)),
+    DifferingReplicas(bytes(8), bytes(16), is_trained=True),
     CatalogueColumns(100, b"columns"),
     SlotColumns(2, bytes(16), bytes(16), bytes(32), bytes(32)),
     Table(b"catalogue", b"slots", "", bytes(20)),
     SurveyAnswer(bytes(16), bytes(8), bytes(4)),
-    Share(bytes(8), b"", bytes(32)),
+    Share(bytes(8), b"", bytes(16), 128, bytes(32)),
     Written(bytes(16), 1000, bytes(18)),
     Opened("00-1-2-01", b"metadata"),
     BlockRuns(3, b"columns"),
@@ -326,7 +330,7 @@ def test_one_of_two_classes_is_told_by_its_tag() -> None:
 
 
 def test_no_pattern_lets_a_line_break_pass() -> None:
-    opening = Opening("0123456789abcdef\n", cached=True, version=None, trace="")
+    opening = Opening("0123456789abcdef\n", cached=True, version=None, trace="", compares=True, differs=False)
     job = ReaderJob({"job": ArrayPlace(0, (70,), "|u1\n")})
     for message in (opening, job):
         with pytest.raises(MessageError, match="matching regex"):

@@ -113,7 +113,10 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
     """
     if rename is None:
         objects = {(kind, path): row for row, (kind, path) in enumerate(layout.objects)}
-        return RenamedLayout(layout, CheckpointNames.of(layout), (), objects)
+        names = CheckpointNames.of(layout)
+        if OPTIMIZER in kinds and any(layout.tensors.tied_to):
+            names, objects = _with_tied_states(layout, names, objects)
+        return RenamedLayout(layout, names, (), objects)
     work = _Work(layout, blocks_of(rename), kinds)
     work.run()
     if unknown := sorted(set(rename) - work.moved.keys()) if isinstance(rename, Mapping) else ():
@@ -122,6 +125,24 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
             "names in the checkpoint, values those in the target"
         )
     return work.result()
+
+
+def _with_tied_states(
+    layout: Layout, names: CheckpointNames, objects: Mapping[tuple[str, str], int]
+) -> tuple[CheckpointNames, dict[tuple[str, str], int]]:
+    """Share the states of a tied parameter, saved by one of its names, with its other names, as a rename does."""
+    work = _Work(layout, blocks_of(None), (MODEL, OPTIMIZER))
+    work.take()
+    count, rows, values = len(layout.tensors), dict(names.rows), dict(objects)
+    for row in np.flatnonzero(layout.tensors.tied).tolist():
+        for fqn in (layout.tensors.fqn[row], layout.tensors.fqn[resolve(layout, row)]):
+            for (section, key), leaf in work.parameters.get(fqn, {}).items():
+                name = (OPTIMIZER, f"{section}.{fqn}.{key}")
+                if leaf < count:
+                    rows.setdefault(name, leaf)
+                else:
+                    values.setdefault(name, leaf - count)
+    return CheckpointNames(rows, values.keys(), names.tensors), values
 
 
 @dataclass(slots=True)
@@ -145,10 +166,14 @@ class _Work:
     metas: list[TensorMeta] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Collect the moves of the model and the optimizer, then fill every name of the target."""
+    def take(self) -> None:
+        """Collect the moves of the model and the optimizer."""
         self._take_model()
         self._take_optimizer()
+
+    def run(self) -> None:
+        """Collect the moves, then fill every name of the target."""
+        self.take()
         parts: defaultdict[str, list[tuple[str, Moved]]] = defaultdict(list)
         for source, moved in self.moved.items():
             for move in moved:

@@ -21,6 +21,7 @@ from bcp.plan.layout import Layout
 from bcp.plan.shards import ShardTable
 from bcp.plan.units import claimed_paths, decode_claims
 from bcp.plan.write.divide import WriteDivision, Writes, divide_writes, expand, holds
+from bcp.plan.write.replicas import ComparedRows, rows_of
 from bcp.plan.write.survey import (
     EncodedTable,
     Survey,
@@ -44,6 +45,7 @@ class RankPlan:
     # (kind, path) of the leaves that are not tensors and whose values go into its receipt
     objects: Sequence[tuple[str, str]]
     units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
+    compared: ComparedRows  # the shards that it compares with other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,14 @@ class RankTable:
         answer = decode_share(share)
         paths = [path for claim in decode_claims(self.table.units) for path in claimed_paths(claim)]
         owned = within(answer.owned, len(self.table.objects)) and within(answer.units, len(paths))
-        if not (owned and holds(self.table, self.factored, answer.rows)):
+        replicas = rows_of(self.factored, answer.replicas, len(self.table.objects), answer.compared)
+        if not (owned and replicas and holds(self.table, self.factored, answer.rows)):
             raise refused("Share", share, "it names objects, units or intervals that this rank does not have", 0)
         return RankPlan(
             expand(self.table, self.factored, answer.rows),
             [self.table.objects[row] for row in answer.owned.tolist()],
             [paths[number] for number in answer.units.tolist()],
+            replicas,
         )
 
 

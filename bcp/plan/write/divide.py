@@ -18,6 +18,7 @@ from bcp.plan.shards import KINDS, Segments, ShardTable
 from bcp.plan.units import claimed_paths, divide_units
 from bcp.plan.write.cover import check_cover
 from bcp.plan.write.merge import DistinctShards, MergedTensors, merge_shards, merge_tensors
+from bcp.plan.write.replicas import ComparedReplicas, compared, with_one_writer
 from bcp.plan.write.world import MOST_MEMBERS, AllTables, FactoredTable, signature
 
 __all__ = [
@@ -239,6 +240,7 @@ class WriteDivision:
     owned: Mapping[int, Ints]
     # by rank, numbers of the paths that it writes, among the paths of its claims; ranks without any are left out
     units: Mapping[int, Ints]
+    replicas: ComparedReplicas  # the shards that ranks compare before they write
 
 
 def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
@@ -256,6 +258,8 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
     merged = merge_tensors(world)
     shards = merge_shards(world, merged)
     check_cover(merged, shards)
+    replicas = compared(world, merged, shards)
+    shards = with_one_writer(merged, shards)
     cuts = BALANCES[balance](shards, merged.weight[shards.tensor], world.world_size)
     planes = _planes(merged)
     files = _files(merged, planes, shards, cuts, world.world_size)
@@ -263,7 +267,7 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
     owners = _owners(world)
     objects = owners | {("dataloader", path): rank for path, rank in units.items()}
     layout = _layout(world, merged, shards, cuts, objects, planes=planes, files=files, block_bytes=block_bytes)
-    return WriteDivision(layout, rows, begin, _owned(world, owners), _units(world, units))
+    return WriteDivision(layout, rows, begin, _owned(world, owners), _units(world, units), replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +455,8 @@ class RankShare:
 
     owned: Ints  # int64[o], rows in its table's ``objects`` whose values it writes down
     units: Ints  # int64[u], numbers of the paths that it writes, counted through all its claims
+    replicas: npt.NDArray[np.void]  # the shards that it compares, :data:`~bcp.plan.write.replicas.REPLICAS`
+    compared: int  # bytes that it compares of each of them, at most
     rows: npt.NDArray[np.void]  # its intervals, :data:`SHARE`, in the order of its files
 
 

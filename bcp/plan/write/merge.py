@@ -33,6 +33,7 @@ class MergedTensors:
     leader: Ints  # int64[n], the tensor whose shards this one shares; itself, if it shares none
     number: Ints  # int64[n], which member of its leader's family it is, 0, 1, 2 ...
     weight: Ints  # int64[n], bytes of one element of all the tensors that this one leads
+    marks: Ints  # int64[n], marks that any rank gives to any of the tensors that this one leads
     family_base: Ints  # int64[c + 1]
     family_begin: Ints  # int64[f]
     family_size: Ints  # int64[f]
@@ -95,7 +96,9 @@ def _with_families(catalogues: Sequence[Catalogue], tensors: TensorTable, merged
     number[members[whole]] = (np.arange(len(order)) - begin[family[order]])[whole]
     weight = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(weight, leader, tensors.itemsize)
-    return MergedTensors(tensors, leader, number, weight, base, begin, size, members, split)
+    marks = np.zeros(len(tensors), dtype=np.int64)
+    np.bitwise_or.at(marks, leader[merged], concat([catalogue.marks for catalogue in catalogues]))
+    return MergedTensors(tensors, leader, number, weight, marks, base, begin, size, members, split)
 
 
 def _split(tensors: int, family: Ints, members: Ints, lead: Ints, size: Ints) -> npt.NDArray[np.bool_]:

@@ -29,6 +29,7 @@ from bcp.plan.columns import Ints, concat, distinct_rows
 from bcp.plan.shards import TENSOR_COLUMNS, ShardTable, TensorTable
 from bcp.plan.units import decode_claims
 from bcp.plan.write.divide import SHARE, RankShare, WriteDivision
+from bcp.plan.write.replicas import REPLICAS
 from bcp.plan.write.world import AllTables, Catalogue, FactoredTable, Slots
 
 __all__ = [
@@ -56,7 +57,8 @@ Column = Ints | Sequence[str]
 
 def encode_catalogue(catalogue: Catalogue) -> bytes:
     """Encode the names of a rank; :func:`decode_catalogue` is the exact inverse. Equal ones give equal bytes."""
-    return _encode(_names(catalogue.tensors, catalogue.objects, catalogue.extras) | {"family": catalogue.family})
+    names = _names(catalogue.tensors, catalogue.objects, catalogue.extras)
+    return _encode(names | {"family": catalogue.family, "marks": catalogue.marks})
 
 
 def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
@@ -70,13 +72,13 @@ def decode_catalogue(data: bytes, sender: int | None = None) -> Catalogue:
         grids = {name: columns[name].reshape(tensors, width) for name in ("shape", "stride")}
         table = TensorTable(**{name: columns[name] for name in TENSOR_COLUMNS} | grids)
         objects = list(zip(columns["object_kind"], columns["object_path"], strict=True))
-        family = columns["family"].reshape(tensors)
+        family, marks = columns["family"].reshape(tensors), columns["marks"].reshape(tensors)
         lengths = set(map(len, table.columns().values()))
     except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise refused("CatalogueColumns", data, f"wrong columns: {error!r}", sender) from error
     if lengths != {tensors}:
         raise refused("CatalogueColumns", data, "columns of different lengths", sender)
-    return Catalogue(table, family, objects, columns["extras"])
+    return Catalogue(table, family, marks, objects, columns["extras"])
 
 
 def encode_slots(slots: Slots) -> bytes:
@@ -117,9 +119,10 @@ def encode_shares(division: WriteDivision) -> list[bytes]:
         {rank: rows.astype("<i8").tobytes() for rank, rows in by_rank.items()}
         for by_rank in (division.owned, division.units)
     )
+    nbytes, compared = division.replicas.nbytes, division.replicas.by_rank()
     return [
-        Share(owned.get(rank, b""), units.get(rank, b""), rows[begin:end]).encode()
-        for rank, (begin, end) in enumerate(pairwise(ends))
+        Share(owned.get(rank, b""), units.get(rank, b""), replicas, nbytes, rows[begin:end]).encode()
+        for rank, (replicas, (begin, end)) in enumerate(zip(compared, pairwise(ends), strict=True))
     ]
 
 
@@ -129,7 +132,8 @@ def decode_share(data: bytes) -> RankShare:
     owned, units = (
         _records(column, np.dtype("<i8"), "Share", 0).astype(np.int64) for column in (share.owned, share.units)
     )
-    return RankShare(owned, units, _records(share.rows, SHARE, "Share", 0))
+    replicas = _records(share.replicas, REPLICAS, "Share", 0)
+    return RankShare(owned, units, replicas, share.compared, _records(share.rows, SHARE, "Share", 0))
 
 
 def _records(data: bytes, dtype: np.dtype[Any], name: str, sender: int | None = None) -> npt.NDArray[Any]:
@@ -167,10 +171,11 @@ def _digest(table: ShardTable) -> bytes:
 
 def _columns(table: ShardTable) -> dict[str, Column]:
     """Return all columns of a table by name, flattened to one dimension."""
-    units: dict[str, Column] = {"units": [table.units]} if table.units else {}
+    rare: dict[str, Column] = {"units": [table.units]} if table.units else {}
+    rare |= {} if table.marks is None else {"marks": table.marks}
     return (
         _names(table.tensors, table.objects, table.extras)
-        | units
+        | rare
         | {
             "tensor": table.tensor,
             "offset": table.offset.ravel(),

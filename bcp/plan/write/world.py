@@ -33,6 +33,7 @@ class Catalogue:
     # int64[n], number of each tensor's family: states of one parameter with equal shards. They are planned and laid out
     # as one. Numbers count 0, 1, 2 ... in the order of their first members.
     family: Ints
+    marks: Ints  # int64[n], bits of bcp.plan.shards.ONE_WRITER and its neighbours
     objects: Sequence[tuple[str, str]]  # (kind, path) of the leaves that are not tensors, sorted
     extras: Sequence[str]  # kinds with one opaque object of the rank
 
@@ -74,11 +75,12 @@ def factor(table: ShardTable) -> FactoredTable:
     family = _families(tensors, shards, begin)
     slot_family, row_begin, rows = _rows(family, row, begin)
     first = rows[row_begin[:-1]]
+    marks = np.zeros_like(order) if table.marks is None else table.marks[order]
     start, stop = table.start[first], table.stop[first]
     regular = _regular(table, first)
     own = np.flatnonzero(~regular & (start != stop))
     return FactoredTable(
-        catalogue=Catalogue(tensors, family, table.objects, table.extras),
+        catalogue=Catalogue(tensors, family, marks, table.objects, table.extras),
         slots=Slots(slot_family, table.offset[first], table.length[first], regular.astype(np.int64)),
         flat=np.column_stack([own, start[own], stop[own]]),
         row_begin=row_begin,

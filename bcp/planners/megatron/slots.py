@@ -206,6 +206,7 @@ def _slot(
         master_saved=stepped.dtype != parameter.dtype,
         step_in_group=counts_in_group(inner),
         layout_keys=_LAYOUT_KEYS,
+        optimizer=type(inner),
     )
 
 

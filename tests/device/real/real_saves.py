@@ -29,6 +29,7 @@ from real_support import (
 from torch import nn
 
 import bcp
+from bcp.coordinators import memory_coordinators
 from bcp.runtime import device
 
 
@@ -274,3 +275,33 @@ def pinned_memory_that_the_caller_still_reads(late: Backend, path: Path, kind: s
         weight.copy_(average, non_blocking=True)
         bcp.load(path, {kind: {"x": average}})
     assert (weight.cpu()[0], average[0]) == (5, 7)
+
+
+@each("equal", "strides differ", "values differ")
+def replicas_on_a_device_are_compared(late: Backend, path: Path, how: str) -> None:
+    """Two ranks in two threads; values are written late, and compared when they are there."""
+    ranks, errors = memory_coordinators(2), dict[int, Exception]()
+    models = [mixed() for _ in ranks]
+    if how == "strides differ":
+        for rank, model in enumerate(models):
+            model["strided"] = torch.zeros((70, 30) if rank else (30, 70), device="late:0")
+            model["strided"] = model["strided"] if rank else model["strided"].t()
+
+    def saved(rank: int) -> None:
+        try:
+            options = bcp.SaveOptions(replicas="error")
+            bcp.save(path, {"model": models[rank]}, coordinator=ranks[rank], options=options)
+        except bcp.StateError as error:
+            errors[rank] = error
+
+    busy(late)
+    for rank, model in enumerate(models):
+        for tensor in model.values():
+            tensor.fill_(5 + rank if how == "values differ" else 5)
+    threads = [threading.Thread(target=saved, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(errors) == ([0, 1] if how == "values differ" else [])
+    assert all("different values" in str(error) for error in errors.values())
