@@ -20,6 +20,7 @@ from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 
 __all__ = [
+    "any_rank",
     "capture_error",
     "collective_operation",
     "gather_broadcast",
@@ -176,6 +177,15 @@ async def gather_scatter(
             return [_failure(error)] * len(messages)
 
     return _unpack(rank, own_message, await agreement.gather_scatter(step, _message(own_message), shares))
+
+
+async def any_rank(agreement: Agreement, step: str, rank: int, *, says: bool) -> bool:
+    """Return on every rank whether one of them says so."""
+
+    async def answer(messages: Sequence[bytes]) -> bytes:
+        return b"".join(messages)[:1]
+
+    return bool(await gather_broadcast(agreement, step, rank, b"\1" if says else b"", answer))
 
 
 def _message(own_message: OwnMessage) -> bytes:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import capture_error, collective_operation, gather_broadcast, no_answer, unwrap_stage_errors
+from bcp._agree import any_rank, capture_error, collective_operation, unwrap_stage_errors
 from bcp._job import LoadJob, SaveJob
-from bcp._record import recorded
+from bcp._record import Record, recorded
 from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.format.metadata import Metadata
@@ -120,36 +121,70 @@ async def aprepare(job: SaveJob) -> None:
 # -- load ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedTensors:
+    """One checkpoint, whose tensors are all in their places on every rank."""
+
+    metadata: Metadata
+    wanted: loading.LoadRequest
+    reading: loading.LoadPlan
+    context: LoadContext
+
+    def report(self, job: LoadJob) -> LoadReport:
+        return loading.report(job, self.metadata, self.wanted, self.reading, self.context)
+
+
 @collect_failure_garbage()
 async def aload(job: LoadJob) -> LoadReport:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, recorded(job) as record:
         async with record.forgiving(job.operation) as agreement:
-            with job.watch.phase("open"):
-                metadata = await loading.open_checkpoint(agreement, job)
-                record.reads(metadata.layout)
-            async with loading.say_if_replaced(job.backend, metadata, job.path):
-                with job.watch.phase("plan"):
-                    asking = capture_error(loading.ask(job, metadata))  # a local error would be kept by its traceback
-                    wanted, reading = await loading.plan_reads(
-                        agreement, job.rank, await asking, metadata, job.options, world_size=job.world_size
-                    )
-                with job.watch.phase("read"), unwrap_stage_errors():
-                    context = await _read(job, agreement, metadata, wanted, reading)
-            await record.share(agreement, loading.report(job, metadata, wanted, reading, context))
-        with loading.say_if_half_loaded(context), job.watch.phase("finish"):
-            await in_thread(loading.put_values, job, wanted)
-        return loading.report(job, metadata, wanted, reading, context)
+            loaded, restarts = None, 0
+            while loaded is None:  # a save may replace the checkpoint during the load, and delete its files
+                loaded = await _load_once(job, agreement, record, is_last=restarts == loading.RESTARTS)
+                restarts += 1
+            await record.share(agreement, loaded.report(job))
+        with loading.say_if_half_loaded(loaded.context), job.watch.phase("finish"):
+            await in_thread(loading.put_values, job, loaded.wanted)
+        return loaded.report(job)
+
+
+async def _load_once(job: LoadJob, agreement: Agreement, record: Record, *, is_last: bool) -> _LoadedTensors | None:
+    """Load the tensors of the newest checkpoint; None on all ranks if it was replaced while they read it."""
+    with job.watch.phase("open"):
+        metadata = await loading.open_checkpoint(agreement, job)
+        record.reads(metadata.layout)
+    is_replaced = loading.asks_if_replaced(job, metadata, is_last=is_last)
+    async with loading.say_if_replaced(job.backend, metadata, job.path):
+        with job.watch.phase("plan"):
+            asking = capture_error(loading.ask(job, metadata))  # a local error would be kept by its traceback
+            planned = await loading.plan_reads(
+                agreement,
+                job.rank,
+                await asking,
+                metadata,
+                job.options,
+                world_size=job.world_size,
+                is_replaced=is_replaced,
+            )
+        if planned is None:
+            return None
+        with job.watch.phase("read"), unwrap_stage_errors():
+            context = await _read(job, agreement, metadata, *planned, is_replaced)
+    return None if context is None else _LoadedTensors(metadata, *planned, context)
 
 
 async def _read(
-    job: LoadJob, agreement: Agreement, metadata: Metadata, wanted: loading.LoadRequest, reading: loading.LoadPlan
-) -> LoadContext:
-    """Fill the tensors, and wait until every rank has done so."""
+    job: LoadJob,
+    agreement: Agreement,
+    metadata: Metadata,
+    wanted: loading.LoadRequest,
+    reading: loading.LoadPlan,
+    is_replaced: Callable[[], Awaitable[bool]],
+) -> LoadContext | None:
+    """Fill the tensors, and wait until every rank has done so; None if they have to begin again."""
     options = job.options
     async with AsyncExitStack() as stack:
-        ranks = loading.needed_receipts(reading, wanted, metadata.layout)
-        receipts = {**wanted.receipts, **await loading.fetch_receipts(job.backend, metadata, ranks)}
         devices = accelerators(wanted.targets.shards.tensors, wanted.targets.shards.address)
         devices = loading.exchange_devices(job, devices)
         lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
@@ -158,19 +193,24 @@ async def _read(
         stack.enter_context(
             being_loaded([*targets.tensors, *(t for overlap in wanted.shared for t in overlap.targets)])
         )
-        items = await in_thread_gc_paused(loading.read_items, reading, wanted, metadata, receipts, targets.straight)
-        job.watch.contents = partial(loading.contents, {item.name: item for item in items}, wanted)
-        await loading.check_stored(job.backend, items, options.read_bytes, job.io_workers)
+        items = await loading.found_items(job, metadata, wanted, reading, targets.straight, is_replaced)
+        if reading.assignment.rounds and await any_rank(agreement, "files", job.rank, says=items is None):
+            return None
         all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
-        context = loading.load_context(job, all_to_all, metadata, reading, targets, lease)
+        context = loading.load_context(job, all_to_all, metadata, reading, targets, lease, is_replaced)
+        context.is_lost = items is None
         stack.enter_context(loading.say_if_half_loaded(context))
+        items = items or []
+        job.watch.contents = partial(loading.contents, {item.name: item for item in items}, wanted)
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
         job.watch.add(stack.enter_context(progress_bar("load", job.path, stage="exchange", nbytes=nbytes, show=show)))
         graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
-        await in_thread(loading.put_shared, job, wanted.shared)
-        await gather_broadcast(agreement, "done", job.rank, b"", no_answer)  # paper sec. 3.3, step 6
+        if not context.is_lost:
+            context.is_lost = await loading.put_shared(job, wanted.shared, is_replaced)
+        if await any_rank(agreement, "done", job.rank, says=context.is_lost):  # paper sec. 3.3, step 6
+            return None
     return context
 
 

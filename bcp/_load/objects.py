@@ -10,7 +10,6 @@ import numpy as np
 
 from bcp._job import LoadJob
 from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
-from bcp._load.reads import LoadPlan
 from bcp._load.targets import LoadRequest, check_taken, extra_ranks, find_targets
 from bcp._load.units import put_units, read_units, saved_units, unit_places
 from bcp.errors import CorruptError, FqnMismatchError
@@ -29,13 +28,7 @@ from bcp.state.random_states import AddedRngState
 from bcp.state.units import opaque_states
 from bcp.state.values import decode_values
 
-__all__ = ["ask", "needed_receipts", "put_values"]
-
-
-def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> set[int]:
-    """Return the ranks whose receipts this rank still has to read."""
-    files = {chunk.file for chunk in reading.assignment.items() if chunk.stop > chunk.start}
-    return {int(layout.file_rank[file]) for file in files} - set(wanted.receipts)
+__all__ = ["ask", "put_values"]
 
 
 async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:

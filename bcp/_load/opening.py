@@ -6,8 +6,8 @@ The claims of receipts, checked against the metadata and against storage before 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from bcp._agree import gather_broadcast
+from bcp._deletion import read_committed
 from bcp._job import LoadJob
 from bcp._messages.planning import Opened
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
@@ -32,6 +33,8 @@ from bcp.stages.memcpy import bytes_of
 from bcp.telemetry.store import FOLDER as TELEMETRY
 
 __all__ = [
+    "RESTARTS",
+    "asks_if_replaced",
     "check_stored",
     "checked",
     "fetch",
@@ -166,6 +169,8 @@ STEP = re.compile(r"\d$|^(latest|last|best|final)$")
 """Names of checkpoints of a run: ``step-1000``, ``100``, ``latest``. Others may be roles: ``actor``."""
 
 RECEIPTS_AT_ONCE = 16
+RESTARTS = 8
+"""Times that a load begins again because a save has replaced the checkpoint under it."""
 
 
 async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
@@ -214,19 +219,39 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def asks_if_replaced(job: LoadJob, metadata: Metadata, *, is_last: bool) -> Callable[[], Awaitable[bool]]:
+    """Return a function that asks storage whether another save has replaced the opened checkpoint.
+
+    If ``is_last``, it answers no: the load is not begun again, and raises what it meets.
+    """
+
+    async def ask() -> bool:
+        return not is_last and await _winner(job.backend, metadata) != ""
+
+    return ask
+
+
+async def _winner(backend: Backend, metadata: Metadata) -> str:
+    """Return the operation that has replaced a checkpoint; empty if there is none, or none that is known."""
+    try:
+        now = await read_committed(backend)
+    except (BcpError, OSError):
+        return ""
+    return "" if now.operation == metadata.commit.operation else now.operation
+
+
 @asynccontextmanager
 async def say_if_replaced(backend: Backend, metadata: Metadata, path: str) -> AsyncIterator[None]:
     """Add a note to a CorruptError if a save has replaced the checkpoint meanwhile, and deleted its files."""
     try:
         yield
     except CorruptError as error:
-        with suppress(BcpError, FileNotFoundError):
-            now = await in_thread_gc_paused(decode_metadata, await backend.get(METADATA_KEY), path)
-            if now.commit.operation != metadata.commit.operation:
-                error.add_note(
-                    f"Operation {now.commit.operation} has replaced the checkpoint at {path} during this load, and its "
-                    "files were deleted. Nothing has to be restored: load again."
-                )
+        if winner := await _winner(backend, metadata):
+            error.add_note(
+                f"Operation {winner} has replaced the checkpoint at {path} during this load, and its files were "
+                f"deleted, {RESTARTS + 1} times in a row. Nothing has to be restored: load again when fewer saves go "
+                "there."
+            )
         raise
 
 

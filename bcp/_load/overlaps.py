@@ -5,7 +5,7 @@ Targets that are made of blocks of saved tensors, stated as parts of these; live
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from bcp.plan.read.renames import Moved
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.plan.strided import Strided
 from bcp.protocols import LocalShards
+from bcp.runtime.threads import in_thread
 from bcp.stages.memcpy import addresses, block_of, stretch, written
 
 __all__ = ["OverlappingTargets", "put_shared", "relocated", "without_overlaps"]
@@ -160,11 +161,23 @@ def without_overlaps(
     return replace(shards, tensors=tensors, address=None if shared else address), tuple(shared)
 
 
-def put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
-    """Put values into memory that targets share.
+async def put_shared(
+    job: LoadJob, shared: Sequence[OverlappingTargets], is_replaced: Callable[[], Awaitable[bool]]
+) -> bool:
+    """Put values into memory that targets share; return whether that was in vain, for the checkpoint was replaced.
 
     Raises MismatchError if values disagree about some of this memory; nothing was written to it then.
     """
+    try:
+        await in_thread(_put_shared, job, shared)
+    except MismatchError:
+        if not await is_replaced():  # else another rank may have sent zeros
+            raise
+        return True
+    return False
+
+
+def _put_shared(job: LoadJob, shared: Sequence[OverlappingTargets]) -> None:
     with job.caller.streams_in_use(), torch.no_grad():
         _check_same(shared, job.rank)
         for targets in shared:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import gather_broadcast, no_answer, nothing_in
+from bcp._agree import gather_broadcast, no_answer, nothing_in, unwrap_stage_errors
 from bcp._job import LoadJob
-from bcp._load.opening import file_of
+from bcp._load.opening import check_stored, fetch_receipts, file_of
 from bcp._load.targets import LoadRequest, both_names, some
 from bcp._load.units import check_wanted
 from bcp._messages.base import refused
 from bcp._messages.planning import LoadAnswer, LoadRequestColumns, Rate
 from bcp.coordinators.process_group import GroupExchange, join_group
-from bcp.errors import BcpError, CorruptError, FqnMismatchError, MessageError
+from bcp.errors import BcpError, CorruptError, FqnMismatchError, MessageError, StorageError
 from bcp.format.metadata import Metadata, data_key
 from bcp.format.receipt import FileReceipt, Receipt
 from bcp.options import LoadOptions
@@ -42,7 +42,7 @@ from bcp.protocols import Agreement, FailureReporter
 from bcp.runtime.device import Lanes
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import ReadItem
-from bcp.stages.load import SEAL_BYTES, AllToAll
+from bcp.stages.load import SEAL_BYTES, AllToAll, never_replaced
 from bcp.stages.memcpy import bytes_of
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "contents",
     "exchange",
     "exchange_devices",
+    "found_items",
     "key_of",
     "plan_reads",
     "read_items",
@@ -135,13 +136,18 @@ async def plan_reads(
     options: LoadOptions,
     *,
     world_size: int,
-) -> tuple[LoadRequest, LoadPlan]:
+    is_replaced: Callable[[], Awaitable[bool]] = never_replaced,
+) -> tuple[LoadRequest, LoadPlan] | None:
     """Share the reading: bytes that several ranks want are read by one of them, chosen by rank 0 (paper sec. 4.1).
 
     If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
+    Returns None on all ranks if one of them has not found a file because another save has replaced the checkpoint.
     """
     layout = metadata.layout
     line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
+    if isinstance(request, CorruptError | StorageError) and await is_replaced():
+        await gather_broadcast(agreement, "reads", rank, b"", no_answer)
+        return None
     if isinstance(request, BcpError):
         await gather_broadcast(agreement, "reads", rank, request, no_answer)
         raise request
@@ -149,6 +155,8 @@ async def plan_reads(
     requests: list[LoadRequestColumns] = []  # on rank 0
 
     async def answer(messages: Sequence[bytes]) -> bytes:
+        if not all(messages):
+            return b""
         requests.extend(LoadRequestColumns.decode_all(messages))
         return await in_thread_gc_paused(_answer, request, line, requests, options)
 
@@ -161,7 +169,9 @@ async def plan_reads(
     claims = encode_claims([read.claim for read in request.units])
     blocks = line.encode(runs) if options.overlap_loading else b""
     message = LoadRequestColumns(kinds, request.rows.astype("<i4").tobytes(), claims, blocks).encode()
-    agreed = _agreed(await gather_broadcast(agreement, "reads", rank, message, answer), world_size)
+    if not (reply := await gather_broadcast(agreement, "reads", rank, message, answer)):
+        return None
+    agreed = _agreed(reply, world_size)
     unexpected = _rows(agreed.names, request.renamed, 0)
     shared = await in_thread_gc_paused(SharedReads.decode, agreed.runs, line, world_size)
     over_tcp = options.exchange != "nccl"  # which may have a network of its own
@@ -284,6 +294,42 @@ def _named(names: RenamedLayout, row: int) -> str:
     made = row - len(layout.objects)
     sources = [tensors.fqn[source] for source in names.sources(made)]
     return f"{KINDS[int(names.saved.tensors.kind[made])]}: {sources[0]} (what becomes {names.saved.tensors.fqn[made]})"
+
+
+async def found_items(
+    job: LoadJob,
+    metadata: Metadata,
+    wanted: LoadRequest,
+    reading: LoadPlan,
+    straight: ZeroCopyReads,
+    is_replaced: Callable[[], Awaitable[bool]],
+) -> list[ReadItem] | None:
+    """List the chunks that this rank reads, whose files are there as their receipts say.
+
+    Returns None if files are gone because another save has replaced the checkpoint.
+
+    Raises:
+        CorruptError: a receipt or a file is missing or damaged.
+        StorageError: storage failed.
+
+    """
+    ranks = needed_receipts(reading, wanted, metadata.layout)
+    try:
+        with unwrap_stage_errors():
+            receipts = {**wanted.receipts, **await fetch_receipts(job.backend, metadata, ranks)}
+            items = await in_thread_gc_paused(read_items, reading, wanted, metadata, receipts, straight)
+            await check_stored(job.backend, items, job.options.read_bytes, job.io_workers)
+    except (CorruptError, StorageError):
+        if not await is_replaced():
+            raise
+        return None
+    return items
+
+
+def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> set[int]:
+    """Return the ranks whose receipts this rank still has to read."""
+    files = {chunk.file for chunk in reading.assignment.items() if chunk.stop > chunk.start}
+    return {int(layout.file_rank[file]) for file in files} - set(wanted.receipts)
 
 
 def read_items(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import eq
@@ -63,7 +63,13 @@ def lay_out(job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: Load
 
 
 def load_context(
-    job: LoadJob, all_to_all: AllToAll, metadata: Metadata, reading: LoadPlan, targets: LoadBuffers, lease: Lease
+    job: LoadJob,
+    all_to_all: AllToAll,
+    metadata: Metadata,
+    reading: LoadPlan,
+    targets: LoadBuffers,
+    lease: Lease,
+    is_replaced: Callable[[], Awaitable[bool]],
 ) -> LoadContext:
     """Build the context that the stages of the load share."""
     return LoadContext(
@@ -79,6 +85,7 @@ def load_context(
         all_to_all=all_to_all,
         device=job.exchange_device,
         edited=job.options.edit is not unchanged,
+        is_replaced=is_replaced,
         file_name=partial(key_of, metadata),
     )
 

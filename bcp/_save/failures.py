@@ -83,7 +83,8 @@ class CleanUp:
     """
 
     def __init__(self, job: SaveJob) -> None:
-        self._job = job
+        # not the job, which leads to tensors: the frames of an error's traceback keep this until the next collection
+        self._rank, self._path, self._backend, self._policy = job.rank, job.path, job.backend, job.options.retries
         self._keys: list[str] = []
         self._attempt = Attempt("")
         self._is_lost = False
@@ -91,11 +92,11 @@ class CleanUp:
     def begin(self, operation: str, items: Sequence[WriteItem]) -> None:
         """Note the files that this rank is about to write."""
         self._attempt = Attempt(operation)
-        self._keys = [*dict.fromkeys(item.key for item in items), receipt_key(self._job.rank, operation)]
+        self._keys = [*dict.fromkeys(item.key for item in items), receipt_key(self._rank, operation)]
 
     def leave_to_rank_0(self) -> None:
         """Note that from here on this rank's files may belong to a checkpoint."""
-        if self._job.rank:
+        if self._rank:
             self._keys = []
 
     def send(self, replaces: str) -> None:
@@ -118,10 +119,10 @@ class CleanUp:
             StorageError: nobody can know yet; nothing will be deleted.
 
         """
-        operation, path = self._attempt.operation, self._job.path
+        operation, path = self._attempt.operation, self._path
         try:
             version = await backend.version(METADATA_KEY)  # first: it is not newer than what is read then
-            committed = await read_committed(backend, self._job.options.retries)
+            committed = await read_committed(backend, self._policy)
         except (BcpError, OSError) as unread:
             raise self._unknown(f"then {unread}", error) from error or unread
         if committed.operation == operation:
@@ -148,7 +149,7 @@ class CleanUp:
     def _unknown(self, seen: str, error: Exception | None) -> StorageError:
         """Return the error of a save that may be committed."""
         made = StorageError(
-            f"{self._job.path}: the commit of operation {self._attempt.operation} has no known outcome: "
+            f"{self._path}: the commit of operation {self._attempt.operation} has no known outcome: "
             f"{error or 'storage refused it'}; {seen}. The checkpoint may be committed, now or later. No file was "
             "deleted. Load it, or save again"
         )
@@ -157,10 +158,10 @@ class CleanUp:
 
     async def remove(self) -> None:
         """Delete the files that no checkpoint can have."""
-        backend, keys = self._job.backend, self._keys
+        backend, keys = self._backend, self._keys
         if not keys or (self._attempt.is_sent and not self._is_lost):
             return
-        if not self._job.rank:
+        if not self._rank:
             listed = await backend.list()
             keys = [info.key for info in listed if operation_of(info.key) == self._attempt.operation]
         await delete_unnamed(backend, keys, self._attempt)

@@ -324,6 +324,10 @@ def absolute(root: str) -> Path:
     if "\0" in root:
         raise InputError(f"the path {root!r} has a NUL in it, which no file's name may have")
     try:
+        os.fsencode(root)
+    except UnicodeEncodeError as error:
+        raise InputError(f"the path {root!r} is no file's name: {error}; correct it") from error
+    try:
         return Path(root).expanduser().absolute()
     except RuntimeError as error:  # nobody of that name
         raise InputError(f"the path {root!r}: {error} Give it in full") from error

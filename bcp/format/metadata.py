@@ -197,6 +197,7 @@ def _commit(table: pa.RecordBatch) -> Commit:
     if not OPERATION.fullmatch(about["operation"]):
         raise ValueError(f"the operation id {about['operation']!r} does not have 16 hex digits")
     check_block_bytes("part_bytes", about["part_bytes"])
+    "".join([about["created"], about["framework"], about["version"], *about["codecs"]]).encode()  # no lone surrogates
     fields = {name: about[name] for name in types if name != "codecs"}
     digests, metrics = fixed_bytes(table, "digest"), _metrics(about.get("metrics", {}))
     return Commit(codecs=tuple(about["codecs"]), receipts=digests, metrics=metrics, **fields)

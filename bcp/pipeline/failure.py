@@ -16,22 +16,33 @@ from anyio.abc import TaskGroup
 
 from bcp.errors import StageError
 
-__all__ = ["BranchError", "FirstFailure", "is_cancellation", "run_while_opening"]
+__all__ = ["BranchError", "FirstFailure", "is_cancellation", "run_while_opening", "running_task"]
 
 
 class BranchError(StageError):
     """A stage inside a branch failed. The pipeline around it replaces this by a StageError for its own item."""
 
 
-def is_cancellation(error: BaseException) -> bool:
-    """Say whether the running task got this because it is being cancelled, and so has to let it pass.
+def is_cancellation(error: BaseException, task: asyncio.Task[object] | None) -> bool:
+    """Return whether a task has to let an error pass, because the task is being cancelled or its coroutine closed.
 
     A CancelledError may also be an ordinary failure: code that awaits a future which somebody else cancelled
-    (a gRPC call, say) raises it too. A task group takes that for the end of the task and forgets it.
+    (a gRPC call, say) raises it too. A task group takes that for the end of the task and forgets it. A GeneratorExit is
+    an ordinary failure if the task itself runs: whoever closes a coroutine is another task, or none.
+
+    ``task`` is the one that runs the code, as :func:`running_task` has returned it before.
     """
     if isinstance(error, asyncio.CancelledError):
         return anyio.current_effective_deadline() == -math.inf
-    return isinstance(error, GeneratorExit)
+    return isinstance(error, GeneratorExit) and (task is None or running_task() is not task)
+
+
+def running_task() -> asyncio.Task[object] | None:
+    """Return the task that runs now; None outside of tasks."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        return None
 
 
 class FirstFailure:
@@ -79,7 +90,7 @@ class FirstFailure:
             stage, error, notes = error.stage, error.__cause__, getattr(error, "__notes__", [])
         while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]  # a task group inside the stage; one error needs no group around it
-        if not isinstance(error, (Exception, asyncio.CancelledError, BaseExceptionGroup)):
+        if not isinstance(error, (Exception, asyncio.CancelledError, GeneratorExit, BaseExceptionGroup)):
             return error
         named = self._kind(stage, item, error)
         named.__cause__ = error
@@ -101,15 +112,16 @@ async def run_while_opening(
     context is entered and left by the calling task, with the work's error where it failed. Whichever of the two fails
     first is raised, as it is, and a second error becomes a note; never an exception group.
     """
-    done = anyio.Event()
+    done, task = anyio.Event(), running_task()
     results: list[T] = []
     errors: list[BaseException] = []
 
     async def run() -> None:
+        own_task = running_task()
         try:
             results.append(await work())
         except BaseException as error:
-            if is_cancellation(error):
+            if is_cancellation(error, own_task):
                 raise
             errors.append(error)
         finally:
@@ -127,7 +139,7 @@ async def run_while_opening(
                 if errors:
                     raise errors[0]  # noqa: TRY301 -- it has to pass through the context
         except BaseException as error:
-            if is_cancellation(error):
+            if is_cancellation(error, task):
                 raise
             group.cancel_scope.cancel()
             if not errors:

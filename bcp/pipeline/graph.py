@@ -18,7 +18,7 @@ from bcp._log import bind
 from bcp.errors import InputError, StageError
 from bcp.events import BudgetEvent, Observer, StageEvent, StageStart, ignore, told
 from bcp.pipeline.budget import Budget
-from bcp.pipeline.failure import FirstFailure, is_cancellation
+from bcp.pipeline.failure import FirstFailure, is_cancellation, running_task
 from bcp.pipeline.stage import Stage
 
 __all__ = ["Item", "Pipeline"]
@@ -234,7 +234,7 @@ class _Run:
 
     async def _process(self, stage: Stage[Any, Any], parcel: _Parcel) -> bool:
         """Put one parcel through one stage; say whether it went well."""
-        started = time.monotonic()
+        started, task = time.monotonic(), running_task()
         event = partial(StageEvent, stage.name, parcel.name, parcel.nbytes, started, waited=started - parcel.queued)
         try:
             self._observe(StageStart(stage.name, parcel.name, parcel.nbytes, parcel.queued, started))
@@ -242,7 +242,7 @@ class _Run:
             parcel.queued = time.monotonic()
             self._observe(event(parcel.queued, onward=self._onward[stage.name]))
         except BaseException as error:
-            if is_cancellation(error):
+            if is_cancellation(error, task):
                 raise
             self._failure.add(stage.name, parcel.name, error)
             with suppress(Exception):  # an observer that raised before: its error has been added

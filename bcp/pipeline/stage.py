@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from bcp.errors import InputError
-from bcp.pipeline.failure import BranchError, FirstFailure, is_cancellation
+from bcp.pipeline.failure import BranchError, FirstFailure, is_cancellation, running_task
 
 __all__ = ["Stage", "tee"]
 
@@ -76,9 +76,10 @@ def tee(*stages: Stage[X, Any]) -> Stage[X, X]:
 
 async def _show(stage: Stage[X, Any], item: X, failure: FirstFailure) -> None:
     """Let one stage of a branch see the item."""
+    task = running_task()
     try:
         await stage.run(item)
     except BaseException as error:
-        if is_cancellation(error):
+        if is_cancellation(error, task):
             raise
         failure.add(stage.name, getattr(item, "name", type(item).__name__), error)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from bcp.errors import BcpError, CorruptError, MissingCodecError
+from bcp.errors import BcpError, CorruptError, MissingCodecError, StorageError
 from bcp.format.receipt import FileReceipt
 from bcp.pipeline import Pipeline, Stage
 from bcp.plan.read.copies import Assignment, Chunk
@@ -29,7 +29,7 @@ from bcp.stages.items import Loaded, ReadItem, Stored
 from bcp.stages.memcpy import bytes_of
 from bcp.stages.place import LoadBuffers
 
-__all__ = ["SEAL_BYTES", "AllToAll", "LoadContext", "check", "decoded", "digests", "load_graph"]
+__all__ = ["SEAL_BYTES", "AllToAll", "LoadContext", "check", "decoded", "digests", "load_graph", "never_replaced"]
 
 SEAL_BYTES = 16
 _UNSEALED = bytes(SEAL_BYTES)
@@ -128,6 +128,11 @@ AllToAll = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Awaitable[
 """Sends a tensor to every rank and fills one from every rank; uint8, contiguous, empty for no message."""
 
 
+async def never_replaced() -> bool:
+    """Say that no other save has replaced the checkpoint."""
+    return False
+
+
 @dataclass(slots=True)
 class LoadContext:
     """Shared context of the stages of one load.
@@ -146,8 +151,11 @@ class LoadContext:
         device: where chunks are exchanged, after their reader has checked them. None: in host memory, with a digest
             behind each that the receiver checks.
         edited: whether the caller has put in stages, which may change bytes after they were checked.
+        is_replaced: asks storage whether another save has replaced the checkpoint, and may have deleted its files.
         file_name: returns the key of a file, by its row in the layout.
         late: the data of the last round; it is placed while the next one is under way.
+        is_lost: whether this rank has met a file of a replaced checkpoint that is gone. It reads no more, and sends
+            zeros, until all ranks begin again.
         touched: whether any tensor may have been written to; set before the first byte.
         placed_nbytes: bytes that are in their tensors by now.
         read_nbytes: bytes read from storage by now.
@@ -166,8 +174,10 @@ class LoadContext:
     all_to_all: AllToAll
     device: torch.device | None = None
     edited: bool = False
+    is_replaced: Callable[[], Awaitable[bool]] = never_replaced
     file_name: Callable[[int], str] = "file {}".format
     late: Sequence[tuple[Chunk, torch.Tensor]] = field(default=())
+    is_lost: bool = field(default=False)
     touched: bool = field(default=False)
     placed_nbytes: int = field(default=0)
     read_nbytes: int = field(default=0)
@@ -185,11 +195,15 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
     """Fetch the stored bytes of a chunk; whole blocks, so that they can be checked."""
 
     async def run(item: ReadItem) -> Stored:
-        if item.chunk is None or item.file is None:
+        if item.chunk is None or item.file is None or context.is_lost:
             return Stored(item)
         try:
             stored = await _fetch(context, item, item.chunk, item.file)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, CorruptError, StorageError) as error:
+            if await _loses(context):
+                return Stored(item)
+            if not isinstance(error, FileNotFoundError):
+                raise
             raise CorruptError(
                 f"{item.key} is missing, but the checkpoint was committed with it (rank {context.rank}, {item.name}); "
                 "restore the file, or load another checkpoint"
@@ -198,6 +212,12 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
         return stored
 
     return Stage("read", run, workers=workers)
+
+
+async def _loses(context: LoadContext) -> bool:
+    """Return whether a file is gone because another save has replaced the checkpoint; note that."""
+    context.is_lost = context.is_lost or await context.is_replaced()
+    return context.is_lost
 
 
 async def _fetch(context: LoadContext, item: ReadItem, chunk: Chunk, file: FileReceipt) -> Stored:
@@ -223,7 +243,13 @@ def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
         item = stored.item
         if item.chunk is None or item.file is None:
             return Loaded(item)
-        return await in_thread(_deserialize, context, stored, item.chunk, item.file)
+        try:
+            if not context.is_lost:
+                return await in_thread(_deserialize, context, stored, item.chunk, item.file)
+        except CorruptError:
+            if not await _loses(context):
+                raise
+        return Loaded(item, buffer=stored.buffer)
 
     return Stage("deserialize", run, workers=workers)
 
@@ -266,7 +292,7 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
 
     async def run(loaded: Loaded) -> Loaded:
         item = loaded.item
-        if item.chunk is None:
+        if item.chunk is None or context.is_lost:
             return loaded
         if item.straight:
             context.placed_nbytes += context.targets.filled(item.chunk)
@@ -342,6 +368,10 @@ def _parcel(context: LoadContext, loaded: Loaded) -> torch.Tensor:
 
     If the caller has put in stages, the digest is of the bytes as they are now.
     """
+    if context.is_lost and loaded.item.chunk is not None:
+        extra = SEAL_BYTES if context.device is None else 0
+        zeros = torch.zeros(loaded.item.chunk.nbytes + extra, dtype=torch.uint8)
+        return zeros if context.device is None else _on_device(context, zeros)
     if context.device is not None:
         return _on_device(context, loaded.data)
     if loaded.sealed is None or context.edited:

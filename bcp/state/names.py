@@ -10,7 +10,7 @@ from torch import nn
 
 from bcp.errors import StateError
 
-__all__ = ["Path", "cleaned", "cleaner", "dotted", "split", "walk"]
+__all__ = ["Path", "cleaned", "cleaner", "dotted", "key_text", "split", "walk"]
 
 Path = tuple[Any, ...]
 """Keys and indices that lead from a container to a leaf."""
@@ -59,7 +59,15 @@ def _may_be_wrapped(name: str) -> bool:
 
 def dotted(path: Path) -> str:
     """Return a path as one name."""
-    return str(path[0]) if len(path) == 1 else ".".join(map(str, path))
+    return key_text(path[0]) if len(path) == 1 else ".".join(map(key_text, path))
+
+
+def key_text(key: object) -> str:
+    """Return a key as text. Raises StateError for an integer of so many digits that Python does not write it."""
+    try:
+        return str(key)
+    except ValueError as error:
+        raise StateError(f"a key of a container has no name, because {error}; use a shorter key") from error
 
 
 def walk(value: Any, where: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:

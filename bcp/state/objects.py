@@ -21,6 +21,7 @@ from bcp.plan.strided import overlaps_itself
 from bcp.protocols import Stateful
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import state_dict_of
+from bcp.state.names import key_text
 from bcp.state.native_values import is_generator, same_generator, set_generator
 from bcp.state.packed import keeps_type
 from bcp.state.random_states import RngState
@@ -54,7 +55,7 @@ def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
         state = known[id(value)] if id(value) in known else state_dict_of(value, where)
         return _collected(state, where, known)
     if isinstance(value, Mapping):
-        children = {key: _collected(value[key], f"{where}.{key}", known) for key in _in_order(value)}
+        children = {key: _collected(value[key], f"{where}.{key_text(key)}", known) for key in _in_order(value)}
         return _like(value, {key: children[key] for key in value})
     if type(value) in (list, tuple):
         return type(value)(_collected(child, f"{where}.{index}", known) for index, child in enumerate(value))
@@ -62,7 +63,7 @@ def _collected(value: Any, where: str, known: Mapping[int, Any]) -> Any:
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:
-    return sorted(keys, key=lambda key: (str(key), type(key).__name__))
+    return sorted(keys, key=lambda key: (key_text(key), type(key).__name__))
 
 
 def _like(value: Mapping[Any, Any], children: dict[Any, Any]) -> Any:

@@ -58,12 +58,16 @@ def progress_bar(title: str, path: str, *, stage: str, nbytes: int, show: bool) 
         yield ignore
         return
     with bar(f"{title} {_shortened(path)}", nbytes) as shown:
+        is_open = True
 
         def observe(event: Event) -> None:
-            if isinstance(event, StageEvent) and event.stage == stage and not event.error:
+            if is_open and isinstance(event, StageEvent) and event.stage == stage and not event.error:
                 shown.advance(event.nbytes)
 
-        yield observe
+        try:
+            yield observe
+        finally:
+            is_open = False  # a load that begins again has another bar
 
 
 @contextmanager

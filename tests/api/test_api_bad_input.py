@@ -245,3 +245,16 @@ def test_a_graph_that_cannot_run_leaves_not_even_a_directory(tmp_path: Path, nam
 def test_codecs_that_are_no_codecs_are_refused(options: Any) -> None:
     with pytest.raises(bcp.InputError, match="zstd"):
         options(codecs=["zstd"])
+
+
+@pytest.mark.parametrize("states", [{"model": {"w": {10**5000: 1}}}, {"extra_states": {"a": {10**5000: 1}}}])
+def test_a_key_of_thousands_of_digits_is_refused(tmp_path: Path, states: dict[str, Any]) -> None:
+    with pytest.raises(bcp.StateError, match=r"digits.*shorter key"):
+        bcp.save(tmp_path / "ckpt", states)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    for call in (bcp.save, bcp.load):
+        with pytest.raises(bcp.InputError, match=r"ckpt-\\ud800.*surrogates"):
+            call(f"{tmp_path}/ckpt-\ud800", {"model": {"w": torch.ones(3)}})

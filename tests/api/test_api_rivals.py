@@ -65,13 +65,28 @@ def test_a_save_that_begins_while_another_one_sweeps_loses_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("operation", "key"), [("get", "receipts"), ("read_scattered", "model")])
-def test_a_load_that_a_save_overtakes_mixes_nothing_and_says_so(tmp_path: Path, operation: str, key: str) -> None:
+def test_a_load_that_a_save_overtakes_begins_again(tmp_path: Path, operation: str, key: str) -> None:
     bcp.save(tmp_path, model(1))
     backend = during(tmp_path, operation, key, lambda: bcp.save(str(tmp_path), model(2), overwrite=True))
     target = model(0)
+    report = bcp.load(backend, target)
+    assert report.operation == metadata(tmp_path).commit.operation
+    assert target["model"]["w"].eq(2).all()
+
+
+def test_a_load_that_saves_overtake_for_ever_ends_and_says_so(tmp_path: Path) -> None:
+    class Overtaken(CountingBackend):
+        async def before(self, operation: str, key: str) -> None:
+            await super().before(operation, key)
+            if operation == "get" and "receipts" in key:
+                await bcp.asave(LocalBackend(tmp_path), model(2), overwrite=True)
+
+    bcp.save(tmp_path, model(1))
+    backend, target = Overtaken(LocalBackend(tmp_path)), model(0)
     with pytest.raises(bcp.CorruptError) as caught:
         bcp.load(backend, target)
     assert metadata(tmp_path).commit.operation in "".join(caught.value.__notes__)
+    assert "Nothing has to be restored" in "".join(caught.value.__notes__)
     assert target["model"]["w"].eq(0).all()
     assert loads(tmp_path, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -100,6 +101,29 @@ async def test_each_retry_is_an_event() -> None:
     assert backend.retry_count == child(backend, "x").retry_count == 2  # type: ignore[attr-defined]
     report = await bcp.asave(child(backend, "step"), {"model": {"w": torch.ones(3)}})
     assert report.retries == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("ETag"),
+        IndexError("list index out of range"),
+        TypeError("int() of None"),
+        AttributeError("'str' has no get"),
+        RecursionError("nested"),
+        struct.error("unpack requires 8 bytes"),
+        UnicodeEncodeError("ascii", "\ud800", 0, 1, "no"),
+        ValueError("Exceeds the limit (4300 digits)"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_answers_without_sense_are_asked_for_again_and_named_at_last(error: Exception) -> None:
+    backend, store = backend_that(failing(2, error, "get"))
+    store.store("key", b"data")
+    assert await backend.get("key") == b"data"
+    backend, _ = backend_that(failing(100, error, "get"))
+    with pytest.raises(StorageError, match=rf"fake.*'key' failed, tried 4 times.*{type(error).__name__}"):
+        await backend.get("key")
 
 
 async def test_one_that_will_not_is_not() -> None:

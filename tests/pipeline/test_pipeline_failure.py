@@ -170,6 +170,16 @@ async def test_a_cancelled_error_that_nobody_asked_for_is_a_failure() -> None:
             await Pipeline[Crate, Any]((stage,)).run(crates(1, 1), budget=budget)
 
 
+async def test_a_generator_exit_of_a_stage_is_a_failure() -> None:
+    async def closed(_: Crate) -> Crate:
+        raise GeneratorExit("a generator inside was closed")
+
+    budget = Budget(5)
+    for stage in (Stage("read", closed), tee(Stage("read", closed))):
+        with nothing_left(budget), pytest.raises(StageError, match="'read' failed on w0: GeneratorExit"):
+            await Pipeline[Crate, Any]((stage,)).run(crates(1, 1), budget=budget)
+
+
 async def test_a_failing_observer_is_no_exception_group() -> None:
     def observe(_: Event) -> None:
         raise RuntimeError("meter")

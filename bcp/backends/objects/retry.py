@@ -228,7 +228,7 @@ def _tell(about: tuple[str, str, str], nbytes: int, number: int, started: float,
 def _as_foreign(error: Exception, number: int) -> RequestError:
     """Return the error of an answer that cannot be understood; the first ones may succeed later."""
     is_again = number < FOREIGN_TRIES and not isinstance(error, OSError)
-    made = RequestError(f"the answer cannot be used: {type(error).__name__}: {error}", transient=is_again)
+    made = RequestError(f"the answer is not understood: {type(error).__name__}: {error}", transient=is_again)
     made.__cause__ = error
     return made
 
