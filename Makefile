@@ -71,9 +71,10 @@ clients: venv  ## Measure the storage backends beside plain clients of GCS, S3 a
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[clients]'
 	$(BIN)/python -m benchmarks.storage $(ARGS)
 
-chaos: venv  ## Kill a training job at every file event of its saves; let requests to object stores fail; hours, or --quick.
+chaos: venv  ## Kill a training job at every file event of its saves; let requests to storage fail; hours, or --quick.
 	$(BIN)/python -m benchmarks.chaos --check $(ARGS)
 	$(BIN)/python -m benchmarks.chaos_storage --check $(filter --quick,$(ARGS))
+	$(BIN)/python -m benchmarks.commit_table --check $(filter --quick,$(ARGS))
 
 docs: $(DOCS_STAMP)  ## Build the documentation in site/; a warning or a dead link fails.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

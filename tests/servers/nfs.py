@@ -25,6 +25,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import stat
@@ -83,16 +84,16 @@ class Mount:
         Args:
             op: name of the method of :class:`_Client`: write, fsync, flush (close), rename, link, unlink, read ...
             code: the error to fail with; 0 for none.
-            how: ``times`` (1), after ``skip`` (0) calls of files whose name has ``name`` in it; ``repeat``: run the
-                call twice, and answer as the second time; ``hang``: do not answer before :meth:`release`; ``delay``:
-                answer late by so many seconds.
+            how: ``times`` (1), after ``skip`` (0) calls of files in whose name the expression ``name`` is found;
+                ``acted``: run the call, and fail all the same; ``repeat``: run the call twice, and answer as the second
+                time; ``hang``: do not answer before :meth:`release`; ``delay``: answer late by so many seconds.
 
         """
         self._ask("fault", op=op, code=code, **how)
 
-    def release(self) -> None:
-        """Answer the calls that hang, and forget all faults."""
-        self._ask("release")
+    def release(self) -> int:
+        """Answer the calls that hang, and forget all faults; return how many calls went wrong since the last time."""
+        return int(self._ask("release"))
 
     def hanging(self) -> int:
         """Return how many calls hang."""
@@ -267,9 +268,14 @@ class _Fault:
     times: int = 1
     skip: int = 0
     name: str = ""
+    acted: bool = False
     repeat: bool = False
     hang: bool = False
     delay: float = 0.0
+
+    def fail(self) -> None:
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
 
 
 @dataclass
@@ -287,7 +293,7 @@ class _Client:
         self._lock = threading.RLock()
         self._released = threading.Condition()
         self._round = 0
-        self._hanging = 0
+        self._hanging = self._hits = 0
         self._faults: list[_Fault] = []
         self._log: list[tuple[str, str]] = []
         self._cache: dict[int, tuple[os.stat_result, float]] = {}
@@ -307,6 +313,8 @@ class _Client:
                 self._faults.clear()
                 self._round += 1
                 self._released.notify_all()
+                hits, self._hits = self._hits, 0
+            return hits
         elif do == "hanging":
             return self._hanging
         elif do == "calls":
@@ -314,16 +322,17 @@ class _Client:
             return log
         return None
 
-    def _fault(self, op: str, name: str) -> bool:
-        """Do what was ordered for this call; return whether it is to be run twice."""
+    def _fault(self, op: str, name: str) -> _Fault:
+        """Do what was ordered for this call before it is run; return what is left to do then."""
         with self._lock:
             self._log.append((op, name))
-            fault = next((one for one in self._faults if one.op == op and one.name in name), None)
+            fault = next((one for one in self._faults if one.op == op and re.search(one.name, name)), None)
             if fault is None:
-                return False
+                return _Fault(op)
             if fault.skip:
                 fault.skip -= 1
-                return False
+                return _Fault(op)
+            self._hits += 1
             fault.times -= 1
             if not fault.times:
                 self._faults.remove(fault)
@@ -334,9 +343,9 @@ class _Client:
                 now = self._round
                 self._released.wait_for(lambda: self._round != now)
                 self._hanging -= 1
-        if fault.code:
-            raise OSError(fault.code, os.strerror(fault.code))
-        return fault.repeat
+        if not fault.acted:
+            fault.fail()
+        return fault
 
     # -- caches --
 
@@ -404,14 +413,15 @@ class _Client:
 
     def _change(self, op: str, parent: _Node, name: str, call: Callable[[], object], *others: _Node) -> None:
         """Change names on the server, twice if the first answer is lost."""
-        repeat = self._fault(op, name)
+        fault = self._fault(op, name)
         with self._lock, self._changing(parent, *others):
             try:
                 call()
-                if repeat:
+                if fault.repeat:
                     call()
             finally:
                 parent.known.pop(name, None)
+        fault.fail()
 
     def _entry(self, parent: _Node, name: str, *, ask: bool = True) -> bytes:
         with self._lock:
@@ -665,13 +675,14 @@ class _Client:
     def _synced(self, op: str, number: int) -> bytes:
         node = self._handles[number].node
         try:
-            self._fault(op, node.name)
+            fault = self._fault(op, node.name)
         except OSError:
             with self._lock:
                 node.dirty, node.dirty_end = [], 0  # gone: a second fsync has nothing to say
             raise
         with self._lock:
             self._write_back(node)
+        fault.fail()
         return b""
 
     def _write_back(self, node: _Node) -> None:

@@ -38,6 +38,12 @@ UNKNOWN_BYTES = 16 * MIB
 REFUSALS = 5
 """Refusals of one conditional write, each contradicted by a read, after which its outcome counts as unknown."""
 
+_ANSWERS: dict[str, tuple[type[Exception], ...]] = {
+    "get": (FileNotFoundError,),
+    "read": (FileNotFoundError, ConditionError),
+}
+"""Errors that callers of an operation expect; of any other operation they are senseless answers."""
+
 CLEAN_UP_SECONDS = 30.0
 _PINNED = 4096  # objects whose version is remembered while they are being read
 
@@ -266,7 +272,8 @@ class ObjectBackend:
     async def _request(
         self, operation: str, key: str, description: str, attempt: Callable[[], Awaitable[T]], nbytes: int = 0
     ) -> T:
-        return await self.retries(f"{self!r}: {description}", attempt, nbytes, (self.store.name, operation, key))
+        about = self.store.name, operation, key
+        return await self.retries(f"{self!r}: {description}", attempt, nbytes, about, _ANSWERS.get(operation, ()))
 
 
 class _Parts:

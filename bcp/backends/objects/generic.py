@@ -171,11 +171,18 @@ class FsspecStore:
         finally:
             is_placed = not self._is_there(temp)
             if not is_placed:
-                with suppress(*_ABSENT):
-                    self._system.mv(old, path, recursive=False)
+                self._put_back(old, path)
         if not is_placed:
             raise RequestError(f"{temp} keeps its name: the file system does not rename it to {path}")
         self._remove(old)
+
+    def _put_back(self, old: str, path: str) -> None:
+        """Give a file that went aside its name again; write it anew if the file system does not rename it."""
+        with suppress(*_ABSENT):
+            try:
+                self._system.mv(old, path, recursive=False)
+            except OSError:
+                self._system.pipe_file(path, self._system.cat_file(old))
 
     def _is_there(self, path: str) -> bool:
         self._system.invalidate_cache()

@@ -159,6 +159,7 @@ class Retries:
         attempt: Callable[[], Awaitable[T]],
         nbytes: int = 0,
         about: tuple[str, str, str] = ("", "", ""),
+        answers: tuple[type[Exception], ...] = (FileNotFoundError, ConditionError),
     ) -> T:
         """Make a request until it succeeds.
 
@@ -169,6 +170,7 @@ class Retries:
                 answer that lacks something. Errors of bcp are final.
             nbytes: how many bytes it moves.
             about: store, operation and key, for events.
+            answers: errors that this request may have as its answer; they are raised as they are.
 
         Raises:
             StorageError: it did not succeed within the policy's bounds; the last error is the cause.
@@ -185,7 +187,7 @@ class Retries:
                         result = await attempt()
             except (RequestError, TimeoutError, ConnectionError) as error:
                 await self._pause(description, _as_request(error), number, self._clock() - began, tell)
-            except (FileNotFoundError, ConditionError) as error:  # an answer
+            except answers as error:
                 tell("ok", told(error))
                 raise
             except BcpError as error:
