@@ -227,15 +227,14 @@ def in_turn(finishes: Iterable[Finish]) -> Finish:
     return finish
 
 
-def _parameters(state: object) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters of a module or of a list of modules."""
-    modules = state if isinstance(state, (list, tuple)) else [state]
-    out = []
-    for module in modules:
+def _parameters(state: object) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the named parameters of a module, of a list of modules, or of modules in nested containers."""
+    chunks = isinstance(state, (list, tuple)) and all(isinstance(part, nn.Module) for part in state)
+    for path, module in walk(state, "states['model']"):
         if isinstance(module, nn.Module):
-            clean = cleaner(module)
-            out += [(clean(raw), p) for raw, p in module.named_parameters(remove_duplicate=False)]
-    return out
+            clean, prefix = cleaner(module), f"{dotted(path)}." if path and not chunks else ""
+            for raw, parameter in module.named_parameters(remove_duplicate=False):
+                yield prefix + clean(raw), parameter
 
 
 def _has_memory(tensor: Leaf) -> bool:

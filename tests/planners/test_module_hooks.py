@@ -114,8 +114,9 @@ def test_overrides_of_inner_modules_run_where_torch_runs_them(tmp_path: Path, ma
     assert differing(state_of(target), state_of(control)) == []
 
 
+@pytest.mark.parametrize("place", [lambda module: module, lambda module: {"a": [module]}])
 @pytest.mark.parametrize("make", TAKEN)
-def test_training_goes_on_as_with_torch(tmp_path: Path, make: Make) -> None:
+def test_training_goes_on_as_with_torch(tmp_path: Path, make: Make, place: Callable[[nn.Module], Any]) -> None:
     source, target, control = twins(make)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (source, target, control)]
 
@@ -127,8 +128,8 @@ def test_training_goes_on_as_with_torch(tmp_path: Path, make: Make) -> None:
         optimizer.zero_grad()
 
     step(source, optimizers[0])
-    bcp.save(tmp_path / "c", {"model": source, "optimizer": optimizers[0]})
-    bcp.load(tmp_path / "c", {"model": target, "optimizer": optimizers[1]})
+    bcp.save(tmp_path / "c", {"model": place(source), "optimizer": optimizers[0]})
+    bcp.load(tmp_path / "c", {"model": place(target), "optimizer": optimizers[1]})
     strict_load(source, control)
     optimizers[2].load_state_dict(optimizers[0].state_dict())
     for model, optimizer in zip((target, control), optimizers[1:], strict=True):
