@@ -245,8 +245,14 @@ def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:
     tensors = np.flatnonzero(~wanted[:count] & loaded[layout.tensors.kind])
     tensors = tensors[~wanted[resolve_all(layout, tensors)]]
     tensors = tensors[[not _goes_with_parameter(layout, row, wanted) for row in tensors.tolist()]]
-    # an optimizer's hyper-parameters come and go with torch's versions
-    model = np.array([kind == "model" and bool(loaded[KINDS.index(kind)]) for kind, _ in layout.objects], bool)
+    # an optimizer's hyper-parameters come and go with torch's versions, further entries of its state dict do not
+    model = np.array(
+        [
+            (kind == "model" or path.startswith("own.")) and bool(loaded[KINDS.index(kind)])
+            for kind, path in layout.objects
+        ],
+        bool,
+    )
     return concat([tensors, count + np.flatnonzero(~wanted[count : count + behind] & model), partly])
 
 

@@ -386,6 +386,11 @@ class DeepSpeedPlanner(PlainPlanner):
         names = ParamNames(leaves, module, saved.rows if saved else ())
         return [_slot(held, optimizer.optimizer, names) for held in held_by(optimizer)]
 
+    def _torch_optimizers(self, states: States) -> object:
+        """Return the optimizer of stage 0 in fp32; those of DeepSpeed are not asked for their state dict."""
+        _, optimizer, _ = _parts(states)
+        return () if _is(optimizer, "DeepSpeedOptimizer") else optimizer
+
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Let DeepSpeed find the states that a load made, and count in its own types."""
         _, optimizer, _ = _parts(states)

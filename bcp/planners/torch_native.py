@@ -10,7 +10,8 @@ import torch
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.state.inventory import Leaves, probe
-from bcp.state.modules import Check, Finish, ParamNames, add_state
+from bcp.state.modules import Check, Finish, ParamNames, add_state, in_turn
+from bcp.state.optimizer_entries import add_entries, entry_targets
 from bcp.state.optimizer_restore import slot_targets
 from bcp.state.optimizers import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
 
@@ -45,6 +46,7 @@ class PlainPlanner:
             _add_plain(leaves, OPTIMIZER, states)
         else:
             add_slots(leaves, slots)
+            add_entries(leaves, self._torch_optimizers(states), slots)
         return leaves.to_save()
 
     def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
@@ -56,7 +58,10 @@ class PlainPlanner:
         if slots is None:
             finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
         else:
-            check, finish_optimizer = slot_targets(leaves, slots, saved)
+            check, finish_slots = slot_targets(leaves, slots, saved)
+            finish_optimizer = in_turn(
+                [finish_slots, entry_targets(leaves, self._torch_optimizers(states), slots, saved)]
+            )
 
         def finish(objects: Mapping[ObjectKey, Any]) -> None:
             finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
@@ -73,6 +78,10 @@ class PlainPlanner:
         known: Collection[ObjectKey] = saved.rows if saved else ()
         optimizers = optimizers_in(states.get(OPTIMIZER))
         return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
+
+    def _torch_optimizers(self, states: States) -> object:
+        """Return the torch optimizers whose own ``state_dict()`` is compared with the slots; () for none."""
+        return states[OPTIMIZER]
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Do the local work that follows a load, when all tensors and objects are in place."""

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from bcp.errors import CheckpointError, CorruptError, MismatchError, StateError
+from bcp.errors import CorruptError, MismatchError, StateError
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.plan.shards import TensorMeta
 from bcp.protocols import ObjectKey
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Check, Finish, put
-from bcp.state.names import Path, dotted, split
+from bcp.state.names import Path, dotted, split, walk
 from bcp.state.native_values import same_generator, set_generator
+from bcp.state.nested import STORAGES, TREE
 from bcp.state.optimizer_kinds import fitting_hypers, fitting_states
-from bcp.state.optimizers import MASTER, OPTIMIZER, STEP, Slot
+from bcp.state.optimizer_states import Trees, fresh, in_tree, owner_of, saved_dtype, scalar_device, zeros
+from bcp.state.optimizers import COUNTS, EMPTY, MASTER, OPTIMIZER, STEP, Slot
 from bcp.state.values import same_value, shown
 
 __all__ = ["scalar_device", "slot_targets"]
@@ -30,7 +31,9 @@ Change = tuple[dict[str, Any], str, Any]
 """(group, key, value) to set."""
 
 
-def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: CheckpointNames) -> tuple[Check, Finish]:
+def slot_targets(  # noqa: C901 -- one line a kind of entry
+    leaves: Leaves, optimizer_slots: Iterable[Slot], saved: CheckpointNames
+) -> tuple[Check, Finish]:
     """Add the targets of the optimizers, and make the states that the checkpoint has and they lack altogether.
 
     New states become the optimizer's own when everything is in place: a load that fails leaves it without.
@@ -43,24 +46,28 @@ def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: Checkpo
     with different hyper-parameters. The second sets hyper-parameters and those states that are no tensors, and hands
     over the new states. Hyper-parameters that were saved as tensors are loaded before they can be compared: for these
     the second one raises the error, before it sets anything. Raises StateError if a parameter is not in the model or in
-    two optimizers, or a nested state would have to be made.
+    two optimizers, or a nested state of an older checkpoint would have to be made.
     """
     slots: dict[str, Slot] = {}
-    aside = _Aside()
-    for slot in map(aside.instead, optimizer_slots):
+    for slot in optimizer_slots:
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     entries = _SavedStates.of(saved, slots)
     leaves.foreign.update(entries.left_out())
+    aside, trees = _Aside(slots, entries, saved), Trees()
     paths: dict[str, tuple[Slot, Path]] = {}
-    together = Counter(_owner(slot) for slot in slots.values())
-    made = {_owner(slot) for slot in slots.values() if _materialise(leaves, slot, entries.states[slot.fqn], saved)}
+    together = Counter(owner_of(slot) for slot in slots.values())
+    made = {
+        owner_of(slot) for slot in slots.values() if slot.fqn in aside and _materialise(leaves, slot, entries, saved)
+    }
     counts = []
     for slot in slots.values():
-        counted = slot.count is not None or slot.step_in_group or together[_owner(slot)] > 1
+        counted = slot.count is not None or slot.step_in_group or together[owner_of(slot)] > 1
         counts += _want_count(leaves, slot, entries.states[slot.fqn], saved) if counted else []
-        never_stepped = _owner(slot) in made and set(entries.states[slot.fqn]) <= {MASTER}  # others of its unit were
-        for path, value in () if never_stepped else slot.leaves(leaves.rank):
+        never_stepped = owner_of(slot) in made and set(entries.states[slot.fqn]) <= {MASTER}  # others of its unit were
+        trees.want(leaves, slot, entries.trees[slot.fqn], entries.rooted[slot.fqn], saved)
+        leaves.add_all(OPTIMIZER, ((f"state.{slot.fqn}.{mark}", None) for mark in entries.marks(slot)))
+        for path, value in () if never_stepped else _live_leaves(slot, entries.trees[slot.fqn], leaves.rank):
             if counted and path == (STEP,):
                 continue
             name = f"state.{slot.fqn}.{dotted(path)}"
@@ -75,9 +82,12 @@ def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: Checkpo
         _agreed(objects, slots, entries)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        changes = [*_agreed({**objects, **tensors}, slots, entries), *_counted(counts)]
+        changes, numbers = _agreed({**objects, **tensors}, slots, entries), _counted(counts)
         _set_states(objects, slots, entries, paths)
-        aside.hand_over()
+        trees.set_in(objects)
+        for group, key, value in numbers:
+            _set_hyper(group, key, value)
+        aside.hand_over(entries.empty)
         for group, key, value in changes:
             _set_hyper(group, key, value)
         _settle_steps(slots.values())
@@ -86,29 +96,30 @@ def slot_targets(leaves: Leaves, optimizer_slots: Iterable[Slot], saved: Checkpo
 
 
 class _Aside:
-    """States of parameters that have none, until they are the optimizer's own."""
+    """States of parameters to which a load adds some, until they are the optimizer's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: dict[str, Slot], entries: _SavedStates, saved: CheckpointNames) -> None:
+        """Put slots in place of those that lack states."""
         self._made: dict[tuple[int, int], tuple[Slot, dict[torch.Tensor, dict[str, Any]]]] = {}
+        owners = {owner_of(slot) for slot in slots.values() if entries.adds_to(slot, saved)}
+        self._fqns = dict.fromkeys(fqn for fqn, slot in slots.items() if owner_of(slot) in owners)
+        for fqn in self._fqns:
+            slots[fqn] = self._instead(slots[fqn], saved)
 
-    def instead(self, slot: Slot) -> Slot:
-        """Return the slot, with a place of its own for the states if it has none."""
-        if slot.state is None or any(value is not None for value in slot.values.values()):
-            return slot
-        _, states = self._made.setdefault(_owner(slot), (slot, {slot.parameter: dict(slot.values)}))
+    def __contains__(self, fqn: str) -> bool:
+        return fqn in self._fqns
+
+    def _instead(self, slot: Slot, saved: CheckpointNames) -> Slot:
+        """Return the slot, with a place of its own for the states; one of another kind than the saved one is left."""
+        kept = {key: value for key, value in slot.values.items() if not _other_kind(slot, key, value, saved)}
+        _, states = self._made.setdefault(owner_of(slot), (slot, {slot.parameter: kept}))
         return replace(slot, state=states)
 
-    def hand_over(self) -> None:
-        """Give the new states to the optimizers."""
+    def hand_over(self, empty: Collection[str]) -> None:
+        """Give the new states to the optimizers; parameters of ``empty`` get a dict without any."""
         for slot, states in self._made.values():
-            if slot.state is not None and states[slot.parameter]:
+            if slot.state is not None and (states[slot.parameter] or slot.fqn in empty):
                 slot.state.setdefault(slot.parameter, {}).update(states[slot.parameter])
-
-
-def scalar_device(slot: Slot, key: str) -> torch.device:
-    """Return where a 0-d state belongs: by the parameter, but ``step`` on the CPU unless kernels read it."""
-    in_kernel = slot.group.get("capturable") or slot.group.get("fused")
-    return slot.parameter.device if in_kernel or key != STEP else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +131,62 @@ class _SavedStates:
     hypers: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as objects
     tensors: defaultdict[str, list[str]]  # by FQN, keys of the hyper-parameters that were saved as tensors
     places: dict[str, tuple[str, str, str] | None]  # by name in the checkpoint: section, FQN and key; None: unwanted
+    counts: dict[str, str]  # by FQN, the one of COUNTS that says of which kind the step count is
+    trees: defaultdict[str, list[str]]  # by FQN, keys of the states that have a tree
+    empty: set[str]  # FQNs of the parameters whose states were an empty dict
+    rooted: defaultdict[str, list[str]]  # by FQN, keys of the tensors in these trees
 
     @classmethod
     def of(cls, saved: CheckpointNames, slots: Mapping[str, Slot]) -> _SavedStates:
         """Sort the names of a checkpoint."""
-        entries = cls(slots, defaultdict(list), defaultdict(list), defaultdict(list), {})
+        entries = cls(
+            slots,
+            defaultdict(list),
+            defaultdict(list),
+            defaultdict(list),
+            {},
+            {},
+            defaultdict(list),
+            set(),
+            defaultdict(list),
+        )
         for names, hypers in ((saved.rows, entries.tensors), (saved.objects, entries.hypers)):
             for kind, name in names:
                 if kind == OPTIMIZER and (place := entries.place(name)):
                     section, fqn, key = place
-                    (entries.states if section == "state" else hypers)[fqn].append(key)
-        return entries
+                    if section == "state" and key in COUNTS:
+                        entries.counts[fqn] = key
+                    elif section == "state" and key == EMPTY:
+                        entries.empty.add(fqn)
+                    elif section == "state" and key.endswith(TREE):
+                        entries.trees[fqn].append(key.removesuffix(TREE))
+                    else:
+                        (entries.states if section == "state" else hypers)[fqn].append(key)
+        return entries._without_trees()
+
+    def _without_trees(self) -> _SavedStates:
+        """Leave out the tensors of trees, which :class:`_Trees` makes."""
+        for fqn, trees in self.trees.items():
+            self.rooted[fqn] = [key for key in self.states[fqn] if in_tree(key, trees)]
+            self.states[fqn] = [key for key in self.states[fqn] if not in_tree(key, trees)]
+        return self
+
+    def marks(self, slot: Slot) -> list[str]:
+        """Return the names beside the states of a parameter that only say how it keeps them."""
+        if slot.state is None:
+            return []
+        return [*filter(None, [self.counts.get(slot.fqn)]), *([EMPTY] if slot.fqn in self.empty else [])]
+
+    def adds_to(self, slot: Slot, saved: CheckpointNames) -> bool:
+        """Whether a load makes states of a parameter: it has none, or some of those that were saved."""
+        if slot.state is None:
+            return False
+        live, known = {key for key, value in slot.values.items() if value is not None}, {*self.states[slot.fqn], STEP}
+        if not live or self.trees[slot.fqn]:
+            return True
+        if any(_other_kind(slot, key, value, saved) for key, value in slot.values.items()):
+            return True
+        return live <= known and not known - {MASTER, STEP} <= live
 
     def left_out(self) -> Iterator[tuple[str, str]]:
         """Forget the entries of optimizers of another kind; yield their names, and the class that cannot take each."""
@@ -144,6 +200,10 @@ class _SavedStates:
         fitting = [fitting_hypers(slot.hyper, keys) for keys in (hypers, tensors)]
         alike = [len(keys) for keys in fitting] == [len(hypers), len(tensors)]
         fitting.append(fitting_states(slot.optimizer, states) if alike else [])
+        if not alike:
+            names = [f"state.{slot.fqn}.{key}{TREE}" for key in self.trees.pop(slot.fqn, ())]
+            self.places.update(dict.fromkeys(names))
+            yield from names
         for section, keys, kept in zip(
             ("param_groups", "param_groups", "state"), (hypers, tensors, states), fitting, strict=True
         ):
@@ -160,15 +220,23 @@ class _SavedStates:
         return self.places[name]
 
 
-def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: CheckpointNames) -> bool:
-    """Make the states of a parameter that has none, all zeros; return whether any state was made.
+def _other_kind(slot: Slot, key: str, value: Any, saved: CheckpointNames) -> bool:
+    """Whether a state is a tensor, and was saved as another value, or the other way round."""
+    if key == STEP or value is None or isinstance(value, (Mapping, list, tuple, *STORAGES)):
+        return False
+    name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
+    return name in (saved.objects if isinstance(value, torch.Tensor) else saved.rows)
+
+
+def _materialise(leaves: Leaves, slot: Slot, entries: _SavedStates, saved: CheckpointNames) -> bool:
+    """Make the states that a parameter lacks, all zeros; return whether it has any now.
 
     A state that is no tensor is not made: the checkpoint is only asked for it.
     """
-    if slot.state is None or any(value is not None for value in slot.values.values()):
+    if slot.state is None:
         return False
-    for key in keys:
-        if key == MASTER or (key == STEP and slot.step_in_group):
+    for key in entries.states[slot.fqn]:
+        if key == MASTER or (key == STEP and slot.step_in_group) or slot.values.get(key) is not None:
             continue
         name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
         if "." in key:
@@ -181,43 +249,28 @@ def _materialise(leaves: Leaves, slot: Slot, keys: Iterable[str], saved: Checkpo
                 f"the optimizer has no state yet, and its parameter {slot.fqn!r} is a ShardedTensor, for which no "
                 "states are made; take one step with learning rate 0 before loading"
             )
-        if name in saved.rows:
-            slot.state.setdefault(slot.parameter, {})[key] = _zeros(slot, key, saved.meta(name))
+        if key == STEP and slot.fqn in entries.counts:
+            slot.state.setdefault(slot.parameter, {})[STEP] = COUNTS[entries.counts[slot.fqn]]
+        elif name in saved.rows:
+            slot.state.setdefault(slot.parameter, {})[key] = zeros(slot, key, saved.meta(name))
         elif key not in slot.values:
             leaves.add_object(*name, None)
     return bool(slot.values)
 
 
-def _zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
-    """Make one state tensor as the optimizer would have made it, in the saved dtype."""
-    parameter, dtype = slot.parameter.detach(), _dtype(meta)
-    if not meta.shape and (key == STEP or parameter.dim()):
-        return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
-    if slot.placement or meta.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-    return _fresh(meta, parameter.device)
+def _live_leaves(slot: Slot, trees: Collection[str], rank: int) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, leaf) of the states that exist, without those of which the checkpoint has a tree.
 
-
-def _fresh(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Make a tensor of zeros in the shape that the checkpoint claims."""
-    try:
-        return torch.zeros(meta.shape, dtype=_dtype(meta), device=device)
-    except RuntimeError as error:
-        raise CorruptError(
-            f"{meta.fqn!r} has shape {list(meta.shape)} in the checkpoint, for which there is no memory: {error}; "
-            "load another checkpoint"
-        ) from error
-
-
-def _dtype(meta: TensorMeta) -> torch.dtype:
-    """Return torch's dtype of that name."""
-    dtype = getattr(torch, meta.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"{meta.fqn!r} was saved as {meta.dtype!r}, which torch {torch.__version__} does not know; load it with "
-            "the torch that saved it"
-        )
-    return dtype
+    A state without a tree there is an older version's: each leaf in it has a name.
+    """
+    for path, value in slot.leaves(rank):
+        if in_tree(str(path[0]).removesuffix(TREE), trees):
+            continue
+        if not str(path[0]).endswith(TREE):
+            yield path, value
+            continue
+        nested = walk(slot.values[value[0]], f"the state of {slot.fqn!r}", (value[0],))
+        yield from ((inner, leaf) for inner, leaf in nested if not isinstance(leaf, torch.Tensor))
 
 
 def _want_hypers(
@@ -233,7 +286,7 @@ def _want_hypers(
         for key in entries.tensors[slot.fqn]:
             name = (OPTIMIZER, f"param_groups.{slot.fqn}.{key}")
             meta = saved.meta(name)
-            tensors[name] = _fresh(meta, torch.device("cpu"))
+            tensors[name] = fresh(meta, torch.device("cpu"))
         known = entries.hypers[slot.fqn] or entries.tensors[slot.fqn]
         place = {key: number for number, key in enumerate(slot.hyper)}  # in the order in which a save has them
         keys = sorted(entries.hypers[slot.fqn], key=lambda key: place.get(key, len(place))) if known else list(place)
@@ -243,10 +296,6 @@ def _want_hypers(
     for (_, wanted), (slot, prefixes) in alike.items():
         leaves.add_group(OPTIMIZER, prefixes, {key: slot.group.get(key) for key in wanted})
     return tensors
-
-
-def _owner(slot: Slot) -> tuple[int, int]:
-    return id(slot.state), id(slot.parameter)
 
 
 def _want_count(
@@ -259,7 +308,7 @@ def _want_count(
     if slot.state is None or (STEP not in keys and slot.count is None):
         return []
     name = (OPTIMIZER, f"state.{slot.fqn}.{STEP}")
-    count = torch.zeros((), dtype=_dtype(saved.meta(name)) if name in saved.rows else torch.float32)
+    count = torch.zeros((), dtype=saved_dtype(saved.meta(name)) if name in saved.rows else torch.float32)
     leaves.add(*name, count)
     return [(slot, count)]
 
@@ -330,10 +379,12 @@ def _set_states(
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():
         section, fqn, key = (entries.place(name) if kind == OPTIMIZER else None) or ("", "", "")
-        if section != "state":
+        if section != "state" or key in (*COUNTS, EMPTY) or key.endswith(TREE):
             continue
         slot, path = paths.get(name, (slots[fqn], (key,)))
-        if slot.state is not None:
+        if slot.state is not None and path == (key,) and key not in slot.values:
+            slot.state.setdefault(slot.parameter, {})[key] = value  # also None
+        elif slot.state is not None:
             put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
 
 

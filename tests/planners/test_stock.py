@@ -270,7 +270,7 @@ def group_added(model: Net, optimizer: optim.Optimizer) -> None:
 
 
 def parameter_left_a_group(_: Net, optimizer: optim.Optimizer) -> None:
-    optimizer.param_groups[0]["params"].pop()
+    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(), None)
 
 
 def hyper_parameter_added(_: Net, optimizer: optim.Optimizer) -> None:

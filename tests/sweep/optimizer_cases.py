@@ -16,7 +16,7 @@ import optimizer_recipes as recipes
 import optimizer_stand_ins as stand_ins
 import torch
 from coverage_table import NOT_TRIED, Key, Outcome, Section
-from optimizer_trial import Recipe, tried
+from optimizer_trial import tried, tried_if_possible
 
 PACKAGES = (
     ("torch.optim", "torch.optim"),
@@ -71,8 +71,10 @@ def _cases() -> dict[Key, Callable[[], Outcome]]:
             key = (package, name)
             if reason := recipes.NOT_TRIED.get(key):
                 cases[key] = partial(Outcome, NOT_TRIED, reason)
+            elif recipe := recipes.RECIPES.get(key):
+                cases[key] = partial(tried, recipe)
             else:
-                cases[key] = partial(tried, recipes.RECIPES.get(key) or Recipe(kind))
+                cases[key] = partial(tried_if_possible, kind)
     for name, make in stand_ins.STAND_INS.items():
         cases["stand-ins of the tests", name] = partial(tried, make)
     return cases

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from coverage_table import Key
-from optimizer_trial import Recipe, with_closure
+from optimizer_trial import Recipe, matrices, with_closure
 from torch import nn
 
 with warnings.catch_warnings():
@@ -17,11 +17,6 @@ with warnings.catch_warnings():
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _NamedOptimizer
 
 NOT_TRIED: dict[Key, str] = {}
-
-
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of two dimensions; the others stay as they are."""
-    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
 
 
 def sparsely(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:

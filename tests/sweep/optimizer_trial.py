@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from alike import exactly_alike
-from coverage_table import AS_TORCH, EXACT, REFUSED, Outcome
+from coverage_table import AS_TORCH, EXACT, NOT_TRIED, REFUSED, Outcome
 from torch import distributed as dist
 from torch import nn
 
@@ -50,6 +51,27 @@ def with_closure(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
 
     closure()
     optimizer.step(closure)
+
+
+def twice(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Take a step whose gradients can be derived again."""
+    optimizer.zero_grad()
+    loss().backward(create_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()  # ends the cycle of gradients and parameters
+
+
+def in_training(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Take a step of an optimizer that has modes, as modules do."""
+    optimizer.train()
+    plainly(optimizer, loss)
+
+
+def in_training_with_closure(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Do so with a closure."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    with_closure(optimizer, loss)
 
 
 Step = Callable[[Any, Callable[[], torch.Tensor]], None]
@@ -94,6 +116,8 @@ class Pair:
 
     def image(self) -> Any:
         """Return all that is compared, as independent copies."""
+        if hasattr(self.optimizer, "consolidate_state_dict"):
+            self.optimizer.consolidate_state_dict()
         return in_order(copy.deepcopy((dict(self.model.state_dict()), self.optimizer.state_dict())))
 
 
@@ -101,6 +125,8 @@ def in_order(value: Any) -> Any:
     """Return a value with the keys of all its mappings in one order, which a checkpoint does not keep."""
     if isinstance(value, Mapping):
         return {key: in_order(value[key]) for key in sorted(value, key=repr)}
+    if isinstance(value, bytes) and value.startswith(b"\x80\x04"):
+        return repr(pickle.loads(value))  # noqa: S301 -- heavyball pickles a function, with other bytes for equal ones
     return type(value)(map(in_order, value)) if type(value) in (list, tuple) else value
 
 
@@ -203,3 +229,63 @@ def difference(one: Any, other: Any, path: str = "") -> str:
         if not exactly_alike(first, second):
             return difference(first, second, f"{path}/{key}")
     return f"{path}: {type(one).__name__} and {type(other).__name__}"
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of two dimensions; the others stay as they are."""
+    return [parameter for parameter in model.parameters() if parameter.dim() > 1]
+
+
+def halves(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups: matrices for Muon, all else for Adam."""
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    return [{"params": matrices(model), "use_muon": True}, {"params": others, "use_muon": False}]
+
+
+def candidates(kind: Any) -> Iterator[Recipe]:
+    """Yield the usual ways to make and step an optimizer of a class, the most usual first."""
+    rate = {"lr": 1e-2}
+    adam = torch.optim.AdamW
+    yield Recipe(kind)
+    yield Recipe(kind, {})
+    yield Recipe(kind, {**rate, "momentum": 0.9})
+    yield Recipe(kind, step=in_training)
+    yield Recipe(kind, step=with_closure)
+    yield Recipe(kind, {}, step=with_closure)
+    yield Recipe(kind, step=in_training_with_closure)
+    yield Recipe(kind, step=twice)
+    yield Recipe(kind, params=matrices)
+    for options in ({}, rate):
+        yield Recipe(kind, options, params=halves)
+        yield Recipe(kind, options, params=halves, group=True)
+        yield Recipe(kind, options, params=matrices, group=True)
+        yield Recipe(kind, options, params=lambda model: list(model.named_parameters()))
+        yield Recipe(kind, options, params=lambda model: model)
+        yield Recipe(kind, {**options, "base_optimizer": adam}, step=with_closure)
+        yield Recipe(kind, options, params=lambda model: adam(model.parameters(), lr=1e-2))
+        yield Recipe(kind, options, params=lambda model: adam(model.parameters(), lr=1e-2), step=in_training)
+        yield Recipe(kind, options, params=lambda model: adam(model.parameters(), lr=1e-2), step=with_closure)
+        yield Recipe(kind, {**options, "num_data": 16})
+        yield Recipe(kind, {**options, "num_iterations": 100})
+
+
+def chosen(kind: Any) -> tuple[Recipe | None, str]:
+    """Return the first candidate that trains, or None and the reason why the first one did not."""
+    reason = ""
+    for recipe in candidates(kind):
+        try:
+            with _grouped(wanted=recipe.group):
+                pair = Pair.of(recipe)
+                pair.train(recipe, 1, BEFORE)
+                copy.deepcopy(pair.optimizer.state_dict())
+        except Exception as error:  # noqa: BLE001 -- other libraries' own errors
+            reason = reason or f"{type(error).__name__}: {error}"
+        else:
+            return recipe, ""
+    return None, reason
+
+
+def tried_if_possible(kind: Any) -> Outcome:
+    """Run the trial of a class by the first way that works."""
+    recipe, reason = chosen(kind)
+    return Outcome(NOT_TRIED, reason) if recipe is None else tried(recipe)

@@ -116,6 +116,10 @@ class MegatronPlanner(PlainPlanner):
                 leaves.add_object(OPTIMIZER, name, _plain(scaler.state_dict()))
         return list(slots_of(optimizers, self._shards))
 
+    def _torch_optimizers(self, states: States) -> object:  # noqa: ARG002 -- hook
+        """Return none: Megatron's optimizers are not asked for their state dict."""
+        return ()
+
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Set the loss scalers; where only the optimizer was loaded, copy its masters into the weights."""
         optimizers = _optimizers(states)
