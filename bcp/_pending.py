@@ -19,7 +19,9 @@ class Pending(Generic[T]):
     """A save in the background: its snapshot is safe, and storage is still being written.
 
     Wait for it with ``wait()`` from ordinary code, with ``await`` from a coroutine, or by a ``with`` block around the
-    training steps meanwhile. A save without a waiter is finished before the process exits, and its failure is logged.
+    training steps meanwhile. A save without a waiter is finished before the process exits. Its failure is then told on
+    standard error, and the exit status stays that of the program: at that time Python takes no other one. A job whose
+    exit status counts calls ``wait()`` for its last save.
 
     Example::
 

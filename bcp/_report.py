@@ -15,8 +15,9 @@ from typing import Any
 
 from bcp._plain import plain as without_traceback
 from bcp._text import hidden, printable
-from bcp.backends import resolve, shown
-from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError
+from bcp.backends import LocalBackend, resolve, shown
+from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError, NotACheckpointError
+from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy
 from bcp.runtime import bridge as _bridge
@@ -26,7 +27,7 @@ from bcp.telemetry.findings import Summary, Trend
 from bcp.telemetry.recording import Recording
 from bcp.telemetry.store import FOLDER, MOST_BYTES, decode
 from bcp.telemetry.summary import summary_of, trends_of
-from bcp.telemetry.words import Block, clean, plain, sections, sentences
+from bcp.telemetry.words import Block, clean, highlights, plain, sections, sentences
 
 __all__ = ["Report", "report", "show"]
 
@@ -87,7 +88,8 @@ class Report:
         recordings = self._some()
         from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
 
-        text = page(recordings, findings=[sentences(summary) for summary in self.summaries])
+        findings = [sentences(summary) for summary in self.summaries]
+        text = page(recordings, findings=findings, highlights=highlights(self.summaries, self.trends))
         Path(path).expanduser().write_text(text, encoding="utf-8")
 
     def perfetto(self, path: str | os.PathLike[str]) -> None:
@@ -121,6 +123,7 @@ def report(
         retries: how failed requests to an object store are made again.
 
     Raises:
+        NotACheckpointError: nothing is at the path.
         StorageError: storage failed.
 
     Example::
@@ -169,6 +172,11 @@ class _RecordingFile:
 async def _read(backend: Backend, where: str, last: int) -> Report:
     """Find the files and read them."""
     objects = await backend.list(FOLDER) or await backend.list()
+    if not (_is_of_bcp(objects) if objects else await _is_folder(backend)):
+        raise NotACheckpointError(
+            f"there is nothing of bcp at {where}: neither a checkpoint nor a run with checkpoints below it; check the "
+            "path"
+        )
     files = sorted((info for info in objects if KEY.fullmatch(info.key)), key=_moment)[-last:]
     unreadable: dict[str, str] = {}
     start: Pipeline[_RecordingFile, _RecordingFile] = Pipeline()
@@ -177,6 +185,19 @@ async def _read(backend: Backend, where: str, last: int) -> Report:
     results = await graph.run(items, budget=Budget(MEMORY_BYTES))
     recordings = await in_thread_gc_paused(joined, [recording for recording in results if recording is not None])
     return Report(where, recordings, unreadable)
+
+
+def _is_of_bcp(objects: Sequence[ObjectInfo]) -> bool:
+    """Whether a checkpoint, a run, or the remains of a save are among these objects."""
+    names = (info.key.rpartition("/")[2] for info in objects)
+    return any(name in (METADATA_KEY, "run.json") for name in names) or any(
+        KEY.fullmatch(info.key) or operation_of(info.key) or f"/{FOLDER}" in f"/{info.key}" for info in objects
+    )
+
+
+async def _is_folder(backend: Backend) -> bool:
+    """Whether there is an empty folder: a run that has not saved yet. Object stores have no empty folders."""
+    return isinstance(backend, LocalBackend) and await in_thread_gc_paused(backend.root.is_dir)
 
 
 async def _fetched(backend: Backend, unreadable: dict[str, str], file: _RecordingFile) -> Recording | None:
@@ -210,7 +231,7 @@ def show(path: str, html: str | None, perfetto: str | None, last: int, *, as_jso
             path_report.perfetto(perfetto)
     except (BcpError, OSError) as error:
         print(f"bcp report: {printable(hidden(str(error)))}", file=sys.stderr)  # noqa: T201 -- for the user
-        return 2 if isinstance(error, InputError) else 1
+        return 2 if isinstance(error, InputError | NotACheckpointError) else 1
     if as_json:
         print(json.dumps(path_report.data()))  # noqa: T201 -- same
     elif sys.stdout.isatty():

@@ -17,6 +17,7 @@ import torch
 from bcp._agree import gather_broadcast
 from bcp._deletion import read_committed
 from bcp._job import LoadJob
+from bcp._load.foreign import foreign_words
 from bcp._messages.planning import Opened
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, Metadata, data_key, decode_metadata, operation_of, receipt_key
@@ -202,7 +203,8 @@ async def _read_metadata(backend: Backend, path: str) -> bytes:
             f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died "
             "or is still saving; load an older checkpoint"
         )
-    raise NotACheckpointError(f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
+    words = await foreign_words(backend, path, saved)
+    raise NotACheckpointError(words or f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
 
 
 def _below(path: str, names: Collection[str]) -> str:

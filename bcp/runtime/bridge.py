@@ -158,14 +158,19 @@ class Background(Generic[T]):
         log: BoundLogger = log,
         cancelled: type[BaseException] = CancelledError,
         was_logged: Callable[[BaseException], bool] = was_logged,
-    ) -> None:
-        """Log an error that no caller has received. A cancellation that was asked for is none."""
+    ) -> bool:
+        """Log an error that no caller has received, and say whether there is one.
+
+        A cancellation that was asked for is none.
+        """
         if self._error is None or self._seen:
-            return
+            return False
         self._seen = True
-        if not (self._cancelled and isinstance(self._error, cancelled)):
-            tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure
-            tell("%s failed, and nobody waited for it", self.name, exc_info=self._error)
+        if self._cancelled and isinstance(self._error, cancelled):
+            return False
+        tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure
+        tell("%s failed, and nobody waited for it", self.name, exc_info=self._error)
+        return True
 
     def __repr__(self) -> str:
         if self._pid != os.getpid():

@@ -38,7 +38,7 @@ class Running(Protocol):
     def cancel(self) -> None:
         """Ask it to stop."""
 
-    def tell_unseen(self) -> None:
+    def tell_unseen(self) -> bool:
         """Log its error, if no caller has received it."""
 
 
@@ -76,8 +76,13 @@ class Loop:
 
     def close(self) -> None:
         """Log failures that no caller has asked for, stop the loop and wait for its thread."""
-        for background in list(self.failed):
-            background.tell_unseen()
+        lost = [background.name for background in list(self.failed) if background.tell_unseen()]
+        if lost:
+            log.error(
+                "%s failed, and the exit status of the process does not tell of it: call wait() on the handle, or use "
+                "it in a with block, before the program ends",
+                ", ".join(lost),
+            )
         if self.thread.is_alive():
             self.asyncio_loop.call_soon_threadsafe(self.asyncio_loop.stop)
             self.thread.join()

@@ -76,11 +76,13 @@ class Bottleneck:
         rank: the rank that finished last.
         utilisation: share of that rank's time in which the stage had work.
         waiting: items in its queue on that rank, on average.
+        seconds: time in which parts of that rank were under way.
         reason: the same in words.
     """
 
     stage: str
     rank: int
+    seconds: float
     utilisation: float
     waiting: float
     reason: str

@@ -205,6 +205,7 @@ def _bottleneck(stages: Columns, work: _Work) -> Bottleneck | None:
     return Bottleneck(
         stage=stage,
         rank=rank,
+        seconds=span,
         utilisation=float(utilisation[number]),
         waiting=float(waiting[number]),
         reason=(

@@ -12,10 +12,19 @@ from datetime import UTC, datetime
 from bcp.telemetry.findings import Straggler, Summary, Trend
 from bcp.telemetry.recording import FailureRecord
 
-__all__ = ["Block", "clean", "failure_lines", "plain", "sections", "sentences", "title"]
+__all__ = ["Block", "clean", "failure_lines", "highlights", "plain", "sections", "sentences", "title"]
 
 SHOWN = 5
 """Stragglers, requests and tensors in a text."""
+
+INNER = frozenset({"snapshot"})
+"""Phases inside of others."""
+
+LONG = 0.2
+"""Share of the time of a phase that is named."""
+
+MOST = 0.5
+"""Share of the time with parts in the graph, from which on a stage is named."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024.0
@@ -57,7 +66,7 @@ def sentences(summary: Summary) -> list[str]:
     """Return the findings of one save or load as sentences, the most important first."""
     lines = [line for failure in summary.failures for line in failure_lines(failure)[:1]]
     if not summary.failures:
-        lines += [f"Bottleneck: {summary.bottleneck.reason}."] if summary.bottleneck else []
+        lines += _bottleneck(summary)
         lines += [f"Straggler: {_straggler(straggler)}." for straggler in summary.stragglers[:SHOWN]]
     more = len(summary.stragglers) - SHOWN
     if more > 0 and not summary.failures:
@@ -67,6 +76,17 @@ def sentences(summary: Summary) -> list[str]:
         lines.append(f"Storage: {summary.retries} requests failed and were made again ({ranks}).")
     if summary.dropped:
         lines.append(f"{summary.dropped} events are not in this recording.")
+    return [clean(line) for line in lines]
+
+
+def highlights(summaries: Sequence[Summary], trends: Sequence[Trend]) -> list[str]:
+    """Return what a reader of many recordings should know first: trends, and the newest save's and load's findings."""
+    lines = [f"{_trend(trend)}." for trend in trends if trend.told]
+    sound = [summary for summary in summaries if not summary.failures]
+    for kind in ("save", "load"):
+        newest = next((summary for summary in reversed(sound) if summary.kind == kind), None)
+        if newest is not None and len(summaries) > 1:
+            lines += [f"{title(newest)}: {sentence}" for sentence in sentences(newest)[:1]]
     return [clean(line) for line in lines]
 
 
@@ -116,6 +136,18 @@ def plain(blocks: Sequence[Block]) -> str:
         lines += [f"  {line}" for line in block.lines]
         lines += _table([block.columns, *block.rows]) if block.rows else []
     return "\n".join(lines) + "\n"
+
+
+def _bottleneck(summary: Summary) -> Iterator[str]:
+    """Yield the phases that took longest; then the slowest stage, if the graph took most of the time."""
+    phases = sorted((phase for phase in summary.phases if phase.name not in INNER), key=lambda phase: -phase.seconds)
+    long = [phase for phase in phases if phase.seconds >= LONG * summary.seconds][:SHOWN] or phases[:1]
+    if long:
+        times = ", ".join(f"{phase.name} took {_seconds(phase.seconds)}" for phase in long)
+        yield f"Bottleneck: of {_seconds(summary.seconds)}, phase {times}."
+    slowest = summary.bottleneck
+    if slowest is not None and (not long or slowest.seconds >= MOST * summary.seconds):
+        yield f"Bottleneck of the {long[0].name if long else summary.kind}: {slowest.reason}."
 
 
 # -- parts of it ----------------------------------------------------------------------------------

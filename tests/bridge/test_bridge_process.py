@@ -429,3 +429,24 @@ def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> 
     assert "what they still need worker threads for is lost" in ended.err
     assert "save to /ckpt/9 failed, and nobody waited for it" in ended.err
     assert "RuntimeError: cannot schedule new futures after" in ended.err
+
+
+@needs_late_threads
+def test_a_lost_failure_is_the_last_word_of_the_program(tmp_path: Path) -> None:
+    ended = program(
+        tmp_path,
+        """
+    async def operation(started):
+        started()
+        while threading.main_thread().is_alive() and not threading._SHUTTING_DOWN:
+            await asyncio.sleep(0.001)
+        raise OSError("the disk is full")
+    background = _bridge.start(operation, name="save to /ckpt/9")
+    background.wait_started()
+    """,
+    )
+    assert ended.code == 0
+    assert "OSError: the disk is full" in ended.err
+    assert ended.err.splitlines()[-1].startswith(
+        "save to /ckpt/9 failed, and the exit status of the process does not tell of it: call wait() on the handle"
+    )

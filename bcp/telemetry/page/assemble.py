@@ -16,15 +16,19 @@ __all__ = ["page"]
 _SCRIPTS = ("data.js", "theme.js", "chart.js", "grid.js", "heat.js", "timeline.js", "storage.js", "run.js", "main.js")
 
 
-def page(recordings: Sequence[Recording], *, findings: Sequence[Sequence[str]] = ()) -> str:
+def page(
+    recordings: Sequence[Recording], *, findings: Sequence[Sequence[str]] = (), highlights: Sequence[str] = ()
+) -> str:
     """Return one HTML page about recordings, which needs no network and no other file.
 
-    The page shows failures first, then figures and a heat map of the ranks. The timeline of a rank, its queues, the
-    throughput, the storage requests and the balance follow. Several recordings add trends over the steps.
+    The page shows highlights and failures first, then findings, figures and a heat map of the ranks. The timeline of a
+    rank, its queues, the throughput, the storage requests and the balance follow. Several recordings add trends over
+    the steps.
 
     Args:
         recordings: the saves and loads. The newest one is shown first.
-        findings: for each recording, sentences that are shown beside its figures.
+        findings: for each recording, sentences that are shown above its figures.
+        highlights: sentences about all recordings, which come first on the page.
 
     Raises:
         InputError: there is no recording.
@@ -38,7 +42,7 @@ def page(recordings: Sequence[Recording], *, findings: Sequence[Sequence[str]] =
     parts = {
         "style": _asset("page.css"),
         "vega": _vega(),
-        "data": packed(data_of(recordings, findings)),
+        "data": packed(data_of(recordings, findings, highlights)),
         "script": "\n".join(map(_asset, _SCRIPTS)),
     }
     return re.sub(r"\{\{([a-z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))

@@ -87,7 +87,9 @@ MOST_RANKS = 20_000
 _AXES = ("pp", "ep", "dp", "fsdp", "cp", "sp", "tp")
 
 
-def data_of(recordings: Sequence[Recording], findings: Sequence[Sequence[str]]) -> dict[str, Any]:
+def data_of(
+    recordings: Sequence[Recording], findings: Sequence[Sequence[str]], highlights: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the data of the page, the oldest recording first."""
     told = {id(recording): lines for recording, lines in zip(recordings, findings, strict=False)}
     ordered = sorted(recordings, key=lambda recording: recording.time)
@@ -102,7 +104,7 @@ def data_of(recordings: Sequence[Recording], findings: Sequence[Sequence[str]]) 
         detail = _detail(recording, events)
         events -= len(detail["events"]["rank"])
         entries[place]["detail"] = detail
-    return {"kinds": KINDS, "statuses": STATUSES, "recordings": entries}
+    return {"kinds": KINDS, "statuses": STATUSES, "highlights": list(highlights), "recordings": entries}
 
 
 def _entry(recording: Recording, findings: Sequence[str]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ function showFailures(state) {
   byId("failures-list").replaceChildren(...parts);
 }
 
+function showHighlights(state) {
+  byId("highlights").hidden = !state.highlights.length;
+  byId("highlights-list").replaceChildren(...state.highlights.map((text) => element("li", {}, text)));
+}
+
 function showSummary(state) {
   const { recording } = state;
   const { headline } = recording;
@@ -187,6 +192,7 @@ async function start() {
   byId("recording-label").hidden = !several;
   options(byId("recording"), state.recordings.map((recording, place) => [place, `${recording.kind} · ${titleOf(recording)}${recording.failures.length ? " · failed" : ""}`]));
   byId("main").hidden = false;
+  showHighlights(state);
   showRecording(state, state.recordings.length - 1);
   showTrends(state);
   await allDrawn();
