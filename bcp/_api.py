@@ -134,6 +134,7 @@ async def asave(
         )
         if async_checkpoint:
             background = _bridge.start(call.run, name=call.name)
+            background.progress = call.progress
             await background.astarted()
             return Pending(background)
         return await call.run(None if task_status is anyio.TASK_STATUS_IGNORED else task_status.started)
@@ -393,6 +394,7 @@ def save_async(
             snapshot=snapshot,
         )
         background = _bridge.start(call.run, name=call.name)
+        background.progress = call.progress
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -459,6 +461,7 @@ def prepare(
     try:
         call = prepare_call(states, framework, options, coordinator)
         background = _bridge.start(call.run, name=call.name)
+        background.progress = call.progress
         background.wait_started()
     except BcpError as error:
         raise plain(error) from error.__cause__

@@ -60,6 +60,7 @@ class SaveCall(Generic[T]):
     name: str  # names the call in messages
     # does the work; its argument is called once training may go on, and is None if the caller waits for the end
     run: Callable[[OnSnapshot | None], Awaitable[T]]
+    progress: Callable[[], str] = str  # says how much is written and how much is left, while that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +173,17 @@ def load_call(
 
 def _save_call(place: _Place[SaveJob], work: Callable[[SaveJob], Awaitable[T]]) -> SaveCall[T]:
     """Return the call that does the work of a save, or of a part of one."""
+    watches: list[Watch] = []
 
     async def run(on_snapshot: OnSnapshot | None) -> T:
         job = await place.job()
-        return await _watched(job.telling(on_snapshot), work)
+        watches.append(job.watch)
+        try:
+            return await _watched(job.telling(on_snapshot), work)
+        finally:
+            watches.clear()  # it leads to the events
 
-    return SaveCall(place.name, run)
+    return SaveCall(place.name, run, lambda: watches[0].progress() if watches else "")
 
 
 async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:

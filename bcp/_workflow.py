@@ -73,6 +73,7 @@ async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snap
     job.watch.contents = partial(saving.contents, {item.name: item for item in items})
     changing = [item for item in items if not item.is_steady]
     nbytes = sum(item.nbytes for item in changing)
+    job.watch.nbytes = sum(item.nbytes for item in items)
     budget = snapshot.lend(items)
     async with AsyncExitStack() as stack:
         stack.callback(snapshot.release)  # where copies fail: cleaning up may take long

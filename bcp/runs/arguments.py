@@ -8,10 +8,13 @@ from typing import SupportsIndex
 
 from bcp.backends.local import absolute
 from bcp.errors import InputError
+from bcp.options import SaveOptions
+from bcp.protocols import States
 from bcp.runs.ledger import LARGEST_STEP
 from bcp.runs.preemption import Preemption
+from bcp.state.guard import torch_optimizers
 
-__all__ = ["check_arguments", "place_of", "whole_step"]
+__all__ = ["check_arguments", "check_lazy", "place_of", "whole_step"]
 
 
 def place_of(url: object) -> str:
@@ -80,6 +83,23 @@ def check_arguments(
     for name, callback in callbacks.items():
         if not callable(callback):
             raise InputError(f"{name}={callback!r} cannot be called; pass a function of two arguments")
+
+
+def check_lazy(options: SaveOptions, states: States) -> None:
+    """Check that lazy snapshots can hold back the optimizer's steps, before training begins.
+
+    Raises:
+        InputError: the states have no optimizer, or one whose steps cannot be held back.
+
+    """
+    if options.snapshot != "lazy":
+        return
+    if "optimizer" not in states:
+        raise InputError(
+            "save_options has snapshot='lazy', which holds back the optimizer's steps until everything is copied: pass "
+            "states['optimizer'], or save with snapshot='eager'"
+        )
+    torch_optimizers(states["optimizer"])
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -55,7 +55,7 @@ def _sent(body: Body[T], answer: Callable[[], Any]) -> Callable[[], Awaitable[An
     """Send the result or the error of the last function into the body; return its next function."""
     try:
         value = answer()
-    except Exception as error:  # noqa: BLE001 -- the body decides
+    except BaseException as error:  # noqa: BLE001 -- the body decides, about a Ctrl-C as well
         return body.throw(error)
     return body.send(value)
 

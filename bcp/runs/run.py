@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
@@ -9,31 +10,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from torch.distributed import Store
 
-from bcp._calls import load_call, save_call
+from bcp._calls import load_call
 from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import BcpError, InputError
+from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
 from bcp.policies import Costs, KeepPolicy, SavePolicy, as_keep_policy, as_save_policy
 from bcp.protocols import Coordinator, States
-from bcp.runs.arguments import check_arguments, place_of, whole_step
+from bcp.runs.arguments import check_arguments, check_lazy, place_of, whole_step
 from bcp.runs.calls import Body, adrive, drive, noting, once
 from bcp.runs.candidates import Trust
-from bcp.runs.folder import Folder, step_name
+from bcp.runs.ending import CTRL_C, CTRL_C_TWICE, await_save
+from bcp.runs.folder import Folder
 from bcp.runs.keeper import End, Keeper
 from bcp.runs.ledger import Ledger, numbers
 from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.plans import Clock, agreed
 from bcp.runs.preemption import Preemption
 from bcp.runs.resuming import Resumed, resume
+from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
@@ -117,11 +120,13 @@ class Run:
             while_saving, standby, tolerate, preemption, framework, on_commit=on_commit, on_failure=on_failure
         )
         self._url, self._framework, self._given = place_of(url), framework, coordinator
-        self._states, self._pid, self._closed = RunStates(states), os.getpid(), False
+        self._states, self._pid = RunStates(states), os.getpid()
+        self._closed = self._is_over = False
         self._keep = as_keep_policy(keep)
         self._run_id, self._standby_every = run_id, standby
         self._save_options = with_overrides(SaveOptions, save_options, {})
         self._load_options = with_overrides(LoadOptions, load_options, {})
+        check_lazy(self._save_options, states)
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate)
         self._standby = Standby()
@@ -129,7 +134,16 @@ class Run:
         self._schedule = Schedule(
             as_save_policy(save), while_saving, self._save_options.timeout, self._clock, self._saves, lambda: self.costs
         )
-        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._saver = Saver(
+            self._url,
+            self._states,
+            framework,
+            coordinator,
+            self._save_options,
+            self._saves,
+            self._standby,
+            lambda: self._keeper,
+        )
         self._keeper: Keeper | None = None
         self._meetings: Meetings | None = None
         self._watchdog: Watchdog | None = None
@@ -176,6 +190,7 @@ class Run:
         return await adrive(self._resume(trust, step), f"resume the run at {shown(self._url)}")
 
     def _resume(self, trust: Trust, step: int | None) -> Body[int]:
+        self._refuse_in_callback("resume")
         if self._meetings is not None:
             raise InputError("resume() was called already; make a new Run to resume again")
         self._refuse_if_closed()
@@ -253,6 +268,7 @@ class Run:
 
     def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveReport] | None]:
         step = whole_step(step)
+        self._refuse_in_callback("maybe_save")
         self._saves.raise_failure()
         stopping = yield from self._at(step)
         if step <= self._clock.step:
@@ -262,62 +278,17 @@ class Run:
             )
         self._clock.step = step
         if stopping:
-            self._metrics[step] = numbers(metrics)
+            self._saver.metrics[step] = numbers(metrics)
             return (yield from self._save_last(step))
         background = None
         if (yield from self._schedule.due(self._ranks, step)):
-            self._metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
+            self._saver.metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
             self._schedule.forget()
-            background = yield from self._save(step)
+            background = yield from self._saver.save(step)
         elif self._standby_every is not None and step % self._standby_every == 0:
-            yield from self._hold(step)
+            yield from self._saver.hold(step)
         self._schedule.renew(self._ranks, step)
         return background
-
-    def _save(self, step: int) -> Body[Background[SaveReport]]:
-        """Begin a save, once the one before has ended; return when training may go on."""
-        yield from self._replace_standby(step)
-        yield self._saves.ended
-        self._saves.raise_failure()
-        background = self._saves.begin(step, self._call(step, self._save_options))
-        try:
-            yield background.astarted
-        except BcpError:
-            self._saves.raise_failure()  # unless it is tolerated
-        return background
-
-    def _hold(self, step: int) -> Body[None]:
-        """Hold a snapshot of this step in host memory, instead of the one before."""
-        yield from self._replace_standby(step)
-        options = self._standby.options(self._save_options)
-        yield self._standby.begin(step, self._call(step, options), self._saves).astarted
-
-    def _replace_standby(self, step: int) -> Body[None]:
-        """Give up the held snapshot once all ranks have come to this step: one that hangs before it still needs it."""
-        if self._standby.holds and self._ranks.world_size > 1:
-            yield partial(agreed, self._ranks, f"replace the standby at step {step}", self._patience, lambda: True)
-        yield self._drop_standby
-
-    async def _drop_standby(self) -> None:
-        """Give up the held snapshot, if any, and the empty folder that its save has made."""
-        dropped = await self._standby.drop()
-        if dropped is not None and self._keeper is not None:
-            await self._keeper.drop(dropped)
-
-    def _call(self, step: int, options: SaveOptions) -> Any:
-        """Take this rank's place in a save, in the caller's thread. A checkpoint that is there is replaced."""
-        options = replace(options, step=step, overwrite=True)
-        return save_call(
-            f"{self._url}/{step_name(step)}",
-            self._states.now(),
-            self._framework,
-            None,
-            options,
-            self._given,
-            background=True,
-            permit=None if self._keeper is None else self._keeper.permit(step),
-            metrics=self._metrics.get(step),
-        )
 
     @property
     def costs(self) -> Costs:
@@ -333,7 +304,7 @@ class Run:
         )
 
     async def _housekeeping(self, step: int) -> None:
-        metrics = self._metrics.pop(step, {})
+        metrics = self._saver.metrics.pop(step, {})
         if self._keeper is not None:
             begun = self._saves.step
             live = {step} if begun is None or not self._saves.running else {step, begun}
@@ -373,6 +344,7 @@ class Run:
 
     def _should_stop(self, step: int) -> Body[bool]:
         step = whole_step(step)
+        self._refuse_in_callback("should_stop")
         if step < self._clock.step:
             raise InputError(f"should_stop({step}) after step {self._clock.step}: pass the step that has ended last")
         if not (yield from self._at(step)):
@@ -402,7 +374,7 @@ class Run:
         if not fits:
             log.warning("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
             return None
-        return (yield from self._save(step))
+        return (yield from self._saver.save(step))
 
     def _fits(self) -> bool:
         """Return whether the notice buys another save beside the running one. Rank 0 answers for all."""
@@ -451,7 +423,9 @@ class Run:
 
     def _change(self, step: int, name: str, change: Callable[[Ledger], Ledger]) -> None:
         """Change an entry of the ledger. A run that has not been resumed leaves the folder to the job that has it."""
-        self._refuse_if_closed()
+        if self._is_over:
+            self._refuse_if_closed()
+        self._refuse_in_child()
         if self._meetings is None:
             if self._ranks.rank == 0:
                 drive(once(partial(self._amend, step, change)), name)
@@ -481,31 +455,46 @@ class Run:
         """Do the same from a coroutine."""
         await adrive(self._close("finished"), f"close the run at {shown(self._url)}")
 
-    def _close(self, end: End) -> Body[None]:
-        """Close one part after the other, whichever of them fails. A signal that comes meanwhile stops no save."""
+    def _close(self, end: End, again: str = "") -> Body[None]:
+        """Close one part after the other, whichever of them fails. A signal that comes meanwhile stops no save.
+
+        Args:
+            end: how the run ends.
+            again: for a run that was interrupted: what a further interrupt does.
+
+        """
         if self._closed or os.getpid() != self._pid:  # a forked child has nothing to close
             return
+        self._refuse_in_callback("close")
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.step_ended()
         errors: list[Exception] = []
         end = "preempted" if self._last is not None else end
+        interrupt: KeyboardInterrupt | None = None
         try:
-            for part in (self._drop_standby, self._saves.ended, self._saves.kept, self._schedule.ended):
+            yield from noting(errors, self._saver.drop_standby)
+            interrupt = yield from await_save(self._saves, again)
+            for part in (self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
+            self._is_over = True
             if self._keeper is not None:
-                yield from noting(errors, partial(self._keeper.close, end))
+                yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
         finally:
+            self._is_over = True
             if self._meetings is not None:
                 self._meetings.close()
             self._preemption.close()
+        if interrupt is not None:
+            raise interrupt
         self._saves.raise_failure(last=True)
         if errors:
             raise errors[0]
 
-    def _leave(self, error: BaseException | None) -> Body[None]:
+    def _leave(self, error: BaseException | None, again: str) -> Body[None]:
+        is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
         try:
-            yield from self._close("finished" if error is None else "failed")
+            yield from self._close("finished" if error is None else "failed", again if is_interrupt else "")
         except Exception as failure:
             if error is None:
                 raise
@@ -517,7 +506,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        drive(self._leave(error), f"close the run at {shown(self._url)}")
+        drive(self._leave(error, CTRL_C), f"close the run at {shown(self._url)}")
 
     async def __aenter__(self) -> Self:
         return self
@@ -525,7 +514,7 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await adrive(self._leave(error), f"close the run at {shown(self._url)}")
+        await adrive(self._leave(error, CTRL_C_TWICE), f"close the run at {shown(self._url)}")
 
     @property
     def _ranks(self) -> Coordinator:
@@ -538,6 +527,16 @@ class Run:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise InputError("the run is closed; make a new Run and resume() it")
+        self._refuse_in_child()
+
+    def _refuse_in_callback(self, call: str) -> None:
+        if self._saves.is_telling:
+            raise InputError(
+                f"{call}() in on_commit or on_failure would wait for the save that calls it: return from the callback, "
+                "and call it in the training loop. stop(), mark() and pin() may be called there"
+            )
+
+    def _refuse_in_child(self) -> None:
         if os.getpid() != self._pid:
             raise InputError(f"the run belongs to process {self._pid}, and this is its forked child; use it there")
 

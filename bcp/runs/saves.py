@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,12 +25,13 @@ import anyio
 
 from bcp._calls import SaveCall
 from bcp._log import log
-from bcp.errors import InputError, RunTakenError
+from bcp.errors import ExistsError, InputError, RunTakenError
 from bcp.events import SaveReport
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
+from bcp.runtime.event_loop import words_of
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 
@@ -38,9 +40,16 @@ __all__ = ["OnCommit", "OnFailure", "Saves", "Standby", "Watchdog", "nothing"]
 OnCommit = Callable[[int, SaveReport], object]
 OnFailure = Callable[[int, BaseException], object]
 
+TELL_SECONDS = 10.0
+"""Between two lines about a save that the end of a run waits for."""
+
 
 def nothing(_step: int, _outcome: object) -> None:
     """Do nothing, in the place of a callback."""
+
+
+_telling: ContextVar[tuple[Saves, ...]] = ContextVar("bcp callbacks around", default=())
+"""Those whose callbacks this code is called by."""
 
 
 class Saves:
@@ -89,6 +98,7 @@ class Saves:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun, self._tolerated = step, time.monotonic(), None
         self._newest = _bridge.start(partial(self._save, step, call), name=call.name)
+        self._newest.progress = call.progress
         return self._newest
 
     def raise_failure(self, *, last: bool = False) -> None:
@@ -113,6 +123,9 @@ class Saves:
             return
         if last:
             raise error
+        if isinstance(error, ExistsError):  # a job that was displaced meanwhile was quicker by some milliseconds
+            log.warning("step %s was saved by another job, and is not saved again: %s", self.step, error)
+            return
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._tolerate or isinstance(error, InputError):
             raise error
@@ -126,14 +139,38 @@ class Saves:
         )
 
     async def ended(self) -> None:
-        """Wait until the newest save has ended, well or not."""
+        """Wait until the newest save has ended, well or not. An interrupt ends the waiting, not the save."""
         if self._newest is not None:
-            await in_thread(self._newest.wait_ended)
+            await self._newest.ended()
+
+    async def ended_at_last(self, again: str) -> None:
+        """Do the same at the end of a run; tell what is waited for.
+
+        Args:
+            again: what a further interrupt does, for one that was interrupted: it is told at once. "" for any other
+                end, which tells after some seconds.
+
+        """
+        newest, waits = self._newest, 0.0 if again else TELL_SECONDS
+        while newest is not None and not newest.done():
+            with anyio.move_on_after(waits):
+                await newest.ended()
+                return
+            advice = "" if waits else f". {again}"
+            log.warning("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
+            waits = TELL_SECONDS
+
+    async def give_up(self) -> None:
+        """Cancel the newest save, and wait until its files are removed."""
+        if self._newest is not None and not self._newest.done():
+            log.warning("the save of step %s is given up; its files are removed", self.step)
+            self._newest.cancel()
+            await self._newest.ended()
 
     async def kept(self) -> None:
         """Wait until the housekeeping after all ended saves is done."""
         for keeping in list(self._keeping):
-            await in_thread(keeping.wait_ended)
+            await keeping.ended()
 
     async def between_keepings(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work on the folder while no housekeeping is under way."""
@@ -145,6 +182,8 @@ class Saves:
         try:
             report = await call.run(started)
         except BaseException as error:
+            if isinstance(error, RunTakenError):
+                self._taken = error
             await self.failed(step, error)
             raise
         self.stall, self.durable = report.blocking_seconds + report.step_wait_seconds, report.seconds
@@ -172,13 +211,20 @@ class Saves:
             except Exception as error:  # noqa: BLE001 -- see above
                 log.error("the housekeeping after step %d failed; the next commit repeats it", step, exc_info=error)
 
-    @staticmethod
-    async def _tell(callback: Callable[..., object], *values: object) -> None:
+    @property
+    def is_telling(self) -> bool:
+        """Whether this code is called by a callback of one of the saves."""
+        return self in _telling.get()
+
+    async def _tell(self, callback: Callable[..., object], *values: object) -> None:
         """Call a user's callback in a thread; log its own error."""
+        token = _telling.set((*_telling.get(), self))
         try:
             await in_thread(callback, *values)
         except Exception as error:  # noqa: BLE001 -- a callback must not fail a committed save
             log.error("the callback %r failed", callback, exc_info=error)
+        finally:
+            _telling.reset(token)
 
 
 PARTS_HELD = 1 << 16

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ import anyio
 from structlog.stdlib import BoundLogger
 
 from bcp._log import log, was_logged
+from bcp.errors import InputError
 from bcp.runtime import event_loop as _loop
 from bcp.runtime.event_loop import Loop, refuse_on_own_thread, wait_for
 
@@ -27,6 +29,12 @@ __all__ = ["Background", "run", "start"]
 T = TypeVar("T")
 Operation = Callable[[Callable[[], None]], Awaitable[T]]
 Outcome = tuple[T, None] | tuple[None, BaseException]
+
+_within: ContextVar[tuple[object, ...]] = ContextVar("bcp operations around", default=())
+"""Tokens of the operations whose code runs here, callbacks in threads included. None of them can be waited for."""
+
+CLEAN_UP_SECONDS = 1.0
+"""An interrupted caller is told if its operation takes longer than this to clean up."""
 
 
 def run(function: Callable[[], Awaitable[T]], *, name: str = "a synchronous call") -> T:
@@ -57,8 +65,9 @@ def start(function: Operation[T], *, name: str, daemon: bool = False) -> Backgro
 class Background(Generic[T]):
     """An operation on bcp's loop. Awaitable from any event loop.
 
-    A failure without a waiter is logged as an error when the object is forgotten or the process ends. In a forked child
-    it raises RuntimeError wherever it would have to wait: the operation goes on in the parent only.
+    ``progress`` says what is done and what is left, for whoever has to wait. A failure without a waiter is logged as an
+    error when the object is forgotten or the process ends. In a forked child it raises RuntimeError wherever it would
+    have to wait: the operation goes on in the parent only.
     """
 
     _pid = 0  # until the object is whole: one whose making was interrupted is nobody's
@@ -77,6 +86,8 @@ class Background(Generic[T]):
         self._ended = False
         self._cancelled = False
         self._seen = False
+        self._token = object()
+        self.progress: Callable[[], str] = str
         self._pid = os.getpid()
 
     def wait_started(self) -> None:
@@ -99,6 +110,7 @@ class Background(Generic[T]):
         Cancelling this cancels the operation and waits until it has cleaned up.
         """
         self._check_process()
+        self._refuse_within()
         try:
             await asyncio.wrap_future(self._started)
         except asyncio.CancelledError:
@@ -122,9 +134,14 @@ class Background(Generic[T]):
 
     async def result(self) -> T:
         """Do the same from any event loop, without blocking it. Cancelling this leaves the operation running."""
-        self._check_process()
-        await asyncio.wrap_future(self._finished)
+        await self.ended()
         return self._take()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, well or not, from any event loop. Cancelling this leaves the operation running."""
+        self._check_process()
+        self._refuse_within()
+        await asyncio.wrap_future(self._finished)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result().__await__()
@@ -149,9 +166,10 @@ class Background(Generic[T]):
             self._cancelled = True
             self._loop.asyncio_loop.call_soon_threadsafe(self._cancel_task)
 
-    def wait_ended(self) -> None:
-        """Block until it has ended, well or not; never raise its error."""
-        wait_for(self._finished)
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Block until it has ended, at most ``timeout`` seconds; say whether it has. Never raise its error."""
+        self._refuse_within()
+        return wait_for(self._finished, timeout)
 
     def tell_unseen(
         self,
@@ -205,7 +223,16 @@ class Background(Generic[T]):
     def _check(self) -> None:
         """Refuse to wait where that would last for ever."""
         self._check_process()
+        self._refuse_within()
         refuse_on_own_thread(f"wait for {self.name}")
+
+    def _refuse_within(self) -> None:
+        """Refuse to wait in a callback of the operation itself."""
+        if not self._ended and self._token in _within.get():
+            raise InputError(
+                f"waiting for {self.name} in its own callback would never end: return from the callback, and wait "
+                "elsewhere"
+            )
 
     def _launch(self, function: Operation[T]) -> None:
         try:
@@ -235,7 +262,9 @@ class Background(Generic[T]):
         """Cancel, and wait until the operation has cleaned up."""
         if self._loop is not None:
             self.cancel()
-            wait_for(self._finished)
+            if not wait_for(self._finished, CLEAN_UP_SECONDS):
+                log.warning("interrupted; %s cleans up before the call ends. Ctrl-C again leaves at once", self.name)
+                wait_for(self._finished)
 
     def _take(self) -> T:
         """Return or raise the outcome of the ended operation."""
@@ -248,7 +277,7 @@ class Background(Generic[T]):
 
     def _begin(self, function: Operation[T]) -> None:
         # The task must not know this object: its error would, and an error nobody asks for could not be told in time.
-        settled = _settled(function, partial(_set_once, self._started))
+        settled = _settled(function, partial(_set_once, self._started), self._token)
         self._task = asyncio.get_running_loop().create_task(settled, name=f"bcp {self.name}")
         self._task.add_done_callback(self._end)
 
@@ -279,8 +308,9 @@ class Background(Generic[T]):
         self._finished.set_result(None)
 
 
-async def _settled(function: Operation[T], started: Callable[[], None]) -> Outcome[T]:
+async def _settled(function: Operation[T], started: Callable[[], None], token: object) -> Outcome[T]:
     """Await the function; hand an error over as a value, since an interrupt raised in a task would stop the loop."""
+    _within.set((*_within.get(), token))  # of this task and its threads
     try:
         return await function(started), None
     except BaseException as error:  # noqa: BLE001 -- raised again by who waits, and logged if nobody does

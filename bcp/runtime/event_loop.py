@@ -11,6 +11,7 @@ import concurrent.futures.thread  # noqa: F401 -- registers an exit hook, which 
 import math
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
@@ -21,9 +22,11 @@ import anyio._backends._asyncio  # noqa: F401 -- imported at first use: a fork j
 from bcp._log import log
 from bcp.runtime.process import in_forked_child, process_rlock
 
-__all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for"]
+__all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for", "words_of"]
 
 NAP_SECONDS = 0.2
+TELL_SECONDS = 10.0
+"""Between two lines about an operation that the end of the process waits for."""
 
 
 class Running(Protocol):
@@ -32,8 +35,12 @@ class Running(Protocol):
     name: str
     daemon: bool
 
-    def wait_ended(self) -> None:
-        """Block until it has ended."""
+    @property
+    def progress(self) -> Callable[[], str]:
+        """A function that says what is done and what is left; nothing if that is not known."""
+
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Block until it has ended, at most so many seconds; say whether it has."""
 
     def cancel(self) -> None:
         """Ask it to stop."""
@@ -54,6 +61,18 @@ def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     return future.done()
 
 
+def words_of(background: Running) -> str:
+    """Return the name of an operation and its progress.
+
+    Example::
+
+        words_of(background)  # "save to /ckpt/100 (1.2 GB of 3.4 GB written)"
+
+    """
+    progress = background.progress()
+    return f"{background.name} ({progress})" if progress else background.name
+
+
 class Loop:
     """An event loop on a daemon thread, which does not keep the process alive while it is idle."""
 
@@ -69,10 +88,11 @@ class Loop:
             self.asyncio_loop.run_forever()
 
     def wait_until_idle(self) -> None:
-        """Block until no operation is running."""
+        """Block until no operation is running; say now and then what is left."""
         while self.running:
             for background in list(self.running):
-                background.wait_ended()
+                while not background.wait_ended(TELL_SECONDS):
+                    log.warning("still waiting for %s", words_of(background))
 
     def close(self) -> None:
         """Log failures that no caller has asked for, stop the loop and wait for its thread."""
@@ -129,15 +149,19 @@ def _finish_at_exit(*, late: bool) -> None:
         for background in list(loop.running):
             if background.daemon:
                 background.cancel()
-        names = [background.name for background in list(loop.running) if not background.daemon]
+        names = [words_of(background) for background in list(loop.running) if not background.daemon]
         if names:
-            log.warning("waiting for %d operations before the process ends: %s", len(names), ", ".join(names))
+            log.warning(
+                "waiting for %d operations before the process ends: %s. Ctrl-C cancels them, and their files go",
+                len(names),
+                ", ".join(names),
+            )
             if late:
                 log.error("what they still need worker threads for is lost; wait() for them before the program ends")
         try:
             loop.wait_until_idle()
         except KeyboardInterrupt:
-            log.error("interrupted; cancelling %d operations", len(loop.running))
+            log.error("interrupted; cancelling %d operations. Ctrl-C again leaves at once", len(loop.running))
             for background in list(loop.running):
                 background.cancel()
             loop.wait_until_idle()

@@ -18,6 +18,8 @@ from bcp._text import printable
 from bcp.errors import MissingExtraError
 from bcp.events import Event, Observer, StageEvent, ignore
 from bcp.runtime.process import in_forked_child, process_lock, process_rlock
+from bcp.telemetry.amounts import bytes_words as _bytes
+from bcp.telemetry.amounts import duration_words as _duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -219,23 +221,6 @@ def _final(done: float, total: float, seconds: float, *, failed: bool) -> str:
     if failed:
         return f"failed after {_bytes(done)} of {_bytes(total)} in {_duration(seconds)}"
     return f"{_bytes(done)} in {_duration(seconds)}" + (f", {_bytes(done / seconds)}/s" if seconds > 0 else "")
-
-
-def _bytes(nbytes: float) -> str:
-    """Return a number of bytes for people, in decimal units."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:  # noqa: PLR2004 -- of the next unit
-            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds for people."""
-    if seconds < 60:  # noqa: PLR2004 -- a minute
-        return f"{seconds:.1f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {round(seconds) % 60} s"  # noqa: PLR2004
 
 
 def _start_afresh() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 from bcp._log import bound, log
 from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
 from bcp.runtime.process import process_lock
+from bcp.telemetry.amounts import bytes_words, duration_words
 from bcp.telemetry.settings import settings
 
 __all__ = ["Contents", "Kind", "LiveSink", "Sink", "Watch", "add_sink", "remove_sink", "sinks", "step_of"]
@@ -93,6 +95,7 @@ class Watch:
         all_nbytes: bytes that all ranks wrote into data files; known on rank 0, once a save is committed.
         report: of an operation that ended well.
         error: the error that ended it.
+        nbytes: bytes of all items of this rank; None until they are known.
         contents: finds file and tensors of an item by its name, for failures; knows none once the operation has ended.
     """
 
@@ -126,7 +129,9 @@ class Watch:
         self.all_nbytes: int | None = None
         self.report: SaveReport | LoadReport | None = None
         self.error: BaseException | None = None
+        self.nbytes: int | None = None
         self.contents: Contents = _unknown
+        self._written = 0
         self._observers = [] if observe is ignore else [observe]
         self._sinks = [] if kind == "prepare" else list(_sinks)
         self._live = [sink for sink in self._sinks if isinstance(sink, LiveSink)]
@@ -137,6 +142,7 @@ class Watch:
         if isinstance(event, StageEvent):
             start, end = self._spans.get(event.stage, (event.started, event.ended))
             self._spans[event.stage] = (min(start, event.started), max(end, event.ended))
+            self._written += event.nbytes if event.stage == "upload" and not event.error else 0
         if len(self.events) < MOST_EVENTS:
             self.events.append(event)
         else:
@@ -198,6 +204,16 @@ class Watch:
     def stage_seconds(self) -> Mapping[str, float]:
         """Wall seconds from the first start to the last end of each stage."""
         return {stage: end - start for stage, (start, end) in self._spans.items()}
+
+    def progress(self) -> str:
+        """Say how much of a save is written and how much time is left, as far as that is known; else nothing."""
+        if not self.nbytes:
+            return ""
+        words = f"{bytes_words(self._written)} of {bytes_words(self.nbytes)} written on rank {self.rank}"
+        seconds = time.monotonic() - self._spans.get("upload", (math.inf, 0.0))[0]
+        if self._written < self.nbytes and self._written and seconds > 0:
+            words += f", about {duration_words(seconds / self._written * (self.nbytes - self._written))} left"
+        return words
 
     def _values(self) -> Mapping[str, object]:
         """Return the values of every log line inside of the operation."""

@@ -1,0 +1,260 @@
+"""Callbacks of a run, interrupts of one that waits for its save, and options that are refused before training."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bcp
+from bcp.runs.folder import step_name
+from bcp.runtime.threads import in_thread
+
+
+def states() -> dict[str, Any]:
+    return {"model": {"w": torch.ones(4)}}
+
+
+# -- callbacks
+
+
+@pytest.mark.parametrize("ends", ["close", "exit", "should_stop"])
+def test_callbacks_of_the_last_checkpoint_may_mark_and_pin_it(tmp_path: Path, ends: str) -> None:
+    closing = threading.Event()
+    errors: list[BaseException] = []
+
+    def mark(step: int, _report: bcp.SaveReport) -> None:
+        closing.wait(0.2 if ends == "should_stop" else 60)
+        try:
+            run.mark(step, "verified", "evaluated")
+            run.pin(step)
+        except BaseException as error:  # noqa: BLE001 -- the test looks at it
+            errors.append(error)
+
+    async def wait(part: Any) -> Any:
+        if ends != "should_stop":
+            await in_thread(closing.wait, 60)
+        return part
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("wait", wait)))
+    run = bcp.Run(str(tmp_path), states(), save=1, on_commit=mark, save_options=options)
+    run.resume()
+    if ends == "should_stop":
+        run.stop()
+        assert run.should_stop(1)
+        run.close()
+    else:
+        run.maybe_save(1)
+        original = run._saves.ended_at_last  # the run is closing once it waits here
+
+        async def told(again: str) -> None:
+            closing.set()
+            await original(again)
+
+        run._saves.ended_at_last = told  # type: ignore[method-assign]  # see above
+        run.close() if ends == "close" else run.__exit__(None, None, None)
+    assert errors == []
+    assert bcp.latest(tmp_path, trust="verified") == f"{tmp_path}/{step_name(1)}"
+    with pytest.raises(bcp.InputError, match="closed"):
+        run.pin(1)
+
+
+CALLS: dict[str, Callable[[bcp.Run, Any], object]] = {
+    "close": lambda run, _: run.close(),
+    "aclose": lambda run, _: asyncio.run(run.aclose()),
+    "exit": lambda run, _: run.__exit__(None, None, None),
+    "maybe_save": lambda run, _: run.maybe_save(2),
+    "amaybe_save": lambda run, _: asyncio.run(run.amaybe_save(2)),
+    "should_stop": lambda run, _: run.should_stop(2),
+    "resume": lambda run, _: run.resume(),
+    "wait": lambda _, pending: pending().wait(),
+    "await": lambda _, pending: asyncio.run(pending()._result()),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_that_would_wait_for_themselves_are_errors_at_once(tmp_path: Path, call: str, *, fails: bool) -> None:
+    errors: list[BaseException] = []
+    called, begun = threading.Event(), threading.Event()
+    pendings: list[Any] = []
+
+    def callback(_step: int, _outcome: object) -> None:
+        begun.wait(60)
+        try:
+            CALLS[call](run, pendings.pop)
+        except bcp.BcpError as error:
+            errors.append(error)
+        called.set()
+
+    async def fail(part: Any) -> Any:
+        if fails:
+            raise OSError("the disk is gone")
+        return part
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("fail", fail)))
+    run = bcp.Run(str(tmp_path), states(), save=1, on_commit=callback, on_failure=callback, save_options=options)
+    run.resume()
+    pendings.append(run.maybe_save(1))
+    begun.set()
+    assert called.wait(60)
+    (error,) = errors
+    assert isinstance(error, bcp.InputError)
+    assert "return from the callback" in str(error)
+    if fails:
+        with pytest.raises(bcp.StageError):
+            run.close()
+    else:
+        run.close()
+        assert bcp.latest(tmp_path) == f"{tmp_path}/{step_name(1)}"
+
+
+def test_a_callback_may_save_elsewhere_and_stop_the_run(tmp_path: Path) -> None:
+    def copy(step: int, _report: bcp.SaveReport) -> None:
+        bcp.save(tmp_path / "copy" / str(step), states())
+        run.stop("enough")
+
+    run = bcp.Run(str(tmp_path / "run"), states(), save=1, on_commit=copy)
+    with run:
+        run.resume()
+        pending = run.maybe_save(1)
+        assert pending is not None
+        pending.wait()
+        assert run.should_stop(2)
+    assert (tmp_path / "copy" / "2" / "metadata.arrow").exists()
+
+
+# -- options
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": {"a": 1}}])
+def test_lazy_snapshots_without_an_optimizer_are_refused_before_training(
+    tmp_path: Path, optimizer: dict[str, Any]
+) -> None:
+    options = bcp.SaveOptions(snapshot="lazy")
+    with pytest.raises(bcp.InputError, match="snapshot='lazy'"):
+        bcp.Run(str(tmp_path / "run"), {**states(), **optimizer}, save_options=options)
+    model = nn.Linear(2, 2)
+    bcp.Run(
+        str(tmp_path / "run"),
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters())},
+        save_options=options,
+    ).close()
+
+
+@pytest.mark.parametrize("wrong", [{"modle": {}}, {"model": {}, "extra": {}}])
+def test_states_of_unknown_kinds_are_refused_before_training(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(bcp.InputError, match="its keys are"):
+        bcp.Run(str(tmp_path / "run"), wrong)
+
+
+# -- interrupts
+
+SCRIPT = """
+import asyncio, sys
+import torch
+import bcp
+
+async def wait(part):
+    if started:
+        print("saving", flush=True)
+        await asyncio.sleep(3600)
+    return part
+
+started = []
+options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
+states = {"model": {"w": torch.ones(4)}}
+with bcp.Run(sys.argv[1], states, save=1, save_options=options) as run:
+    run.resume()
+    run.maybe_save(1).wait()
+    started.append(True)
+    run.maybe_save(2)
+    if sys.argv[2] == "next":
+        run.maybe_save(3)
+"""
+
+
+def started(script: str, *words: str) -> subprocess.Popen[str]:
+    """Start a program in a process of its own."""
+    return subprocess.Popen(  # noqa: S603 -- the program is the test's
+        [sys.executable, "-c", script, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def line_with(stream: Any, words: str) -> str:
+    """Read lines until one has the words."""
+    for line in stream:
+        if words in line:
+            return str(line)
+    raise AssertionError(f"{words!r} was never said")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("where", ["next", "exit"])
+def test_a_second_interrupt_gives_the_running_save_up(tmp_path: Path, where: str) -> None:
+    """The first one says so. It ends the loop, and the call that waits for the save before it."""
+    job = started(SCRIPT, str(tmp_path), where)
+    try:
+        line_with(job.stdout, "saving")
+        job.send_signal(signal.SIGINT)
+        told = line_with(job.stderr, "waiting until step 2 is durable")
+        assert "written on rank 0" in told
+        assert "Ctrl-C again gives it up" in told
+        assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        line_with(job.stderr, "step 2 is given up")
+        _, errors = job.communicate(timeout=60)
+        assert "KeyboardInterrupt" in errors
+        assert "waiting for" not in errors
+    finally:
+        job.kill()
+        job.communicate()
+    assert job.returncode in (130, -signal.SIGINT)
+    assert bcp.latest(tmp_path) == f"{tmp_path}/{step_name(1)}"
+    assert not list((tmp_path / step_name(2)).rglob("*.*"))
+
+
+PENDING = """
+import asyncio, sys
+import torch
+import bcp
+
+async def wait(part):
+    print("saving", flush=True)
+    await asyncio.sleep(3600)
+
+options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
+bcp.save_async(sys.argv[1], {"model": {"w": torch.ones(4)}}, options=options).wait()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_end_of_a_process_says_what_it_waits_for_and_what_an_interrupt_does(tmp_path: Path) -> None:
+    job = started(PENDING, str(tmp_path / "1"))
+    try:
+        line_with(job.stdout, "saving")
+        job.send_signal(signal.SIGINT)
+        told = line_with(job.stderr, "waiting for 1 operations before the process ends")
+        assert "written on rank 0" in told
+        assert "Ctrl-C cancels them" in told
+        job.send_signal(signal.SIGINT)
+        line_with(job.stderr, "interrupted; cancelling 1 operations")
+        job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.communicate()
+    assert not list((tmp_path / "1").rglob("*.*"))
