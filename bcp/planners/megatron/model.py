@@ -162,7 +162,8 @@ def _add_owner(leaves: Leaves, shards: LogicalShards, owner: Any) -> Finish:
         loaded = {key: _as_was(leaf, objects[name]) for name, (key, leaf) in wanted.items() if name in objects}
         if loaded or customs:
             found = give(owner, {**live, **loaded} if customs else loaded, _WHERE)
-            leaves.refuse([], [f"{MODEL}: {key}" for key in found.unexpected if key in loaded])
+            names = {key: f"{MODEL}: {fqn}" for (_, fqn), (key, _) in wanted.items() if key in loaded}
+            leaves.refuse([], [names[key] for key in found.unexpected if key in names])
 
     return finish
 
