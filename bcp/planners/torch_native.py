@@ -14,6 +14,7 @@ from bcp.state.modules import Check, Finish, ParamNames, add_state, in_turn
 from bcp.state.optimizer_entries import add_entries, entry_targets
 from bcp.state.optimizer_restore import slot_targets
 from bcp.state.optimizers import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
+from bcp.state.packed_optimizers import is_packed, packed_slots, was_saved_by_number
 
 __all__ = ["DdpPlanner", "PlainPlanner"]
 
@@ -77,11 +78,13 @@ class PlainPlanner:
         """Find the slots of the optimizers, or None where they are a plain nested state; the model was taken before."""
         known: Collection[ObjectKey] = saved.rows if saved else ()
         optimizers = optimizers_in(states.get(OPTIMIZER))
+        if is_packed(states.get(OPTIMIZER)) and not (saved and was_saved_by_number(saved)):
+            return packed_slots(leaves, states.get("model"), states[OPTIMIZER], saved)
         return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
 
     def _torch_optimizers(self, states: States) -> object:
         """Return the torch optimizers whose own ``state_dict()`` is compared with the slots; () for none."""
-        return states[OPTIMIZER]
+        return () if is_packed(states[OPTIMIZER]) else states[OPTIMIZER]
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Do the local work that follows a load, when all tensors and objects are in place."""

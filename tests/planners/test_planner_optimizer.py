@@ -305,7 +305,8 @@ def test_plain_optimizer_state_dicts():
     for model, optimizer in zip(models, optimizers, strict=True):
         step(model, optimizer, seed=id(model) % 7)
     states = [optimizer.state_dict() for optimizer in optimizers]
-    transfer({"optimizer": states[0]}, {"optimizer": states[1]})
+    source, target = ({"model": model, "optimizer": state} for model, state in zip(models, states, strict=True))
+    transfer(source, target)
     for index, state in states[0]["state"].items():
         same_state(state, states[1]["state"][index])
 
