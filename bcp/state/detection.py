@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from bcp.protocols import States
-from bcp.state.names import walk
+from bcp.state.names import Path, walk
 from bcp.state.tensor_specs import PLAIN, is_flat
 
 __all__ = ["InspectedStates"]
@@ -36,15 +36,20 @@ class InspectedStates(Mapping[str, Any]):
         return len(self._states)
 
     @cached_property
-    def leaves(self) -> dict[str, list[Any]]:
-        """By kind, model and optimizer: every leaf that is not a plain tensor; a module is one leaf."""
+    def placed(self) -> dict[str, list[tuple[Path, Any]]]:
+        """By kind, model and optimizer: every leaf that is not a plain tensor, and its path; a module is one leaf."""
         parts = {kind: self.get(kind) for kind in ("model", "optimizer")}
         return {
             kind: []
             if is_flat(part)
-            else [leaf for _, leaf in walk(part, f"states[{kind!r}]") if type(leaf) not in PLAIN]
+            else [(path, leaf) for path, leaf in walk(part, f"states[{kind!r}]") if type(leaf) not in PLAIN]
             for kind, part in parts.items()
         }
+
+    @cached_property
+    def leaves(self) -> dict[str, list[Any]]:
+        """By kind, model and optimizer: every leaf that is not a plain tensor; a module is one leaf."""
+        return {kind: [leaf for _, leaf in placed] for kind, placed in self.placed.items()}
 
     @cached_property
     def modules(self) -> list[nn.Module]:

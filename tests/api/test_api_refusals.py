@@ -18,6 +18,9 @@ import bcp
 from bcp.coordinators import grpc_coordinators, memory_coordinators
 from bcp.protocols import Coordinator
 
+REFUSED: dict[str, Any] = {"modle": {}}
+"""States that a rank refuses by itself."""
+
 NEVER = 3600.0
 """Seconds of silence after which a rank is given up: nobody here waits for them."""
 
@@ -32,7 +35,7 @@ async def test_operations_stay_in_step_after_refusals(
     for guilty in range(3):
 
         def states(rank: Coordinator, guilty: int = guilty) -> Any:
-            return {} if rank.rank == guilty else model()
+            return REFUSED if rank.rank == guilty else model()
 
         saved = await outcomes(ranks, lambda rank: bcp.asave(tmp_path, states(rank), options=options, coordinator=rank))
         loaded = await outcomes(
@@ -41,7 +44,7 @@ async def test_operations_stay_in_step_after_refusals(
         )
         for rank, error in (*enumerate(saved), *enumerate(loaded)):
             assert isinstance(error, bcp.InputError if rank == guilty else bcp.PeerError)
-            assert "states has nothing; its keys are" in str(error)
+            assert "states has ['modle']; its keys are" in str(error)
     assert files(tmp_path) == {}
     saved = await outcomes(ranks, lambda rank: bcp.asave(tmp_path, model(), options=options, coordinator=rank))
     assert all(isinstance(each, bcp.SaveReport) for each in saved)
@@ -62,7 +65,7 @@ async def test_two_refused_calls_under_way_at_once(tmp_path: Path) -> None:
 
         async with anyio.create_task_group() as group:
             for number in range(3):
-                group.start_soon(one, number, {} if number != rank.rank and number < 2 else model())
+                group.start_soon(one, number, REFUSED if number != rank.rank and number < 2 else model())
         return found
 
     first, second = await outcomes(ranks, both)
@@ -74,8 +77,8 @@ async def test_two_refused_calls_under_way_at_once(tmp_path: Path) -> None:
 async def test_a_refused_rank_raises_its_own_error_even_if_nobody_comes(tmp_path: Path) -> None:
     first, _ = memory_coordinators(2)
     options = bcp.SaveOptions(timeout=0.5)
-    with pytest.raises(bcp.InputError, match="states has nothing") as caught:
-        await bcp.asave(tmp_path, {}, options=options, coordinator=first)
+    with pytest.raises(bcp.InputError, match=r"states has \['modle'\]") as caught:
+        await bcp.asave(tmp_path, REFUSED, options=options, coordinator=first)
     assert "rank 1 has not begun it" in caught.value.__notes__[0]
 
 
@@ -83,13 +86,13 @@ async def test_a_refused_rank_raises_its_own_error_even_if_nobody_comes(tmp_path
 async def test_a_rank_that_calls_something_else_and_is_refused(tmp_path: Path) -> None:
     def call(rank: Coordinator) -> Any:
         if rank.rank:
-            return bcp.aload(tmp_path, {}, options=bcp.LoadOptions(timeout=NEVER), coordinator=rank)
+            return bcp.aload(tmp_path, REFUSED, options=bcp.LoadOptions(timeout=NEVER), coordinator=rank)
         return bcp.asave(tmp_path, model(), options=bcp.SaveOptions(timeout=NEVER), coordinator=rank)
 
     first, second = await outcomes(memory_coordinators(2), call)
     assert isinstance(first, bcp.InputError | bcp.PeerError)
     assert isinstance(second, bcp.InputError)
-    assert "states has nothing" in str(second)
+    assert "states has ['modle']" in str(second)
     assert files(tmp_path) == {}
 
 

@@ -13,11 +13,11 @@ from bcp.errors import InputError, StateError
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.megatron.model import MODEL, LogicalShards, add_model, unwrapped
 from bcp.planners.megatron.slots import (
+    FORMAT,
     fresh_in,
     optimizers_of,
     refuse_sharded_optimizers,
     scalers_of,
-    sharded_optimizer_in,
     slots_of,
 )
 from bcp.planners.torch_native import PlainPlanner
@@ -27,7 +27,6 @@ from bcp.state.inventory import Leaves
 from bcp.state.modules import Finish
 from bcp.state.names import walk
 from bcp.state.optimizers import OPTIMIZER, Slot
-from bcp.state.tensor_specs import is_flat
 
 __all__ = ["MegatronPlanner", "holds_megatron"]
 
@@ -137,10 +136,10 @@ def holds_megatron(states: States) -> bool:
 
     A sharded state dict of Megatron's distributed optimizer counts, too.
     """
-    parts = [part for kind in (MODEL, OPTIMIZER) if not is_flat(part := states.get(kind))]
-    if any(sharded_optimizer_in(part, "") for part in parts):
+    placed = [pair for pairs in InspectedStates.of(states).placed.values() for pair in pairs]
+    if any(FORMAT in path for path, _ in placed):
         return True
-    leaves = (leaf for leaves in InspectedStates.of(states).leaves.values() for leaf in leaves)
+    leaves = (leaf for _, leaf in placed)
     bases = (base for leaf in leaves for base in type(unwrapped(leaf)).__mro__)
     return any(base.__module__.startswith("megatron.") and ".megatron_fsdp." not in base.__module__ for base in bases)
 

@@ -16,11 +16,11 @@ from bcp.state.optimizers import Slot, counts_in_group
 from bcp.state.placement import ShardedLeaf
 
 __all__ = [
+    "FORMAT",
     "fresh_in",
     "optimizers_of",
     "refuse_sharded_optimizers",
     "scalers_of",
-    "sharded_optimizer_in",
     "slots_of",
 ]
 
@@ -41,7 +41,7 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 """The attributes that are read, by class; most of them are private to Megatron."""
 
-_FORMAT = "param_state_sharding_type"
+FORMAT = "param_state_sharding_type"
 """Key by which a distributed optimizer's sharded state dict names its format."""
 
 _DEEPEST = 8  # containers around such a state dict; a state that contains itself has no end
@@ -80,26 +80,26 @@ def optimizers_of(state: object, tested: Callable[[], str]) -> list[Any]:
     return optimizers
 
 
-def sharded_optimizer_in(state: object, where: str, depth: int = 0) -> tuple[str, str] | None:
+def _sharded_optimizer_in(state: object, where: str, depth: int = 0) -> tuple[str, str] | None:
     """Return the place and the format of a distributed optimizer's ``sharded_state_dict`` in a state; None for none."""
     if depth > _DEEPEST:
         return None
     if isinstance(state, Mapping):
-        if _FORMAT in state:
-            return where, str(getattr(state[_FORMAT], "data", state[_FORMAT]))
+        if FORMAT in state:
+            return where, str(getattr(state[FORMAT], "data", state[FORMAT]))
         children: Iterable[tuple[Any, Any]] = state.items()
     elif isinstance(state, (list, tuple)):
         children = enumerate(state)
     else:
         return None
     nested = ((f"{where}[{key!r}]", child) for key, child in children if isinstance(child, (Mapping, list, tuple)))
-    return next((found for path, child in nested if (found := sharded_optimizer_in(child, path, depth + 1))), None)
+    return next((found for path, child in nested if (found := _sharded_optimizer_in(child, path, depth + 1))), None)
 
 
 def refuse_sharded_optimizers(states: Mapping[str, Any]) -> None:
     """Raise StateError for a distributed optimizer's ``sharded_state_dict``: it has buckets, or gathered copies."""
     for kind in ("model", "optimizer"):
-        if found := sharded_optimizer_in(states.get(kind), f"states[{kind!r}]"):
+        if found := _sharded_optimizer_in(states.get(kind), f"states[{kind!r}]"):
             where, form = found
             raise StateError(
                 f"{where} is the sharded_state_dict() of Megatron's distributed optimizer, in its format {form!r}; "
