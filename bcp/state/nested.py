@@ -13,7 +13,7 @@ import torch
 
 from bcp.errors import CheckpointError, StateError
 
-__all__ = ["STORAGES", "TREE", "holds_tensors", "is_key", "leaves_of", "planted", "uprooted"]
+__all__ = ["STORAGES", "TREE", "holds_tensors", "is_key", "is_turned", "leaves_of", "planted", "uprooted"]
 
 TREE = ":tree"
 """Ending of the name of a tree; the tensors of ``a:tree`` are ``a`` itself, or ``a.<path>``."""
@@ -50,7 +50,7 @@ def _uprooted(value: Any, name: str, where: str, tensors: dict[str, torch.Tensor
         if name in tensors:
             raise StateError(f"{where} has two tensors named {name!r}; rename a key")
         tensors[name] = value
-        return _MARK, name
+        return (_MARK, name, value.stride()) if is_turned(value) else (_MARK, name)
     if isinstance(value, STORAGES):
         raise StateError(f"{where} is a {type(value).__name__}, which has no shape; pass a tensor of it")
     if not isinstance(value, (Mapping, list, tuple)):
@@ -85,11 +85,11 @@ def _check_keys(value: Mapping[Any, Any], where: str) -> None:
 
 def planted(tree: Any, tensors: Callable[[str], torch.Tensor | None]) -> Any:
     """Return the value of a tree; ``tensors`` gives them by name. Raises CheckpointError where one is missing."""
-    if type(tree) is tuple and len(tree) == 2 and tree[0] == _MARK:  # noqa: PLR2004 -- mark and name
+    if type(tree) is tuple and len(tree) > 1 and tree[0] == _MARK:
         tensor = tensors(tree[1])
         if tensor is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {tree[1]!r}; load another checkpoint")
-        return tensor
+        return tensor if tree[2:] in ((), (tensor.stride(),)) else _turned(tensor, tree[2])
     if isinstance(tree, Mapping):
         children = [(key, planted(child, tensors)) for key, child in tree.items()]
         if all(child is tree[key] for key, child in children):
@@ -98,6 +98,23 @@ def planted(tree: Any, tensors: Callable[[str], torch.Tensor | None]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(planted(child, tensors) for child in tree)
     return tree
+
+
+def is_turned(value: torch.Tensor) -> bool:
+    """Whether a whole tensor has other strides than a new one, as eigenvectors do: products differ in last bits."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and value.dim() > 1 and _is_dense(value)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    return not value.is_contiguous() and torch.empty_like(value, device="meta").stride() == value.stride()
+
+
+def _turned(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of these strides, if memory without gaps has them."""
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    if not is_turned(made):
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def leaves_of(value: Any) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ from bcp.plan.read.renamed import MASTER
 from bcp.state.dtensor import is_ragged, local_tensor
 from bcp.state.inventory import Leaves
 from bcp.state.names import Path, dotted
-from bcp.state.nested import TREE, holds_tensors, uprooted
+from bcp.state.nested import TREE, holds_tensors, is_turned, uprooted
 from bcp.state.optimizer_parts import OUTER, is_zero, optimizers_in, parts_of
 from bcp.state.placement import Leaf, Placement, ShardedLeaf
 from bcp.state.tensor_specs import PLAIN
@@ -156,6 +156,8 @@ class Slot:
 def has_tree(name: object, value: object) -> bool:
     """Whether a state needs a tree: it has tensors inside, or its name alone does not tell the key."""
     if type(name) is str and "." not in name and ":" not in name:
+        if isinstance(value, torch.Tensor):
+            return is_turned(value)
         return isinstance(value, (Mapping, list, tuple)) and holds_tensors(value)
     return True
 
