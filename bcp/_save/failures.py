@@ -137,7 +137,7 @@ class CleanUp:
         if committed.data is None:
             raise StorageError(
                 f"{path}: the checkpoint that operation {operation} was to replace was deleted or moved away "
-                "meanwhile; this save was not committed. Save again"
+                "meanwhile: storage shows no metadata there now. Save again"
             )
         if version != old_version:
             raise replaced(path, operation, committed)
