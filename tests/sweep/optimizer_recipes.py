@@ -16,7 +16,9 @@ with warnings.catch_warnings():
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _NamedOptimizer
 
-NOT_TRIED: dict[Key, str] = {}
+NOT_TRIED: dict[Key, str] = {
+    ("grokadamw", "GrokAdamW"): "its state_dict() has tensors as keys, which cannot be compared",
+}
 
 
 def sparsely(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
@@ -48,6 +50,14 @@ def consolidated(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
     optimizer.consolidate_state_dict()
 
 
+def without_zero_grad(optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
+    """Take a step of ``_NamedOptimizer``, whose ``zero_grad()`` raises with this torch."""
+    for parameter in optimizer.named_parameters.values():
+        parameter.grad = None
+    loss().backward()
+    optimizer.step()
+
+
 RECIPES: dict[Key, Recipe] = {
     ("torch.optim", "LBFGS"): Recipe(torch.optim.LBFGS, step=with_closure),
     ("torch.optim", "Muon"): Recipe(torch.optim.Muon, params=matrices),
@@ -59,5 +69,6 @@ RECIPES: dict[Key, Recipe] = {
     ("torch.distributed.optim", "_NamedOptimizer"): Recipe(
         _NamedOptimizer,
         of=lambda model: _NamedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-2),
+        step=without_zero_grad,
     ),
 }
