@@ -44,6 +44,7 @@ from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import ReadItem
 from bcp.stages.load import SEAL_BYTES, AllToAll, never_replaced
 from bcp.stages.memcpy import bytes_of
+from bcp.state.optimizer_entries import OWN
 
 __all__ = [
     "LoadPlan",
@@ -248,7 +249,7 @@ def _unexpected(names: RenamedLayout, kinds: int, rows: Ints) -> Ints:
     # an optimizer's hyper-parameters come and go with torch's versions, further entries of its state dict do not
     model = np.array(
         [
-            (kind == "model" or path.startswith("own.")) and bool(loaded[KINDS.index(kind)])
+            (kind == "model" or path.startswith(OWN)) and bool(loaded[KINDS.index(kind)])
             for kind, path in layout.objects
         ],
         bool,

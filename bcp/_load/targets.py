@@ -30,6 +30,7 @@ from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
+from bcp.state.optimizer_entries import OWN
 from bcp.state.random_states import asks_for_nothing
 
 __all__ = ["LoadRequest", "advice", "both_names", "check_taken", "extra_ranks", "find_targets", "some"]
@@ -114,8 +115,9 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     source = _from_masters(names.saved, tensors, saved_rows)
     missing = _whole_optimizer(names, objects)
     missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
-    # hyper-parameters of an optimizer come and go with torch's versions
-    missing += [": ".join(key) for key in objects if key[0] == "model" and key not in names.objects]
+    # hyper-parameters of an optimizer come and go with torch's versions; its own entries do not
+    needed = [key for key in objects if key[0] == "model" or key[1].startswith(OWN)]
+    missing += [": ".join(key) for key in needed if key not in names.objects]
     wanted_kinds = [kind for kind in opaque if not asks_for_nothing(states[kind])]
     missing += [f"{kind} of any rank" for kind in wanted_kinds if not extra_ranks(layout, kind)]
     if missing and options.strict:

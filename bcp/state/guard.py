@@ -19,6 +19,7 @@ from bcp.errors import InputError, StateChangedError
 from bcp.protocols import LocalShards
 from bcp.runtime.accelerator import capturing
 from bcp.runtime.process import in_forked_child, process_lock
+from bcp.state.optimizer_parts import parts_of
 
 __all__ = ["StepHold", "being_loaded", "check_not_loading", "check_unchanged", "torch_optimizers", "versions"]
 
@@ -117,7 +118,8 @@ def _optimizers(given: Any, *, wrapped: bool) -> Iterator[tuple[Optimizer, bool]
         return
     inner = getattr(given, "chained_optimizers", None) or getattr(given, "optimizer", None)
     if isinstance(given, Optimizer) and getattr(type(given).step, "hooked", False):
-        yield given, wrapped
+        parts = [part for part in parts_of(given) if getattr(type(part).step, "hooked", False)]
+        yield from ((part, wrapped) for part in parts)
     elif isinstance(given, (list, tuple)):
         for child in given:
             yield from _optimizers(child, wrapped=wrapped)

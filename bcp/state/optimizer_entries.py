@@ -27,7 +27,11 @@ from bcp.state.optimizers import OPTIMIZER, Slot
 from bcp.state.tensor_specs import PLAIN
 from bcp.state.values import same_value
 
-__all__ = ["add_entries", "entry_targets"]
+__all__ = ["OWN", "add_entries", "entry_targets"]
+
+OWN = "own."
+"""Begins the names of such entries."""
+
 
 _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -56,7 +60,7 @@ def add_entries(leaves: Leaves, state: object, slots: Sequence[Slot]) -> None:
             continue
         for path, value in _StateDict(optimizer, slots).rest():
             where = f"the entry {dotted(_shown(path))!r} of {type(optimizer).__name__}.state_dict()"
-            name = f"own.{key}.{dotted(_shown(path))}"
+            name = f"{OWN}{key}.{dotted(_shown(path))}"
             tree, tensors = uprooted(value, name, where)
             for tensor_name, tensor in tensors.items():
                 _check_whole(tensor, slots, where)
@@ -74,7 +78,7 @@ def entry_targets(leaves: Leaves, state: object, slots: Sequence[Slot], saved: C
     for key, optimizer in numbered(state):
         if is_zero(optimizer):
             continue
-        prefix = f"own.{key}."
+        prefix = f"{OWN}{key}."
         tensors: dict[str, torch.Tensor] = {}
         names: list[str] = []
         if not (_is_torchs(optimizer) and _is_ordinary(optimizer)):  # else such entries are another class's
@@ -82,10 +86,30 @@ def entry_targets(leaves: Leaves, state: object, slots: Sequence[Slot], saved: C
             found = [name for kind, name in saved.rows if kind == OPTIMIZER and name.startswith(prefix)]
             tensors = {name: _made(saved, name, slots) for name in found}
             leaves.add_all(OPTIMIZER, tensors.items())
-        for name in names:
+        for name in [*names, *_lacking(optimizer, prefix, slots, names)]:
             leaves.add_object(OPTIMIZER, name, None)
         finishes.append(_hand_over(optimizer, slots, sorted(names), tensors))
     return in_turn(finishes)
+
+
+def _lacking(optimizer: Any, prefix: str, slots: Sequence[Slot], names: Sequence[str]) -> list[str]:
+    """Return the names of entries that the optimizer has of its own and the checkpoint lacks.
+
+    Entries of one parameter are left out: a fresh optimizer and one that has stepped differ in them. A container counts
+    as saved if a part of it is there, or the container around it.
+    """
+    if _is_ordinary(optimizer):
+        return []
+    saved = [f"{name.removesuffix(TREE)}." for name in names]
+    lacking = []
+    for path, value in _StateDict(optimizer, slots).rest():
+        is_empty = value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
+        if is_empty or any(isinstance(step, _Parameter) for step in path):
+            continue
+        own = f"{prefix}{dotted(_shown(path))}."
+        if not any(own.startswith(name) or name.startswith(own) for name in saved):
+            lacking.append(own[:-1] + TREE)
+    return lacking
 
 
 def _hand_over(

@@ -145,6 +145,28 @@ def test_a_wrapper_that_is_an_optimizer_in_name_only_is_looked_into(tmp_path: Pa
     assert not any(torch.equal(part.weight, old) for part, old in zip(model, before, strict=True))
 
 
+class Container(torch.optim.Optimizer):
+    """An optimizer of torch's kind around another one, whose caller steps the inner one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_step_of_an_optimizer_inside_of_another_one_is_held(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    container = Container(stepped(model))
+    before = model.weight.detach().clone()
+    with saving(tmp_path, model, container) as brake, stepping(container.inner.step) as step:
+        assert_waiting(container.inner, step)
+        brake.go()
+    assert_saved(tmp_path, ("model", "weight"), before)
+    assert not torch.equal(model.weight, before)
+
+
 def test_hooks_of_others_wait_as_well(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = stepped(model)

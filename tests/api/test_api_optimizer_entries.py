@@ -280,3 +280,18 @@ def test_an_optimizer_that_does_not_take_its_state_is_named(tmp_path: Path) -> N
     bcp.save(tmp_path, {"model": model, "optimizer": Counted(model.parameters(), lr=1e-2)})
     with pytest.raises(bcp.StateError, match=r"load_state_dict\(\) of the Picky .* raised KeyError"):
         bcp.load(tmp_path, {"model": other, "optimizer": Picky(other.parameters(), lr=1e-2)})
+
+
+def test_entries_that_the_checkpoint_lacks_are_missing_names(tmp_path: Path) -> None:
+    model, other = net(), net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    states = {"model": other, "optimizer": Counted(other.parameters(), lr=1e-2)}
+    before = other[0].weight.detach().clone()
+    with pytest.raises(bcp.FqnMismatchError, match=r"checkpoint lacks: optimizer: own\.0\.calls"):
+        bcp.load(tmp_path, states)
+    assert torch.equal(other[0].weight, before)
+    report = bcp.load(tmp_path, states, strict=False)
+    assert report.missing == ("optimizer: own.0.calls:tree", "optimizer: own.0.more:tree")
+    assert torch.equal(other[0].weight, model[0].weight)
