@@ -7,7 +7,6 @@ token than its own at its next change. The ledger is derived: a checkpoint is co
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import socket
 import time
@@ -21,7 +20,7 @@ import anyio
 
 from bcp._log import log
 from bcp.backends.links import LinkFollower, followed, links_of
-from bcp.backends.objects.retry import in_turns
+from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit
 from bcp.policies import Entry
@@ -490,4 +489,4 @@ def _leaving(step: int, version: Version, spare_pinned: bool, ledger: Ledger) ->
 
 
 async def _pause() -> None:
-    await anyio.sleep(random.uniform(0, _PAUSE_SECONDS))  # noqa: S311 -- no secret
+    await anyio.sleep(JITTER.uniform(0, _PAUSE_SECONDS))

@@ -53,7 +53,8 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
         backend = Stepped(inner, turns, me)
         options = SaveOptions(overwrite=overwrite)
         watch = SimpleNamespace(trace="")
-        job = cast("Any", SimpleNamespace(rank=0, backend=backend, path="the path", options=options, watch=watch))
+        facts = {"rank": 0, "backend": backend, "path": "the path", "options": options, "watch": watch}
+        job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}))
         async with undone_on_error(job) as undo:
             opened, answer = await open_save(Target.of(job), "torch", [bytes(16)])
             opening = Opening.decode(answer)

@@ -7,12 +7,12 @@ Calls of which some are made at a time.
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
+from random import SystemRandom
 from typing import TypeVar
 
 import anyio
@@ -24,7 +24,11 @@ from bcp.errors import BcpError, StorageError
 from bcp.events import RequestEvent, RetryEvent, Status, emit, told
 from bcp.protocols import RetryPolicy
 
-__all__ = ["Limiter", "Retries", "in_turns"]
+__all__ = ["JITTER", "Limiter", "Retries", "in_turns"]
+
+JITTER = SystemRandom()
+"""Draws the lengths of pauses, and leaves the random states of the training loop as they are."""
+
 
 T = TypeVar("T")
 AT_ONCE = 16
@@ -206,7 +210,7 @@ class Retries:
         if error.slow_down:
             self.limiter.slow_down()
         ceiling = min(self.policy.first_pause * 2 ** min(number - 1, 30), self.policy.longest_pause)
-        pause = max(random.uniform(0, ceiling), error.after or 0.0)  # noqa: S311 -- no secret
+        pause = max(JITTER.uniform(0, ceiling), error.after or 0.0)
         spent = self.retries >= self.policy.allowance + self._successes // 10
         is_new = error.unreachable and not self._successes
         deadline = min(self.policy.deadline, UNREACHED_SECONDS) if is_new else self.policy.deadline

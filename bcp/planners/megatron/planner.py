@@ -136,7 +136,11 @@ def holds_megatron(states: States) -> bool:
 
     A sharded state dict of Megatron's distributed optimizer counts, too.
     """
-    placed = [pair for pairs in InspectedStates.of(states).placed.values() for pair in pairs]
+    try:
+        placed = [pair for pairs in InspectedStates.of(states).placed.values() for pair in pairs]
+    except StateError:
+        refuse_sharded_optimizers(states)  # which have tuples as keys, in one of Megatron's formats
+        raise
     if any(FORMAT in path for path, _ in placed):
         return True
     leaves = (leaf for _, leaf in placed)
