@@ -333,7 +333,7 @@ def _place(
     path: Path, role: str | None, options: SaveOptions | LoadOptions
 ) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
     """Check the arguments; return the checkpoint's name, its backend, and the context that closes the backend."""
-    if role is not None and (role in RESERVED or not ROLE.fullmatch(str(role))):
+    if role is not None and (not isinstance(role, str) or role in RESERVED or not ROLE.fullmatch(role)):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"

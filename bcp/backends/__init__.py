@@ -70,9 +70,13 @@ def resolve(
     text = os.fsdecode(path)
     match = _URL.fullmatch(text)
     if match is None:
+        scheme, is_url, _ = text.partition("://")
+        if is_url and ("::" in scheme or scheme != scheme.strip()):  # nothing behind it is shown: secrets may be there
+            raise InputError(f"a URL that begins with {scheme!r} is taken by no backend; pass a path, or a plain URL")
         _check_none(options, text)
         return LocalBackend(text)
-    return _factory(match[1].lower(), text)(text, options, retries)
+    scheme = match[1].lower()
+    return _factory(scheme, text)(scheme + text[len(scheme) :], options, retries)
 
 
 def _check_methods(backend: object) -> None:

@@ -14,7 +14,7 @@ from bcp.state.modules import Check, Finish, ParamNames, add_state, in_turn
 from bcp.state.optimizer_entries import add_entries, entry_targets
 from bcp.state.optimizer_restore import slot_targets
 from bcp.state.optimizers import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
-from bcp.state.packed_optimizers import is_packed, packed_slots, was_saved_by_number
+from bcp.state.packed_optimizers import is_packed, packed_slots, refuse_packed_inside, was_saved_by_number
 
 __all__ = ["DdpPlanner", "PlainPlanner"]
 
@@ -80,6 +80,8 @@ class PlainPlanner:
         optimizers = optimizers_in(states.get(OPTIMIZER))
         if is_packed(states.get(OPTIMIZER)) and not (saved and was_saved_by_number(saved)):
             return packed_slots(leaves, states.get("model"), states[OPTIMIZER], saved)
+        if not optimizers and saved is None:
+            refuse_packed_inside(states.get(OPTIMIZER))
         return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
 
     def _torch_optimizers(self, states: States) -> object:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal
 
-from bcp.errors import InputError, StorageError
+from bcp.errors import CorruptError, InputError, StorageError
 from bcp.policies import Entry
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
@@ -66,7 +66,7 @@ async def candidates(folder: Folder, ledger: Ledger | None, trust: Trust) -> Asy
                 continue
             try:
                 version = await folder.commit_of(name)
-            except (StorageError, InputError):  # a load may know more, and says why it does not
+            except (StorageError, InputError, CorruptError):  # a load may know more, and says why it does not
                 yield _judged(step, name, entry, trust, is_first=is_first)
                 continue
             if not version:

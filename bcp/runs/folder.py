@@ -229,7 +229,7 @@ class Folder:
     async def _readable(self, name: str) -> Version | None:
         try:
             return await self.commit_of(name)
-        except (StorageError, InputError) as error:
+        except (StorageError, InputError, CorruptError) as error:
             if name not in self._unreadable:
                 self._unreadable.add(name)
                 log.warning("%s cannot be read; it is not deleted: %s", name, error, run=self._url)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from bcp._job import Permit
 from bcp._log import log
-from bcp.errors import InputError, NotACheckpointError, RunTakenError, StorageError, UncommittedError
+from bcp.errors import CorruptError, InputError, NotACheckpointError, RunTakenError, StorageError, UncommittedError
 from bcp.policies import KeepPolicy, doomed
 from bcp.protocols import Unfinished
 from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
@@ -206,7 +206,7 @@ class Keeper:
                 await self._folder.remove(step, spare_pinned=True)
             except RunTakenError:
                 raise
-            except (StorageError, InputError) as error:
+            except (StorageError, InputError, CorruptError) as error:
                 log.warning("step %d was not deleted; the next commit tries it again: %s", step, error)
 
     def _untouched_now(self, ledger: Ledger) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from bcp._log import log
 from bcp._plain import plain
 from bcp.backends import resolve, shown
-from bcp.errors import BcpError, InputError, StorageError
+from bcp.errors import BcpError, CorruptError, InputError, StorageError
 from bcp.runs.candidates import Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
@@ -64,6 +64,8 @@ async def alatest(
     """Do the same as :func:`latest` from a coroutine."""
     if trust not in ("any", "verified"):
         raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
+    if not isinstance(url, str | os.PathLike):
+        raise InputError(f"url={url!r} is a {type(url).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
     place = os.fsdecode(url)
     if "://" not in place:
         place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
@@ -86,7 +88,7 @@ async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | N
                 continue
             try:
                 committed = candidate.is_certain or bool(await folder.commit_of(candidate.name))
-            except (StorageError, InputError) as error:
+            except (StorageError, InputError, CorruptError) as error:
                 unreadable[candidate.name] = error
                 continue
             if committed:

@@ -36,7 +36,7 @@ def is_optimizer(value: object) -> bool:
         callable(getattr(value, method, None)) for method in _METHODS
     ):
         return False
-    return any(isinstance(part, torch.optim.Optimizer) for part in _inside(value))
+    return any(isinstance(part, torch.optim.Optimizer) for part in parts_of(value))
 
 
 def is_zero(optimizer: object) -> bool:

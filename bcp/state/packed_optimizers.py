@@ -7,18 +7,20 @@ model's parameters, if sizes leave no doubt; else the state dict is refused.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from bcp._log import log
 from bcp.errors import StateError
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.state.inventory import Leaves
 from bcp.state.modules import ParamNames
 from bcp.state.optimizers import OPTIMIZER, Slot
 
-__all__ = ["is_packed", "packed_slots", "was_saved_by_number"]
+__all__ = ["is_packed", "packed_slots", "refuse_packed_inside", "was_saved_by_number"]
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -35,6 +37,20 @@ def is_packed(state: object) -> bool:
     return None not in params and bool(numbers) and all(type(number) is int for number in numbers)
 
 
+def refuse_packed_inside(state: object, path: str = "") -> None:
+    """Raise StateError for a state dict of an optimizer inside of another container, or with more keys."""
+    if not isinstance(state, (Mapping, list, tuple)):
+        return
+    if isinstance(state, Mapping) and is_packed({key: state.get(key) for key in ("state", "param_groups")}):
+        place = f" at {path!r}" if path else f" with {sorted(map(str, set(state) - {'state', 'param_groups'}))}"
+        raise StateError(
+            f"states['optimizer'] has an optimizer's state_dict(){place}, which numbers the parameters, so that no "
+            "optimizer would find them again. Pass the optimizer itself; several as a list or a dict"
+        )
+    for key, child in state.items() if isinstance(state, Mapping) else enumerate(state):
+        refuse_packed_inside(child, f"{path}.{key}" if path else str(key))
+
+
 def was_saved_by_number(saved: CheckpointNames) -> bool:
     """Whether a checkpoint has such a state dict as older versions saved it."""
     return any(kind == OPTIMIZER and name.endswith(".params.0") for kind, name in saved.objects)
@@ -49,8 +65,12 @@ def packed_slots(
     number is.
     """
     groups, states = state["param_groups"], state["state"]
-    parameters = _numbered(_parameters_of(model), groups, states)
     names = ParamNames(leaves, model, saved.rows if saved else ())
+    parameters = _by_name(leaves, groups, states)
+    if not parameters:
+        parameters = _numbered(_parameters_of(model), groups, states)
+        if saved is None:
+            _tell_order()
     view = _ByParameter(states, parameters)
     for number in states:
         if number not in parameters:
@@ -106,20 +126,44 @@ def _parameters_of(model: object) -> list[torch.Tensor]:
     return tensors
 
 
+@cache
+def _tell_order() -> None:
+    """Warn, once, of names that follow from an order which nothing proves."""
+    log.warning(
+        "states['optimizer'] is an optimizer's state_dict() without names: its parameters are taken in the order of "
+        "model.parameters(). If the optimizer was built in another order, its states get wrong names; pass the "
+        "optimizer itself"
+    )
+
+
+def _by_name(leaves: Leaves, groups: Sequence[Any], states: Mapping[Any, Any]) -> dict[int, torch.Tensor]:
+    """Return the parameter of each number by ``param_names``, if torch has kept them."""
+    leaf_of = {**leaves.tensors.get("model", {}), **leaves.originals}
+    named = {name: leaf for name, leaf in leaf_of.items() if isinstance(leaf, torch.Tensor)}
+    pairs = [pair for group in groups for pair in zip(group["params"], group.get("param_names") or (), strict=False)]
+    found = {number: named[name] for number, name in pairs if name in named}
+    if len(found) != sum(len(group["params"]) for group in groups):
+        return {}
+    alike = all(_shape(states.get(number), None) in (None, tuple(value.shape)) for number, value in found.items())
+    return found if alike else {}
+
+
 def _numbered(
     parameters: Sequence[torch.Tensor], groups: Sequence[Any], states: Mapping[Any, Any]
 ) -> dict[int, torch.Tensor]:
     """Return the parameter of each number. Raises StateError if several orders would do, or none."""
     numbers = [number for group in groups for number in group["params"]]
-    if len(parameters) != len(numbers):
+    given = len(parameters)
+    if given != len(numbers):
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if len(parameters) != len(numbers):
-        raise _unnamed(f"it has {len(numbers)} parameters, the model {len(parameters)}")
+        raise _unnamed(f"it has {len(numbers)} parameters, the model {given} (a state dict's buffers count, too)")
     if len(groups) > 1:
         return _by_size(parameters, groups, states)
+    known = {tuple(parameter.shape) for parameter in parameters}
     for number, parameter in zip(numbers, parameters, strict=True):
-        shape = _shape(states.get(number), len(parameter.shape))
-        if shape not in (None, tuple(parameter.shape)):
+        shape = _shape(states.get(number), None)
+        if shape not in (None, tuple(parameter.shape)) and (len(shape) == parameter.dim() or shape in known):
             raise _unnamed(f"its parameter {number} has shape {list(shape or ())}, the model's {list(parameter.shape)}")
     return dict(zip(numbers, parameters, strict=True))
 

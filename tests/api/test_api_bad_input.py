@@ -258,3 +258,25 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     for call in (bcp.save, bcp.load):
         with pytest.raises(bcp.InputError, match=r"ckpt-\\ud800.*surrogates"):
             call(f"{tmp_path}/ckpt-\ud800", {"model": {"w": torch.ones(3)}})
+
+
+@pytest.mark.parametrize("place", ["simplecache::http://u:pw@h/x?sig=S", " http://h/x?sig=S"])
+def test_urls_that_are_none_are_no_folders(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(bcp.InputError, match="is taken by no backend") as caught:
+        bcp.save(place, model())
+    assert "sig" not in str(caught.value)
+    assert "pw" not in str(caught.value)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_scheme_in_capitals_is_a_scheme(tmp_path: Path) -> None:
+    bcp.save(f"FILE://{tmp_path}/c", model())
+    bcp.load(tmp_path / "c", model())
+
+
+def test_places_and_roles_of_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(bcp.InputError, match="role=3 cannot name"):
+        bcp.save(tmp_path, model(), role=3)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(bcp.InputError, match="url=None is a NoneType"):
+        bcp.latest(None)  # type: ignore[arg-type]  # the same

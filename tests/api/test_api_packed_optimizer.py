@@ -64,3 +64,45 @@ def test_numbers_that_the_model_does_not_tell_are_refused(tmp_path: Path) -> Non
     optimizer.step()
     with pytest.raises(bcp.StateError, match=r"2 groups, and parameters of shape \[2, 2\] are in several"):
         bcp.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer.state_dict()})
+
+
+def square(*, stepped: bool, named: bool) -> tuple[nn.Module, optim.Optimizer]:
+    """Return a model whose sizes tell nothing, and an optimizer of its parameters in reverse."""
+    torch.manual_seed(int(stepped))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = [*(model.named_parameters() if named else model.parameters())]
+    optimizer = optim.Adam(parameters[::-1])
+    if stepped:
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_names_that_torch_has_kept_are_used(tmp_path: Path) -> None:
+    model, optimizer = square(stepped=True, named=True)
+    other, fresh = square(stepped=False, named=True)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer.state_dict()})
+    bcp.load(tmp_path, {"model": other, "optimizer": fresh})
+    for theirs, mine in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[theirs]["exp_avg"], fresh.state[mine]["exp_avg"])
+
+
+def test_an_order_that_sizes_contradict_is_refused(tmp_path: Path) -> None:
+    model, optimizer = square(stepped=True, named=False)
+    with pytest.raises(bcp.StateError, match=r"its parameter 0 has shape \[4\], the model's \[4, 4\]"):
+        bcp.save(tmp_path, {"model": model, "optimizer": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("inside", "place"),
+    [
+        (lambda state: [state], "at '0'"),
+        (lambda state: {"G": state, "D": state}, "at 'G'"),
+        (lambda state: {**state, "calls": 3}, r"with \['calls'\]"),
+    ],
+    ids=["list", "dict", "more keys"],
+)
+def test_a_state_dict_inside_of_a_container_is_refused(tmp_path: Path, inside: Any, place: str) -> None:
+    model, optimizer = pair(stepped=True)
+    with pytest.raises(bcp.StateError, match=f"has an optimizer's state_dict.. {place}"):
+        bcp.save(tmp_path, {"model": model, "optimizer": inside(optimizer.state_dict())})

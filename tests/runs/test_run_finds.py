@@ -543,3 +543,22 @@ def test_a_job_that_is_displaced_during_its_save_does_not_commit(tmp_path: Path)
     assert bcp.latest(tmp_path) == f"{tmp_path}/{name(1)}"
     with pytest.raises(bcp.RunTakenError):
         runs[0].close()
+
+
+@pytest.mark.parametrize("has_ledger", [True, False])
+def test_a_named_pipe_in_the_place_of_the_newest_metadata(tmp_path: Path, has_ledger: bool) -> None:  # noqa: FBT001
+    def states() -> dict[str, Any]:
+        return {"model": {"w": torch.zeros(3)}}
+
+    with bcp.Run(tmp_path, states(), save=10) as run:
+        run.resume()
+        run.maybe_save(10)
+        run.maybe_save(20)
+    metadata = tmp_path / "step-00000020" / "metadata.arrow"
+    metadata.unlink()
+    os.mkfifo(metadata)
+    if not has_ledger:
+        (tmp_path / "run.json").unlink()
+    assert str(bcp.latest(tmp_path)).endswith("step-00000010")
+    with bcp.Run(tmp_path, states(), save=10) as run:
+        assert run.resume() == 10
