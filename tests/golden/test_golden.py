@@ -140,7 +140,8 @@ def test_a_run_resumes_and_its_ledger_is_kept(tmp_path: Path) -> None:
     with seeded(), bcp.Run(str(url), states, keep=9, run_id="golden", load_options=options) as run:
         assert run.resume() == record.facts["resumes"]
         assert [passed.step for passed in run.resumed.passed_over] == [3]
-        random_states = described(bcp.RngState().state_dict())
+        own = bcp.RngState().state_dict()  # other tests may have imported frameworks, which add theirs
+        random_states = described({key: own[key] for key in ("python", "numpy", "torch")})
     (expected,) = (part for part in record.parts if part.folder == record.facts["latest"])
     assert torch.equal(states["model"]["w"], expected.tensors["model/w"])
     progress = {"progress": states["extra_states"]["progress"]}
