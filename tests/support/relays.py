@@ -192,9 +192,12 @@ class Wires:
                 await anyio.sleep(0.001)
 
     def isolate(self, rank: int) -> None:
-        """Break all connections of a rank for good, those of its children first: they hear nothing from it."""
-        for other in (*self._tree.children[rank], rank):
-            self._relays[other].close()
+        """Break all connections of a rank for good. Nobody hears from it any more, of the other breaks neither."""
+        edges = [self._relays[other] for other in (*self._tree.children[rank], rank)]
+        for edge in edges:
+            edge.hush(for_good=True)
+        for edge in edges:
+            edge.close()
 
 
 def _all_edges_up(coordinator: GrpcCoordinator) -> bool:
