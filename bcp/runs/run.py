@@ -128,7 +128,7 @@ class Run:
         self._load_options = with_overrides(LoadOptions, load_options, {})
         check_lazy(self._save_options, states)
         self._preemption = preemption if preemption is not None else Preemption()
-        self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate)
+        self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0)
         self._standby = Standby()
         self._clock = Clock()
         self._schedule = Schedule(
@@ -235,7 +235,7 @@ class Run:
         options = replace(self._load_options, step=step)
         states = self._states.now()
         report = await load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given).run()
-        self._states.take(states)
+        self._states.take(states, tells=self._ranks.rank == 0)
         return report
 
     # -- save --------------------------------------------------------------------------------------
@@ -372,7 +372,8 @@ class Run:
         if self._watchdog is not None:
             self._watchdog.step_ended()  # on all ranks: one that hangs needs the standby snapshots of all
         if not fits:
-            log.warning("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
+            tell = log.warning if self._ranks.rank == 0 else log.info
+            tell("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
             return None
         return (yield from self._saver.save(step))
 

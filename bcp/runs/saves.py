@@ -25,7 +25,7 @@ import anyio
 
 from bcp._calls import SaveCall
 from bcp._log import log
-from bcp.errors import ExistsError, InputError, RunTakenError
+from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
 from bcp.events import SaveReport
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
@@ -68,6 +68,7 @@ class Saves:
         on_commit: OnCommit,
         on_failure: OnFailure,
         tolerate: int,
+        is_first: Callable[[], bool],
     ) -> None:
         """Remember the callbacks.
 
@@ -76,8 +77,10 @@ class Saves:
             on_commit: the user's; called in a thread.
             on_failure: the user's; called in a thread.
             tolerate: so many failed saves in a row are only logged.
+            is_first: whether this is rank 0, which warns of common events for all ranks.
 
         """
+        self._is_first = is_first
         self._housekeeping, self._on_commit, self._on_failure = housekeeping, on_commit, on_failure
         self._tolerate, self._failed_in_a_row = tolerate, 0
         self._tolerated: BaseException | None = None
@@ -124,18 +127,19 @@ class Saves:
         if last:
             raise error
         if isinstance(error, ExistsError):  # a job that was displaced meanwhile was quicker by some milliseconds
-            log.warning("step %s was saved by another job, and is not saved again: %s", self.step, error)
+            self._warn("step %s was saved by another job, and is not saved again: %s", self.step, error)
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._tolerate or isinstance(error, InputError):
             raise error
         self._tolerated = error
-        log.warning(
+        self._warn(
             "the save of step %s failed, %d of %d tolerated in a row; training goes on",
             self.step,
             self._failed_in_a_row,
             self._tolerate,
             exc_info=error,
+            is_own=not isinstance(error, PeerError),
         )
 
     async def ended(self) -> None:
@@ -157,13 +161,13 @@ class Saves:
                 await newest.ended()
                 return
             advice = "" if waits else f". {again}"
-            log.warning("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
+            self._warn("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
             waits = TELL_SECONDS
 
     async def give_up(self) -> None:
         """Cancel the newest save, and wait until its files are removed."""
         if self._newest is not None and not self._newest.done():
-            log.warning("the save of step %s is given up; its files are removed", self.step)
+            self._warn("the save of step %s is given up; its files are removed", self.step)
             self._newest.cancel()
             await self._newest.ended()
 
@@ -215,6 +219,11 @@ class Saves:
     def is_telling(self) -> bool:
         """Whether this code is called by a callback of one of the saves."""
         return self in _telling.get()
+
+    def _warn(self, words: str, *values: object, is_own: bool = False, exc_info: BaseException | None = None) -> None:
+        """Log a warning on rank 0, and on the rank of the cause; other ranks, which say the same, log it as info."""
+        tell = log.warning if is_own or self._is_first() else log.info
+        tell(words, *values, exc_info=exc_info)
 
     async def _tell(self, callback: Callable[..., object], *values: object) -> None:
         """Call a user's callback in a thread; log its own error."""

@@ -58,10 +58,15 @@ class RunStates:
         rest = {kind: state for kind, state in self._states.items() if kind != "extra_states"}
         return {**rest, "extra_states": {**others, **(random or {RANDOM_STATES: self._added})}}
 
-    def take(self, loaded: Mapping[str, Any]) -> None:
+    def take(self, loaded: Mapping[str, Any], *, tells: bool) -> None:
         """Put the values of a load into the caller's extra states, as :func:`bcp.load` does.
 
-        Values such as numbers are replaced, and keys that only the checkpoint has are added.
+        Values such as numbers are replaced, and keys of the checkpoint alone are added.
+
+        Args:
+            loaded: the states of the load.
+            tells: warn of missing random states; all ranks miss the same.
+
         """
         values = loaded["extra_states"]
         extra = self._states.get("extra_states")
@@ -71,4 +76,5 @@ class RunStates:
                 if not is_own and (key not in extra or extra[key] is not value):
                     extra[key] = value
         if values.get(RANDOM_STATES) is self._added and not self._added.is_loaded:
-            log.warning("the checkpoint has no random states: the job's own go on as they are")
+            tell = log.warning if tells else log.info
+            tell("the checkpoint has no random states: the job's own go on as they are")
