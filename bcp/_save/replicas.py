@@ -9,7 +9,7 @@ import numpy as np
 
 from bcp._log import log
 from bcp._messages.planning import DifferingReplicas, ReplicaDigests
-from bcp._save.samples import ReplicaRows, name_id
+from bcp._save.samples import ReplicaRows, name_id, tensor_ids
 from bcp.errors import StateError
 from bcp.plan.columns import Ints, Words
 from bcp.plan.layout import Layout
@@ -39,7 +39,7 @@ class KnownReplicas:
         tensors, so all tensors get one writer then: the checkpoint has the state of one replica.
         """
         table, tensors = self.table, self.table.tensors
-        names = list(map(name_id, map(KINDS.__getitem__, tensors.kind.tolist()), tensors.fqn))
+        names = tensor_ids(tensors)
         chosen = np.isin(np.array(names, dtype=np.uint64), np.frombuffer(differing.tensors, dtype="<u8"))
         marks = np.zeros(len(names), dtype=np.int64) if table.marks is None else table.marks.copy()
         marks[chosen] |= ONE_WRITER | MAY_DIFFER
@@ -76,16 +76,15 @@ def find_differing(messages: Sequence[bytes], layout: Layout, path: str, *, refu
     ``refuse``.
     """
     ranks, tensors = _differing(messages), layout.tensors
-    tensor_names = map(name_id, map(KINDS.__getitem__, tensors.kind.tolist()), tensors.fqn)
-    rows = {row: number for row, number in enumerate(tensor_names) if number in ranks}
+    rows = {row: number for row, number in enumerate(tensor_ids(tensors)) if number in ranks}
     values = {key: number for key in layout.objects if (number := name_id(*key)) in ranks}
     labels = [(f"{tensors[row].kind} tensor {tensors.fqn[row]!r}", number) for row, number in rows.items()]
     labels += [(f"{kind} value {name!r}", number) for (kind, name), number in values.items()]
     if labels:
         _tell([_shown(label, ranks[number]) for label, number in labels], path, refuse=refuse)
     is_trained = any(KINDS[tensors.kind[row]] == "optimizer" or bool(tensors.requires_grad[row]) for row in rows)
-    tensor_ids, value_ids = (np.array([*named.values()], dtype="<u8").tobytes() for named in (rows, values))
-    return DifferingReplicas(tensor_ids, value_ids, is_trained)
+    names, value_names = (np.array([*named.values()], dtype="<u8").tobytes() for named in (rows, values))
+    return DifferingReplicas(names, value_names, is_trained)
 
 
 def _tell(labels: Sequence[str], path: str, *, refuse: bool) -> None:

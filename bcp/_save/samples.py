@@ -7,21 +7,22 @@ devices sample the same elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 import xxhash
 
 from bcp.plan.columns import Ints, Words, begins, concat, mix, spread
-from bcp.plan.shards import KINDS, ShardTable
+from bcp.plan.shards import KINDS, ShardTable, TensorTable
 from bcp.plan.write.replicas import ComparedRows
 from bcp.protocols import LocalShards, ObjectKey
 from bcp.runtime.device import Fence, accelerators, on_side_stream
 from bcp.stages.memcpy import bytes_of, bytes_row_of, move
 
-__all__ = ["NO_SUM", "ReplicaRows", "balanced", "name_id"]
+__all__ = ["NO_SUM", "ReplicaRows", "balanced", "name_id", "tensor_ids"]
 
 NO_SUM = bytes(16)
 """The sum of a rank without replicas."""
@@ -35,6 +36,11 @@ MANY_BYTES = 512
 def name_id(kind: str, name: str) -> int:
     """Return 64 bits that stand for a tensor or a value in messages."""
     return xxhash.xxh3_64_intdigest(f"{kind} {name}".encode())
+
+
+def tensor_ids(tensors: TensorTable) -> list[int]:
+    """Return :func:`name_id` of each tensor."""
+    return list(map(name_id, map(KINDS.__getitem__, tensors.kind.tolist()), tensors.fqn))
 
 
 def balanced(sums: Sequence[bytes]) -> bool:
@@ -59,12 +65,13 @@ class ReplicaRows:
     @classmethod
     def of(cls, table: ShardTable, compared: ComparedRows) -> ReplicaRows:
         """Name the rows of a plan, and choose the elements to sample."""
-        tensors, rows = table.tensors, compared.row.tolist()
+        tensors = table.tensors
         keys = [table.objects[row] for row in compared.objects.tolist()]
-        known = list(map(name_id, map(KINDS.__getitem__, tensors.kind.tolist()), tensors.fqn))
-        ids = [*(known[int(table.tensor[row])] for row in rows), *(name_id(*key) for key in keys)]
-        digests = b"".join(_place_digest(table, row, known[int(table.tensor[row])]) for row in rows)
-        digests += b"".join(xxhash.xxh3_128_digest(repr(key).encode()) for key in keys)
+        known = tensor_ids(tensors) if len(compared.row) else []
+        own = [known[tensor] for tensor in table.tensor[compared.row].tolist()]
+        ids = [*own, *(name_id(*key) for key in keys)]
+        places = _place_digests(table, compared.row, own)
+        values = (xxhash.xxh3_128_digest(repr(key).encode()) for key in keys)
         size = tensors.itemsize[table.tensor[compared.row]]
         numel = (table.stop - table.start)[compared.row]
         block = BLOCK_BYTES if compared.nbytes >= MANY_BYTES else SMALL_BLOCK_BYTES
@@ -75,7 +82,7 @@ class ReplicaRows:
             keys,
             np.concatenate([compared.weight, compared.object_weight]),
             np.array(ids, dtype=np.uint64),
-            np.frombuffer(digests, dtype="<u8").reshape(-1, 2),
+            _words(chain(places, values)),
             np.where(whole, numel, width),
             np.where(whole, 0, (numel - width) // (blocks - 1)),
             np.where(whole, 1, blocks),
@@ -88,22 +95,20 @@ class ReplicaRows:
         streams, after the fence: nothing waits that a copy of the tensors would not wait for, too.
         """
         # As memory may have been replaced since, the tensors are asked again; freed memory has the address 0.
+        has_address = address[self.row] > 0
         now = (
             shards.tensors[row].data_ptr() if known else 0
-            for row, known in zip(self.row, address[self.row], strict=True)
+            for row, known in zip(self.row.tolist(), has_address.tolist(), strict=True)
         )
         where = np.fromiter(now, np.int64, len(self.row))
-        others = [
-            number for number in np.flatnonzero(address[self.row] == 0).tolist() if not self._is_host(shards, number)
-        ]
-        readable = (where > 0) | (address[self.row] == 0)
+        others = [number for number in np.flatnonzero(~has_address).tolist() if not self._is_host(shards, number)]
+        readable = (where > 0) | ~has_address
         readable[others] = False
         found = self._of_host(np.flatnonzero(readable), shards, where)
         with torch.no_grad():
             found |= self._of_devices(others, shards, fence)
-        parts = [xxhash.xxh3_128_digest(found.get(number, b"")) for number in range(len(where))]
-        parts += _value_digests([shards.objects[key] for key in self.keys])
-        return np.frombuffer(b"".join(parts), dtype="<u8").reshape(-1, 2)
+        tensors = _words(xxhash.xxh3_128_digest(found.get(number, b"")) for number in range(len(where)))
+        return np.concatenate([tensors, _value_digests([shards.objects[key] for key in self.keys])])
 
     def total(self, digests: Words, left_out: Words) -> bytes:
         """Return the sum of this rank's digests, 16 bytes, without those of the names ``left_out``."""
@@ -139,11 +144,11 @@ class ReplicaRows:
         data = np.empty(int(length.sum()), dtype=np.uint8)
         begin = begins(length)
         move(data.ctypes.data + begin[:-1], source, length)
-        ends = begins(np.bincount(owner, weights=length, minlength=len(self.row)).astype(np.int64)[_unique(owner)])
-        view = memoryview(data.data)
+        first = np.flatnonzero(np.diff(owner, prepend=-1))  # the pieces of a row are neighbours
+        bounds, view = [*begin[first].tolist(), len(data)], memoryview(data.data)
         return {
-            int(number): view[start:stop]
-            for number, start, stop in zip(_unique(owner), ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+            number: view[start:stop]
+            for number, (start, stop) in zip(owner[first].tolist(), pairwise(bounds), strict=True)
         }
 
     def _elements(self, number: int) -> Ints:
@@ -174,16 +179,12 @@ class ReplicaRows:
         return dense.as_strided(shape, strides, dense.storage_offset())
 
 
-def _unique(owner: Ints) -> Ints:
-    """Return each number once, in the order in which they come; equal ones are neighbours."""
-    return owner[np.flatnonzero(np.diff(owner, prepend=-1))]
-
-
-def _place_digest(table: ShardTable, row: int, tensor: int) -> bytes:
-    """Return 16 bytes that stand for a shard: its tensor, its box, and its flat interval."""
-    ndim = int(table.tensors.ndim[table.tensor[row]])
-    place = [*table.offset[row, :ndim].tolist(), *table.length[row, :ndim].tolist()]
-    return xxhash.xxh3_128_digest(repr((tensor, place, int(table.start[row]), int(table.stop[row]))).encode())
+def _place_digests(table: ShardTable, rows: Ints, names: Sequence[int]) -> Iterator[bytes]:
+    """Yield 16 bytes that stand for each shard: the name, the box, and the flat interval."""
+    columns = (table.tensors.ndim[table.tensor[rows]], table.offset[rows], table.length[rows])
+    ends = (table.start[rows], table.stop[rows])
+    for name, ndim, offset, length, start, stop in zip(names, *(c.tolist() for c in (*columns, *ends)), strict=True):
+        yield xxhash.xxh3_128_digest(repr((name, [*offset[:ndim], *length[:ndim]], start, stop)).encode())
 
 
 def _element_addresses(tensor: torch.Tensor, flat: Ints) -> Ints:
@@ -198,11 +199,16 @@ def _element_addresses(tensor: torch.Tensor, flat: Ints) -> Ints:
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
-def _value_digests(values: Sequence[object]) -> list[bytes]:
-    """Return the digests of values; those of types other than numbers, texts and tuples of them are all alike."""
-    distinct = {id(value): value for value in values}  # the parameters of a group have the same objects
-    digests = {key: xxhash.xxh3_128_digest(_text(value).encode()) for key, value in distinct.items()}
-    return [digests[id(value)] for value in values]
+def _value_digests(values: Sequence[object]) -> Words:
+    """Return uint64[k, 2]; values of types other than numbers, texts and tuples of them are all alike."""
+    ids = np.fromiter(map(id, values), np.int64, len(values))  # the parameters of a group have the same objects
+    _, first, place = np.unique(ids, return_index=True, return_inverse=True)
+    return _words(xxhash.xxh3_128_digest(_text(values[number]).encode()) for number in first.tolist())[place]
+
+
+def _words(digests: Iterable[bytes]) -> Words:
+    """Return digests of 16 bytes as uint64[n, 2]."""
+    return np.frombuffer(b"".join(digests), dtype="<u8").reshape(-1, 2)
 
 
 def _text(value: object) -> str:
