@@ -419,26 +419,22 @@ def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
 
 def list_folders(top: Path) -> list[str]:
     """Return the names of the directories in a directory, sorted; symbolic links are left out."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        return certain(top, partial(_list_folders, top))
-    return []
-
-
-def _list_folders(top: Path) -> list[str]:
-    with os.scandir(top) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    return _list_names(top, lambda entry: entry.is_dir(follow_symlinks=False))
 
 
 def list_links(top: Path) -> list[str]:
     """Return the names of the symbolic links in a directory, sorted."""
+    return _list_names(top, lambda entry: entry.is_symlink())
+
+
+def _list_names(top: Path, takes: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    def scan() -> list[str]:
+        with os.scandir(top) as entries:
+            return sorted(entry.name for entry in entries if takes(entry))
+
     with suppress(FileNotFoundError, NotADirectoryError):
-        return certain(top, partial(_list_links, top))
+        return certain(top, scan)
     return []
-
-
-def _list_links(top: Path) -> list[str]:
-    with os.scandir(top) as entries:
-        return sorted(entry.name for entry in entries if entry.is_symlink())
 
 
 def unlink_link(path: Path) -> None:
