@@ -10,16 +10,14 @@ import io
 import json
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
+from servers.passing import PassingServer
 from yarl import URL
 
 from benchmarks.commit_table.cells import Answer, Fault, Faults
@@ -73,60 +71,21 @@ class Wire:
         self.faults.arm(faults)
 
 
-class AnswerFront:
-    """Passes requests on to a server; runs in a thread.
-
-    Attributes:
-        url: its endpoint.
-    """
+class AnswerFront(PassingServer):
+    """Passes requests on to a server, and answers some in a chosen way."""
 
     def __init__(self, target: str, kind_of: Callable[[str, str], str], refusal: Callable[[int, str], bytes]) -> None:
-        self.target = target
-        self.url = ""
+        super().__init__(target)
         self._kind_of = kind_of
         self._refusal = refusal
         self._wires: dict[str, Wire] = {}
-        self._started: Future[None] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
 
     def wire(self) -> Wire:
         """Return a new path's wire."""
         token = f"cell-{secrets.token_hex(6)}"
         return self._wires.setdefault(token, Wire(token))
 
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
-        self._started.result(10)
-
-    def stop(self) -> None:
-        """End, with all connections."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(20)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._stopping = asyncio.Event()
-        connector = aiohttp.TCPConnector(limit=0)
-        skipped = {"Accept", "Content-Type", "User-Agent"}
-        async with aiohttp.ClientSession(
-            auto_decompress=False, connector=connector, skip_auto_headers=skipped
-        ) as self._session:
-            application = web.Application(client_max_size=1 << 30)
-            application.router.add_route("*", "/{path:.*}", self._handle)
-            runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._started.set_result(None)
-            await self._stopping.wait()
-            await runner.cleanup()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         found = _TOKEN.search(request.raw_path) or _TOKEN.search(body[:4096].decode("latin-1"))
         wire = None if found is None else self._wires.get(found[0])
@@ -169,7 +128,7 @@ class AnswerFront:
         path = request.raw_path.replace(absent, "nothing-here") if absent else request.raw_path
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
         url = URL(self.target + path, encoded=True)
-        async with self._session.request(
+        async with self.session.request(
             request.method, url, headers=headers, data=io.BytesIO(body) if body else None, allow_redirects=False
         ) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,42 +50,53 @@ class HttpWire:
         return await anyio.to_thread.run_sync(self.list_names)
 
 
-def http_wire(front: AnswerFront, root: str, options: Mapping[str, Any], calm: Backend, names: Any) -> HttpWire:
-    wire = front.wire()
-    path = f"{root}/{wire.token}"
-    return HttpWire(wire, child(calm, wire.token), partial(resolve, path, options, POLICY), partial(names, path))
+class HttpStore(ABC):
+    """A store behind a front."""
 
-
-class S3:
-    """moto behind a front."""
-
-    name = "S3"
     at_once = 4
+    reads: tuple[str, ...] = ("GET",)
+    commit = ""  # kind of the request that commits
+    receipt = ""  # kind of the read of the receipt
 
-    def __init__(self, server: S3Server, front: AnswerFront) -> None:
-        self._server, self._front = server, front
-        self._root = f"s3://{server.bucket()}/a root"
-        self._options = S3Server(front.url).options
-        self._calm = resolve(self._root, self._options, POLICY)
+    def __init__(self, front: AnswerFront, root: str, options: Mapping[str, Any]) -> None:
+        self._front, self._root, self._options = front, root, options
+        self._calm = resolve(root, options, POLICY)
 
     def wire(self) -> HttpWire:
-        return http_wire(self._front, self._root, self._options, self._calm, self._names)
+        wire = self._front.wire()
+        path = f"{self._root}/{wire.token}"
+        opened = partial(resolve, path, self._options, POLICY)
+        return HttpWire(wire, child(self._calm, wire.token), opened, partial(self.names, path))
 
     async def aclose(self) -> None:
         await self._calm.aclose()
 
-    def _names(self, path: str) -> Sequence[str]:
-        root = path.removeprefix("s3://").partition("/")[2]
-        return [name.replace(f"{root}/", "", 1) for name in self._server.names(path)]
-
     def answers(self, request: str) -> Sequence[Answer]:
-        return [*ANSWERS, STALE] if request.startswith(("GET", "HEAD")) else ANSWERS
+        return [*ANSWERS, STALE] if request.startswith(self.reads) else ANSWERS
 
     def doubts(self) -> Sequence[Fault]:
-        return [
-            *(Fault("PUT metadata.arrow", answer) for answer in DOUBTS),
-            Fault("GET receipts/00000-*.arrow", Answer("404")),
-        ]
+        return [*(Fault(self.commit, answer) for answer in DOUBTS), Fault(self.receipt, Answer("404"))]
+
+    @abstractmethod
+    def names(self, path: str) -> Sequence[str]:
+        """Return the names of the objects of a path, without the path."""
+
+
+class S3(HttpStore):
+    """moto behind a front."""
+
+    name = "S3"
+    reads = ("GET", "HEAD")
+    commit = "PUT metadata.arrow"
+    receipt = "GET receipts/00000-*.arrow"
+
+    def __init__(self, server: S3Server, front: AnswerFront) -> None:
+        super().__init__(front, f"s3://{server.bucket()}/a root", S3Server(front.url).options)
+        self._server = server
+
+    def names(self, path: str) -> Sequence[str]:
+        root = path.removeprefix("s3://").partition("/")[2]
+        return [name.replace(f"{root}/", "", 1) for name in self._server.names(path)]
 
     @staticmethod
     def kind_of(request: str, token: str) -> str:
@@ -103,36 +115,20 @@ class S3:
 _S3_WORDS = ("list-type", "uploads", "uploadId", "partNumber", "delete")
 
 
-class Gcs:
+class Gcs(HttpStore):
     """fake-gcs-server behind a front."""
 
     name = "GCS"
-    at_once = 4
+    commit = "POST metadata.arrow?uploadType&ifGenerationMatch"
+    receipt = "GET receipts/00000-*.arrow?alt"
 
     def __init__(self, server: GcsServer, front: AnswerFront) -> None:
-        self._server, self._front = server, front
-        self._root = f"gs://{BUCKET}/a root"
-        self._options = {"token": "anon", "endpoint_url": front.url}
-        self._calm = resolve(self._root, self._options, POLICY)
+        super().__init__(front, f"gs://{BUCKET}/a root", {"token": "anon", "endpoint_url": front.url})
+        self._server = server
 
-    def wire(self) -> HttpWire:
-        return http_wire(self._front, self._root, self._options, self._calm, self._names)
-
-    async def aclose(self) -> None:
-        await self._calm.aclose()
-
-    def _names(self, path: str) -> Sequence[str]:
+    def names(self, path: str) -> Sequence[str]:
         root = path.removeprefix(f"gs://{BUCKET}/")
         return [name[len(root) + 1 :] for name in self._server.names(f"{root}/")]
-
-    def answers(self, request: str) -> Sequence[Answer]:
-        return [*ANSWERS, STALE] if request.startswith("GET") else ANSWERS
-
-    def doubts(self) -> Sequence[Fault]:
-        return [
-            *(Fault("POST metadata.arrow?uploadType&ifGenerationMatch", answer) for answer in DOUBTS),
-            Fault("GET receipts/00000-*.arrow?alt", Answer("404")),
-        ]
 
     @staticmethod
     def kind_of(request: str, token: str) -> str:

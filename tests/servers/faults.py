@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-import aiohttp
 from aiohttp import web
+from servers.passing import PassingServer
 from yarl import URL
 
 XML = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message><RequestId>R1</RequestId></Error>"
@@ -60,24 +58,19 @@ class Fault:
     hits: int = 0
 
 
-class Front:
-    """Passes requests on to a server; runs in a thread.
+class Front(PassingServer):
+    """Passes requests on to a server, and lets some fail.
 
     Attributes:
-        url: its endpoint.
         faults: what fails; may be changed at any time.
         requests: the requests that came, as ``"METHOD /path?query"``.
     """
 
     def __init__(self, target: str) -> None:
-        self.target = target
-        self.url = ""
+        super().__init__(target)
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self._rng = Random(1)  # noqa: S311 -- no secret
-        self._started: Future[None] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
 
     def fail(self, pattern: str, count: int | None = 1, **how: Any) -> Fault:
         """Let requests fail; once, if not said otherwise."""
@@ -98,38 +91,6 @@ class Front:
         """Seed the shares."""
         self._rng.seed(seed)
 
-    def start(self) -> None:
-        """Begin to listen."""
-        self._thread.start()
-        self._started.result(10)
-
-    def stop(self) -> None:
-        """End, with all connections."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(20)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._stopping = asyncio.Event()
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(
-            auto_decompress=False, connector=connector, skip_auto_headers={"Accept", "Content-Type", "User-Agent"}
-        ) as session:
-            self._session = session
-            application = web.Application(client_max_size=1 << 30)
-            application.router.add_route("*", "/{path:.*}", self._handle)
-            runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._started.set_result(None)
-            await self._stopping.wait()
-            await runner.cleanup()
-
     def _fault_of(self, what: str) -> Fault | None:
         for fault in self.faults:
             wanted = fault.count is None or fault.hits < fault.count
@@ -138,7 +99,7 @@ class Front:
                 return fault
         return None
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         what = f"{request.method} {request.raw_path}"
         self.requests.append(what)
         fault = self._fault_of(what) or Fault("")
@@ -164,7 +125,7 @@ class Front:
     async def _pass_on(self, request: web.Request, body: bytes, fault: Fault) -> web.StreamResponse:
         url = URL(self.target + request.raw_path, encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
-        async with self._session.request(
+        async with self.session.request(
             request.method, url, headers=headers, data=io.BytesIO(body) if body else None, allow_redirects=False
         ) as answer:
             data = await answer.read()
