@@ -20,6 +20,7 @@ from bcp._log import log
 from bcp.backends import files, swap
 from bcp.backends.file_io import ReadWay, TempFile, WriteWay, fill
 from bcp.backends.keys import Tiling, check_key, check_prefix
+from bcp.backends.links import names_behind
 from bcp.backends.probe import quickest
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.events import RequestEvent, Status, emit, told
@@ -197,6 +198,11 @@ class LocalBackend:
         """List the symbolic links directly below the root."""
         with self._errors("links", ""):
             return await in_thread(files.list_links, self._root)
+
+    async def behind(self, name: str) -> Sequence[str]:
+        """List the names directly below the root through which a symbolic link leads."""
+        with self._errors("behind", name):
+            return await in_thread(names_behind, self._root, _name(name))
 
     async def unlink(self, name: str) -> None:
         """Remove a symbolic link directly below the root; its target stays."""

@@ -184,14 +184,29 @@ class Folder:
         names = self.names_of(step)
         commits = [await self.commit_of(name) for name in names]
         version = next(filter(None, commits), "")
-        if _has(self._taken(), step):
+        if self._taken().entry(step) is not None:
             ledger = await self.change(partial(_leaving, step, version, spare_pinned))
-            if _has(ledger, step):
+            if ledger.entry(step) is not None:
                 return
         for name, commit in zip(names, commits, strict=True):
             await self._delete(name, commit)
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
+
+    async def led_to(self, steps: Collection[int]) -> set[int]:
+        """Return those of some steps that must stay while the others go: the link of another step leads to them.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        if not steps or not isinstance(self._backend, LinkFollower):
+            return set()
+        links = [(link, step_of(link)) for link in await self._backend.links()]
+        kept = [link for link, step in links if step is not None and step not in steps]
+        ways = await in_turns(partial(self._backend.behind, link) for link in kept)
+        names = {name for way in ways for name in way}
+        return {step for step in map(step_of, names) if step is not None and step in steps}
 
     async def drop(self, step: int) -> None:
         """Delete the empty directories of a save that has written nothing; objects, whoever wrote them, stay.
@@ -478,14 +493,9 @@ class Folder:
         self._ledger, self._version = ledger_there or known, version
 
 
-def _has(ledger: Ledger, step: int) -> bool:
-    return any(entry.step == step for entry in ledger.entries)
-
-
 def _leaving(step: int, version: Version, spare_pinned: bool, ledger: Ledger) -> Ledger:  # noqa: FBT001 -- for partial
-    """Begin a deletion."""
-    is_spared = spare_pinned and any(entry.step == step and entry.pinned for entry in ledger.entries)
-    return ledger if is_spared else ledger.leaving(step, version)
+    entry = ledger.entry(step)
+    return ledger if spare_pinned and entry is not None and entry.pinned else ledger.leaving(step, version)
 
 
 async def _pause() -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from bcp._job import Permit
 from bcp._log import log
 from bcp.errors import CorruptError, InputError, NotACheckpointError, RunTakenError, StorageError, UncommittedError
-from bcp.policies import KeepPolicy, doomed
+from bcp.policies import Entry, KeepPolicy, doomed
 from bcp.protocols import Unfinished
 from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
 from bcp.runs.folder import Folder
@@ -82,6 +82,7 @@ class Keeper:
         self._left_behind: set[int] = set()
         self._went_back = ""
         self._own: set[int] = set()
+        self._replaced: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._complained = False
         self._clock = RunClock()
@@ -200,8 +201,20 @@ class Keeper:
             self._tidied = True
 
     async def _remove(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints. One that cannot be deleted now is tried again at the next commit, and keeps no other."""
-        for step in steps:
+        """Delete checkpoints, but not behind the back of a link that stays.
+
+        A checkpoint that cannot be deleted now is tried again at the next commit, and keeps no other.
+        """
+        leaving = list(steps)
+        try:
+            led_to = await self._folder.led_to(leaving)
+        except StorageError as error:
+            log.warning("no checkpoint was deleted; the next commit tries it again: %s", error)
+            return
+        for step in leaving:
+            if step in led_to:
+                log.info("step %d is not deleted: the link of another step leads to it", step)
+                continue
             try:
                 await self._folder.remove(step, spare_pinned=True)
             except RunTakenError:
@@ -241,11 +254,23 @@ class Keeper:
         """
         await self.check_owner()
         name = step_name(step)
+        is_known = step in self._distrusted | self._own
+        is_there = is_known or self.has(step)
         if await self._folder.unlink(name):
+            is_there = True
             log.warning("the link %s was removed, for the run saves this step; its target stays", name)
-        elif step not in self._distrusted | self._own and await self._folder.commit_of(name):
+        elif not is_known and await self._folder.commit_of(name):
+            is_there = True
             log.warning("somebody else has saved step %d since the run was resumed; the run replaces it", step)
+        (self._replaced.add if is_there else self._replaced.discard)(step)
         await self._doubt(step)
+
+    def has(self, step: int) -> bool:
+        """Say whether the ledger has a checkpoint of a step."""
+        return self._entry(step) is not None
+
+    def _entry(self, step: int) -> Entry | None:
+        return None if self._folder.ledger is None else self._folder.ledger.entry(step)
 
     async def check_owner(self) -> None:
         """Read whether this job still has the folder. A ledger that cannot be read is told: no other job has it.
@@ -264,8 +289,8 @@ class Keeper:
 
         A job that is killed between the commit and the ledger leaves a new checkpoint with the old entry.
         """
-        ledger = self._folder.ledger
-        if ledger is not None and any(entry.step == step and entry.trust == "verified" for entry in ledger.entries):
+        entry = self._entry(step)
+        if entry is not None and entry.trust == "verified":
             try:
                 await self.change(lambda ledger: ledger.marked(step, "unknown"))
             except StorageError as error:  # the save goes on: other ranks have begun it
@@ -280,12 +305,19 @@ class Keeper:
             return None
 
     async def _note(self, change: Callable[[Ledger], Ledger] = lambda ledger: ledger) -> Ledger:
-        """Store the entries that are not stored yet, and a change."""
+        """Store the entries that are not stored yet, and a change.
+
+        Another job may have marked a checkpoint since its commit. The mark stays, unless the save replaced another
+        checkpoint of the step: the mark may be about that one.
+        """
         unnoted = dict(self._unnoted)
 
         def note(ledger: Ledger) -> Ledger:
             for step, (committed, metrics) in unnoted.items():
+                marked = None if step in self._replaced else ledger.entry(step)
                 ledger = ledger.with_checkpoint(step, committed, metrics)
+                if marked is not None:
+                    ledger = ledger.marked(step, marked.trust, marked.reason)
             return change(ledger.observed(self.hours()) if unnoted else ledger)
 
         ledger = await self._folder.change(note)

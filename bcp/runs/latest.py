@@ -15,6 +15,8 @@ from bcp.errors import BcpError, CorruptError, InputError, StorageError
 from bcp.runs.candidates import Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
+from bcp.runs.ledger_file import TRIES
+from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
 __all__ = ["alatest", "latest"]
@@ -30,7 +32,8 @@ def latest(
     Nothing is written, so another job may train in the run meanwhile. The training job may delete the checkpoint later,
     as its policy says: :meth:`Run.pin` prevents it.
 
-    A checkpoint that cannot be read is passed over with a warning, if an older one can be.
+    A checkpoint that cannot be read is passed over with a warning, if an older one can be. So is a checkpoint of the
+    run's ledger without its metadata.
 
     Args:
         url: the run's folder, as for :class:`~bcp.Run`.
@@ -42,6 +45,7 @@ def latest(
         InputError: the URL or ``trust`` cannot be used.
         FormatVersionError: a newer bcp has written the run's ledger.
         StorageError: storage failed, or none of the checkpoints can be read.
+        CorruptError: the run's ledger has checkpoints to try, and the metadata of all of them are gone.
 
     Example:
         >>> with bcp.Run("ckpt/run-9", {"model": torch.nn.Linear(4, 4)}, save=10) as run:
@@ -71,17 +75,25 @@ async def alatest(
         place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
     folder = Folder(resolve(place, storage_options), shown(place))
     try:
-        ledger = await folder.peek()
-        await folder.steps()
-        name = await _first(folder, ledger, trust)
+        for attempt in range(TRIES):
+            ledger = await folder.peek()
+            await folder.steps()
+            try:
+                name = await _first(folder, ledger, trust)
+            except CorruptError:
+                # the job that trains may have committed another step since, and deleted this one
+                if attempt == TRIES - 1 or await folder.peek() == ledger:
+                    raise
+            else:
+                break
     finally:
         await folder.aclose()
     return None if name is None else f"{place.rstrip('/')}/{name}"
 
 
 async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:
-    """Return the name of the first candidate that is committed. Raise if all that may be cannot be read."""
-    unreadable: dict[str, BcpError] = {}
+    """Return the name of the first candidate that is committed. Raise if there are candidates, but none is."""
+    failed: dict[str, BcpError] = {}
     async with aclosing(candidates(folder, ledger, trust)) as listing:
         async for candidate in listing:
             if candidate.reason:
@@ -89,12 +101,13 @@ async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | N
             try:
                 committed = candidate.is_certain or bool(await folder.commit_of(candidate.name))
             except (StorageError, InputError, CorruptError) as error:
-                unreadable[candidate.name] = error
+                failed[candidate.name] = error
                 continue
             if committed:
-                for name, reason in unreadable.items():
-                    log.warning("%s cannot be read and is passed over: %s", name, reason)
+                for name, reason in failed.items():
+                    log.warning("%s is passed over: %s", name, reason)
                 return candidate.name
-    for reason in unreadable.values():
+            failed[candidate.name] = CorruptError(lost_metadata(f"{folder.url}/{candidate.name}"))
+    for reason in sorted(failed.values(), key=lambda error: isinstance(error, CorruptError)):
         raise reason
     return None

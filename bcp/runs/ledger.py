@@ -111,6 +111,10 @@ class Ledger:
 
     # -- checkpoints --------------------------------------------------------------------------
 
+    def entry(self, step: int) -> Entry | None:
+        """Return the entry of a step; None if the ledger has no checkpoint of it."""
+        return next((entry for entry in self.entries if entry.step == step), None)
+
     def with_checkpoint(self, step: int, committed: float, metrics: Mapping[str, float]) -> Ledger:
         """Add a checkpoint. One of the same step is replaced: its pin stays, its trust does not.
 
@@ -126,7 +130,8 @@ class Ledger:
         if type(step) is not int or not 0 <= step <= LARGEST_STEP:
             raise InputError(f"step={step!r} has to be a whole number of 0 or more")
         noted = {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
-        pinned = any(entry.pinned for entry in self.entries if entry.step == step)
+        known = self.entry(step)
+        pinned = known is not None and known.pinned
         return self.with_entries([Entry(step=step, committed=float(committed), metrics=noted, pinned=pinned)])
 
     def with_entries(self, entries: Iterable[Entry]) -> Ledger:
@@ -152,10 +157,10 @@ class Ledger:
             version: of its commit object, or "".
 
         """
-        known = [entry for entry in self.entries if entry.step == step]
-        known += [removal.entry for removal in self.removing if removal.step == step and removal.entry is not None]
+        begun = [removal.entry for removal in self.removing if removal.step == step]
+        removal = Removal(step, version, self.entry(step) or next(iter(begun), None))
         forgotten = self.without(step)
-        return replace(forgotten, removing=(*forgotten.removing, Removal(step, version, known[0] if known else None)))
+        return replace(forgotten, removing=(*forgotten.removing, removal))
 
     def staying(self, step: int, committed: float) -> Ledger:
         """Take the deletion of a whole checkpoint back: it is an entry again, with its marks.
@@ -197,13 +202,13 @@ class Ledger:
 
     def _with(self, step: int, **changes: Any) -> Ledger:
         """Change the entry of a step."""
-        entries = [entry for entry in self.entries if entry.step == step]
-        if not entries:
+        entry = self.entry(step)
+        if entry is None:
             steps = [entry.step for entry in self.entries]
             more = f" and {len(steps) - 10} older ones" if len(steps) > 10 else ""  # noqa: PLR2004 -- as below
             step_text = ", ".join(map(str, steps[-10:])) + more if steps else "none yet"
             raise InputError(f"run {self.run_id!r} has no checkpoint of step {step!r}; it has {step_text}")
-        return self.with_entries([replace(entries[0], **changes)])
+        return self.with_entries([replace(entry, **changes)])
 
     # -- lives --------------------------------------------------------------------------------
 

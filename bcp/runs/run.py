@@ -19,7 +19,7 @@ from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError
+from bcp.errors import InputError, UncommittedError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
@@ -40,6 +40,7 @@ from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
+from bcp.runs.words import lost_metadata
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
 
@@ -234,7 +235,13 @@ class Run:
     async def _load(self, step: int, name: str) -> LoadReport:
         options = replace(self._load_options, step=step)
         states = self._states.now()
-        report = await load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given).run()
+        call = load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given)
+        try:
+            report = await call.run()
+        except UncommittedError as error:
+            if self._keeper is not None and self._keeper.has(step):
+                raise UncommittedError(lost_metadata(f"{shown(self._url)}/{name}")) from error
+            raise
         self._states.take(states, tells=self._ranks.rank == 0)
         return report
 

@@ -1,12 +1,27 @@
-"""Words of messages about a run: who has the folder, and when."""
+"""Words of messages about a run: who has the folder and when, and lost metadata."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from bcp.format.metadata import METADATA_KEY
 from bcp.runs.ledger import Ledger
 
-__all__ = ["moment", "owner_words"]
+__all__ = ["lost_metadata", "moment", "owner_words"]
+
+
+def lost_metadata(checkpoint: str) -> str:
+    """Say that a checkpoint of the ledger has no metadata, and what to do.
+
+    Example:
+        >>> lost_metadata("ckpt/run-7/step-00000010")[:43]
+        'ckpt/run-7/step-00000010 was committed, as '
+
+    """
+    return (
+        f"{checkpoint} was committed, as the run's ledger says, and {METADATA_KEY} is gone: restore the file, or "
+        "delete the folder, so that the run goes on without it"
+    )
 
 
 def owner_words(ledger: Ledger) -> str:

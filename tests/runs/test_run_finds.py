@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import bcp
 from bcp import policies
 from bcp.backends import LocalBackend
 from bcp.format.metadata import METADATA_KEY
+from bcp.runtime.threads import in_thread
 
 
 def states(value: float = 0.0, **extra: Any) -> dict[str, Any]:
@@ -238,6 +240,43 @@ def test_a_link_within_the_run_takes_no_checkpoint_with_it(tmp_path: Path) -> No
     assert bcp.load(tmp_path / name(4), states()).seconds >= 0
 
 
+@pytest.mark.parametrize("way", ["to the folder", "over a link", "over a link elsewhere"])
+def test_a_folder_stays_while_a_link_that_is_kept_leads_to_it(tmp_path: Path, way: str) -> None:
+    run = tmp_path / "run"
+    train(run, 1, 2, 3)
+    target, links = Path(name(1)), {name(70)}
+    if way == "over a link":
+        shutil.rmtree(run / name(2))
+        target, links = Path("step-2"), {"step-2", name(70)}
+        (run / target).symlink_to(name(1))
+    elif way == "over a link elsewhere":
+        target = tmp_path / "other"
+        target.symlink_to(run / name(1))
+    (run / name(70)).symlink_to(target)
+    train(run, 71, resumed_from=70, keep=2)
+    assert set(folders(run)) == {name(1), name(71)} | links
+    shutil.rmtree(run / name(71))
+    assert resumed(run)[:2] == (70, 1.0)
+    train(run, 72, resumed_from=70, keep=1)
+    assert folders(run) == [name(72)], "the links and the folder go together"
+
+
+def test_no_folder_is_deleted_while_links_cannot_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 1, 2, 3)
+    (tmp_path / name(70)).symlink_to(name(1))
+
+    async def fail(backend: LocalBackend, link: str) -> Sequence[str]:
+        raise bcp.StorageError(f"no answer about {link} from {backend}")
+
+    with monkeypatch.context() as patch, captured_logs() as lines:
+        patch.setattr(LocalBackend, "behind", fail)
+        train(tmp_path, 71, resumed_from=70, keep=2)
+    assert len(folders(tmp_path)) == 5
+    assert any("no checkpoint was deleted" in line["event"] and name(70) in line["event"] for line in lines)
+    train(tmp_path, 72, resumed_from=71, keep=3)
+    assert folders(tmp_path) == [name(step) for step in (1, 70, 71, 72)]
+
+
 # -- checkpoints that cannot be read
 
 
@@ -310,6 +349,49 @@ def test_latest_passes_over_what_cannot_be_read_and_never_says_that_nothing_is_t
         bcp.latest(tmp_path)
 
 
+@pytest.mark.parametrize("trust", ["any", "verified"])
+def test_latest_and_a_resumption_agree_about_a_checkpoint_without_metadata(tmp_path: Path, trust: Any) -> None:
+    """The ledger has it, so it was committed: the run does not begin anew over its data."""
+    train(tmp_path, 1, 2)
+    for step in (1, 2):
+        bcp.Run(str(tmp_path), {}).mark(step, "verified")
+    (tmp_path / name(2) / METADATA_KEY).unlink()
+    with captured_logs() as lines:
+        assert bcp.latest(tmp_path, trust=trust) == f"{tmp_path}/{name(1)}"
+    assert any(name(2) in line["event"] and "is gone" in line["event"] for line in lines)
+    assert resumed(tmp_path, trust=trust)[0] == 1
+    (tmp_path / name(1) / METADATA_KEY).unlink()
+    with pytest.raises(bcp.CorruptError, match=rf"{name(2)} was committed.*{METADATA_KEY} is gone"):
+        bcp.latest(tmp_path, trust=trust)
+    for options in ({"trust": trust}, {"step": 2}):
+        kind = bcp.UncommittedError if "step" in options else bcp.CorruptError
+        with (
+            bcp.Run(str(tmp_path), states()) as run,
+            pytest.raises(kind, match=rf"{name(2)} .* {METADATA_KEY} is gone"),
+        ):
+            run.resume(**options)
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / name(step))
+    assert bcp.latest(tmp_path, trust=trust) is None
+    assert resumed(tmp_path, trust=trust)[0] == 0
+
+
+def test_latest_looks_again_where_the_job_has_gone_on_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, 1)
+    version, steps = LocalBackend.version, [2]
+
+    async def go_on_first(backend: LocalBackend, key: str) -> Any:
+        if key == METADATA_KEY and steps:
+            await in_thread(partial(train, tmp_path, steps.pop(), keep=1))
+        return await version(backend, key)
+
+    monkeypatch.setattr(LocalBackend, "version", go_on_first)
+    assert bcp.latest(tmp_path) == f"{tmp_path}/{name(2)}"
+    assert folders(tmp_path) == [name(2)]
+
+
 def test_a_store_that_is_down_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 1, 2, 3)
     tried: list[str] = []
@@ -370,6 +452,27 @@ def test_a_run_marks_and_pins_without_a_resumption_and_displaces_nobody(tmp_path
     assert bcp.latest(tmp_path, trust="verified") == f"{tmp_path}/{name(1)}"
     with pytest.raises(bcp.InputError, match=r"no checkpoint of step 9; it has 1, 3"):
         bcp.Run(str(tmp_path), {}).mark(9, "verified")
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_mark_that_comes_before_the_entry_of_the_job_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_replaced: bool
+) -> None:
+    """It does not stay where the job replaces a checkpoint: the mark may be about the earlier one."""
+    train(tmp_path, *([1, 2] if is_replaced else [1]))
+    put_if, marks = LocalBackend.put_if, [2]
+
+    async def mark_first(backend: LocalBackend, key: str, data: Any, version: Any) -> Any:
+        if key == "run.json" and marks and (tmp_path / name(2) / METADATA_KEY).exists():
+            await in_thread(bcp.Run(str(tmp_path), {}).mark, marks.pop(), "suspect", "loss spike")
+        return await put_if(backend, key, data, version)
+
+    with bcp.Run(str(tmp_path), states(7.0), save=1) as run:
+        assert run.resume(step=1) == 1
+        monkeypatch.setattr(LocalBackend, "put_if", mark_first)
+        run.maybe_save(2)
+    assert not marks
+    assert bcp.latest(tmp_path) == f"{tmp_path}/{name(2 if is_replaced else 1)}"
 
 
 def test_a_checkpoint_that_no_run_has_seen_can_be_marked(tmp_path: Path) -> None:
