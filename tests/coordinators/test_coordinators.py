@@ -12,12 +12,15 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers th
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import bcp.coordinators
+from bcp._messages.coordination import Abort
 from bcp.coordinators import GrpcCoordinator, SoloCoordinator, coordinator, memory_coordinators
 from bcp.coordinators.hosts import private_connection, reconnected
 from bcp.coordinators.peers import LEFT, Heartbeats
 from bcp.coordinators.tree.coordinator import FANOUT
-from bcp.coordinators.tree.operation_state import FailureDetector
-from bcp.coordinators.tree.rendezvous import StoreRendezvous
+from bcp.coordinators.tree.frames import Frame, Kind
+from bcp.coordinators.tree.operation_state import FailureDetector, OperationState
+from bcp.coordinators.tree.relay import LocalMember
+from bcp.coordinators.tree.rendezvous import Place, StoreRendezvous
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Coordinator
 from bcp.testing.coordinator_suite import CoordinatorSuite, run_ranks
@@ -172,3 +175,58 @@ def test_a_failure_detector_does_not_count_the_seconds_of_its_own_sleep() -> Non
     assert detector.look(now=1003.0) == (1, 6.0, True)
     detector.leave(1)
     assert detector.look(now=1004.0) is None
+
+
+class MiddleNode:
+    """The node of rank 1 between 0 and 2, whose edges are quiet for as many seconds as a test says."""
+
+    rank = 1
+    place = Place(1, 3, parent=0, children=(2,), sizes=(1,))
+
+    def __init__(self) -> None:
+        self.seconds = {0: 0.0, 2: 0.0}
+        self.sent: list[tuple[int, Kind]] = []
+        self.renewed: list[int] = []
+
+    def send(self, rank: int, frame: Frame) -> None:
+        self.sent.append((rank, frame.kind))
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank}"
+
+    def connected(self, rank: int) -> bool:
+        return rank in self.seconds
+
+    def quiet(self, rank: int) -> float:
+        return self.seconds[rank]
+
+    def renew(self, rank: int) -> None:
+        self.renewed.append(rank)
+
+    def trouble(self, rank: int) -> str:
+        raise AssertionError(f"rank {rank} is blamed")
+
+    def absent(self) -> int | None:
+        return None
+
+    def silence(self, seconds: float) -> str:
+        raise AssertionError(f"the store is blamed after {seconds} s")
+
+    def announce(self, number: int, abort: Abort) -> None:
+        raise AssertionError(f"operation {number} ends: {abort}")
+
+
+def test_a_silent_edge_is_asked_and_dialled_anew_and_no_other_one() -> None:
+    node = MiddleNode()
+    state = OperationState(0, node)
+    state.begin(LocalMember("save", 10.0, 1.0, lambda _, __: None, lambda _: None), 0.0)
+    node.sent.clear()
+    node.seconds = {0: 900.0, 2: 900.0}
+    state.beat(900.0)  # the rank slept itself: 2 s of them count
+    assert node.sent == [(0, Kind.BEAT), (2, Kind.BEAT)]
+    for second in range(1, 8):
+        node.sent.clear()
+        node.seconds = {0: 900.0 + second, 2: 0.5}
+        state.beat(900.0 + second)
+        assert node.sent == [(0, Kind.BEAT if second < 2 else Kind.ASK), (2, Kind.BEAT)]
+        assert node.renewed == [0] * max(0, second - 2)

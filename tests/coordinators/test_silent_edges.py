@@ -14,15 +14,24 @@ from anyio import to_thread
 from relays import Wires
 
 import bcp
+from bcp.coordinators.tree import channel, operation_state
 from bcp.errors import PeerError
 from bcp.protocols import Agreement
 from bcp.testing.coordinator_failures import run_ranks
 
 pytestmark = pytest.mark.anyio
 
-TIMEOUT = 4.0
+GIVES_UP = 6.0
 PATIENT = 60.0
 WAYS = {"both": {}, "up": {"down": False}, "down": {"up": False}}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dial anew long before the timeout: a busy machine has the rest of it."""
+    monkeypatch.setattr(channel, "_BEAT_SECONDS", 0.4)
+    monkeypatch.setattr(operation_state, "_ASK", 1.5 / PATIENT)
+    monkeypatch.setattr(operation_state, "_RENEW", 2.0 / PATIENT)
 
 
 def of_rank(rank: int) -> torch.Tensor:
@@ -56,13 +65,14 @@ def check_saved(path: Path, size: int) -> None:
     assert all(torch.equal(target[f"w{rank}"], of_rank(rank)) for rank in range(size))
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_save_dials_anew_beside_a_silent_connection(tmp_path: Path, way: str) -> None:
     async with Wires(4, fanout=2) as wires:
         assert await saved(wires, tmp_path / "first", PATIENT) == [None] * 4
         wires.hush(1, **WAYS[way])
-        assert await saved(wires, tmp_path / "second", TIMEOUT) == [None] * 4
-        assert [wires.connections(rank) for rank in (1, 2, 3)] == [2, 1, 1]
+        assert await saved(wires, tmp_path / "second", PATIENT) == [None] * 4
+        assert wires.connections(1) > 1
         assert await saved(wires, tmp_path / "third", PATIENT) == [None] * 4
     for name in ("first", "second", "third"):
         check_saved(tmp_path / name, 4)
@@ -72,7 +82,7 @@ async def test_an_edge_that_stays_silent_is_named_and_is_renewed_once_the_networ
     async with Wires(3, fanout=1) as wires:
         assert await saved(wires, tmp_path / "first", PATIENT) == [None] * 3
         wires.hush(2, for_good=True)
-        for error in await saved(wires, tmp_path / "lost", TIMEOUT):
+        for error in await saved(wires, tmp_path / "lost", GIVES_UP):
             assert isinstance(error, PeerError)
             assert "the connection to rank" in error.cause
             assert "has given no sign of life for" in error.cause
@@ -82,6 +92,7 @@ async def test_an_edge_that_stays_silent_is_named_and_is_renewed_once_the_networ
     check_saved(tmp_path / "second", 3)
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("seed", range(2))
 async def test_no_message_of_an_operation_is_lost_or_doubled(seed: int) -> None:
     """Edges fall silent at random moments of an operation, in which frames of many sizes are under way."""
@@ -109,4 +120,4 @@ async def test_no_message_of_an_operation_is_lost_or_doubled(seed: int) -> None:
                 own = await agreement.gather_scatter(f"each {number}", part(number, rank), lambda parts: parts)
                 assert own == part(number, rank)
 
-        assert await run_ranks(wires.coordinators, body, timeout=TIMEOUT) == [None] * size
+        assert await run_ranks(wires.coordinators, body, timeout=PATIENT) == [None] * size
