@@ -89,7 +89,7 @@ def test_a_process_that_ends_after_the_last_answer_harms_nobody(tmp_path: Path, 
         for rank in range(4)
     ]
     for process in ranks:
-        out, log = process.communicate(timeout=120)
+        out, log = process.communicate(timeout=240)
         assert (process.returncode, json.loads(out or "0"), without_torchs_warnings(log)) == (0, 400_000, "")
 
 
@@ -142,7 +142,7 @@ def test_forks_do_no_harm(tmp_path: Path) -> None:
         env={
             name: text for name, text in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"
         },  # as this process set it
-        timeout=60,
+        timeout=240,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
@@ -164,6 +164,6 @@ async def main():
 anyio.run(main)
 """)
     ended = subprocess.run(  # noqa: S603 -- our own program
-        [sys.executable, path], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, path], capture_output=True, text=True, check=False, timeout=240
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")

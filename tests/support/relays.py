@@ -187,7 +187,7 @@ class Wires:
         """
         before = self._relays[rank].connections
         self.cut(rank)
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             while self._relays[rank].connections == before or not _all_edges_up(self.coordinators[rank]):  # noqa: ASYNC110 -- a coordinator sets no event
                 await anyio.sleep(0.001)
 
