@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 
 from bcp.coordinators.peers import PeerInfo
 from bcp.coordinators.tree.frames import Frame, FrameError, Kind, pack_number
@@ -92,6 +96,122 @@ async def flushed(link: Link, wire: Wire) -> None:
         group.cancel_scope.cancel()
 
 
+class Held:
+    """One direction of a connection: each write waits until the test lets it pass, each message until it is taken."""
+
+    def __init__(self) -> None:
+        self.written: deque[bytes] = deque()
+        self._free = anyio.Semaphore(0)
+
+    async def write(self, frame: bytes) -> None:
+        self.written.append(frame)
+        await self._free.acquire()
+
+    async def let_one_pass(self) -> None:
+        self._free.release()
+        await anyio.wait_all_tasks_blocked()
+
+
+class End:
+    """One end of an :class:`Edge`."""
+
+    def __init__(self, rank: int) -> None:
+        self.link = Link(rank)
+        self.sent: list[bytes] = []
+        self.received: list[bytes] = []
+        self.dropped: set[int] = set()
+
+    def send(self, operation: int) -> None:
+        self.sent.append(Frame(Kind.UP, operation, len(self.sent)).pack())
+        self.link.send(operation, self.sent[-1])
+
+    def drop(self, operation: int) -> None:
+        self.dropped.add(operation)
+        self.link.drop(operation)
+
+    def take(self, message: bytes) -> None:
+        """Take a message as a node does."""
+        whole = self.link.received(message)
+        if whole is None:
+            return
+        frame = Frame.unpack(whole)
+        if frame.kind is Kind.HEARD:
+            if frame.body:
+                self.link.acknowledge(frame.body)
+        else:
+            self.received.append(whole)
+
+
+class Edge:
+    """A child and a parent, and the connections between them, whose every move the test chooses."""
+
+    def __init__(self, chance: random.Random, group: TaskGroup) -> None:
+        self.ends = (End(1), End(0))
+        self._chance, self._group = chance, group
+        self._ways = [Held(), Held()]  # what each end writes to
+        self._offer: int | None = None  # the count that the parent has told for a new connection
+        self._operation = 0
+        for end, way in zip(self.ends, self._ways, strict=True):
+            end.link.up(way, PeerInfo.of(end.link.rank, ""), "series")
+            group.start_soon(end.link.pump, way, way.write)
+
+    def other(self, end: End) -> End:
+        return self.ends[1 - self.ends.index(end)]
+
+    async def step(self) -> None:
+        moves = {self._say: 6, self._write: 8, self._deliver: 8, self._word: 3, self._end: 1, self._renew: 1}
+        (move,) = self._chance.choices(list(moves), list(moves.values()))
+        await move(self._chance.randrange(2))
+        await anyio.wait_all_tasks_blocked()
+
+    async def finish(self) -> None:
+        """Let all messages arrive."""
+        for _ in range(1_000):
+            for side in (0, 1):
+                await self._write(side)
+                await self._deliver(side)
+
+    async def _say(self, side: int) -> None:
+        self._operation += self._chance.random() < 0.2
+        self.ends[side].send(self._operation)
+
+    async def _write(self, side: int) -> None:
+        if not self.ends[side].link.empty:
+            await self._ways[side].let_one_pass()
+
+    async def _deliver(self, side: int) -> None:
+        if self._ways[side].written:
+            self.ends[1 - side].take(self._ways[side].written.popleft())
+
+    async def _word(self, side: int) -> None:
+        link = self.ends[side].link
+        link.send(0, Frame(Kind.HEARD, body=link.said()).pack())
+
+    async def _end(self, side: int) -> None:
+        self.ends[side].drop(self._operation)
+
+    async def _renew(self, _side: int) -> None:
+        """The parent tells a count for a new connection; later, at once for the child, both change over to it."""
+        child, parent = (end.link for end in self.ends)
+        if self._offer is None:
+            self._offer = parent.count
+            return
+        up, down = Held(), Held()
+        child.renew(up, child.count, pack_number(self._offer))
+        word = child.said()
+        for _ in range(self._chance.randrange(3)):
+            await self._deliver(0)  # what is still under way to the parent over the silent connection
+        parent.renew(down, self._offer, word)
+        parent.send(0, Frame(Kind.HEARD, body=parent.said()).pack())
+        self._ways, self._offer = [up, down], None
+        self._group.start_soon(child.pump, up, up.write)
+        self._group.start_soon(parent.pump, down, down.write)
+
+
+def operation_of(message: bytes) -> int:
+    return Frame.unpack(message).operation
+
+
 async def renewed(link: Link, received: int, frames: int, told: int = 0) -> list[bytes]:
     """Put a new connection in the place of the present one, let it write so many frames, and return them."""
     wire = Wire(link, frames)
@@ -151,6 +271,46 @@ async def test_acknowledged_messages_are_forgotten_and_impossible_counts_are_err
     with pytest.raises(FrameError, match="2 messages acknowledged, and 1 were sent"):
         link.acknowledge(pack_number(4))
     assert await renewed(link, 2, 1) == numbered(3)[2:]
+
+
+async def test_a_message_that_is_to_be_sent_again_may_be_acknowledged_before() -> None:
+    """The neighbour told a count for the new connection, and the old one still brought it messages."""
+    link, wire = Link(3), Held()
+    link.up(wire, PeerInfo.of(3, ""), "series")
+    for frame in numbered(4):
+        link.send(5, frame)
+    async with anyio.create_task_group() as group:
+        group.start_soon(link.pump, wire, wire.write)
+        for _ in range(4):
+            await wire.let_one_pass()
+        anew = Held()
+        link.renew(anew, 0, pack_number(1))
+        link.acknowledge(pack_number(3))
+        group.start_soon(link.pump, anew, anew.write)
+        for _ in range(3):
+            await anew.let_one_pass()
+        group.cancel_scope.cancel()
+    nothing = Frame(Kind.HEARD).pack()
+    assert list(anew.written) == [nothing, nothing, numbered(4)[3]]
+    link.acknowledge(pack_number(4))
+    with pytest.raises(FrameError, match="1 messages acknowledged, and 0 were sent"):
+        link.acknowledge(pack_number(5))
+
+
+@pytest.mark.parametrize("seed", range(100))
+async def test_two_ends_agree_on_all_messages_whatever_happens_when(seed: int) -> None:
+    """Connections are renewed at random moments, and operations end, while messages are under way both ways."""
+    async with anyio.create_task_group() as group:
+        edge = Edge(random.Random(seed), group)  # noqa: S311 -- the same for each seed
+        for _ in range(300):
+            await edge.step()
+        await edge.finish()
+        group.cancel_scope.cancel()
+    for end in edge.ends:
+        other = edge.other(end)
+        expected = [message for message in end.sent if operation_of(message) not in end.dropped]
+        assert [message for message in other.received if operation_of(message) not in end.dropped] == expected
+        assert len(set(other.received)) == len(other.received), "one came twice"
 
 
 async def test_much_is_acknowledged_while_it_comes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from bcp.coordinators.peers import PeerInfo
@@ -54,6 +54,7 @@ class Link:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._unread: deque[tuple[int, bytes]] = deque()  # messages that were sent, and not acknowledged
         self._acknowledged = 0  # messages of the series before these
+        self._repeats = 0  # messages to send again, the last of the series that were sent over the connection before
         self._again = 0  # messages to come that were received over the connection before
         self._begun: list[bytes] = []  # pieces of a frame that is coming
         self._unsaid = 0  # bytes received since the neighbour was told a count
@@ -62,7 +63,7 @@ class Link:
 
     def __repr__(self) -> str:
         state = "up" if self.connection is not None else "down"
-        return f"<Link to {self}: {state}, {len(self._waiting)} frames wait>"
+        return f"<Link to {self}: {state}, {self._repeats + len(self._waiting)} frames wait>"
 
     def __str__(self) -> str:
         if self.peer is not None:
@@ -78,7 +79,7 @@ class Link:
     @property
     def empty(self) -> bool:
         """Whether all frames have been handed to the transport."""
-        return not self._waiting and self._writing is None
+        return not (self._repeats or self._waiting) and self._writing is None
 
     def send(self, operation: int, frame: bytes) -> None:
         """Send a frame of an operation, after all earlier ones."""
@@ -131,16 +132,17 @@ class Link:
     def renew(self, connection: object, told: int, theirs: bytes) -> None:
         """Put another connection in the place of a silent one, and send again what did not arrive over that.
 
-        ``told`` is the count that the neighbour was told for this connection, ``theirs`` what it has told. Raises
+        ``told`` is the count that the neighbour was told for this connection, ``theirs`` the count that it has told.
+        Both sides send all messages after these counts again, as both may have received more over the silent
+        connection. A message that was acknowledged there is sent again without its content. Raises
         :class:`FrameError`.
         """
         self.acknowledge(theirs)
         self.connection, self.trouble = connection, ""
         self.heard, self.asked = time.monotonic(), False
         self._again = self.count - told
-        self._waiting.extendleft(reversed(self._unread))
-        self._waiting = deque((number, _NOTHING if _is_stale(frame) else frame) for number, frame in self._waiting)
-        self._unread.clear()
+        self._unread, self._waiting = _without_signs(self._unread), _without_signs(self._waiting)
+        self._repeats = self._acknowledged + len(self._unread) - unpack_number(theirs, 0)[0]
         self._writing = None
         self._wake()
 
@@ -148,7 +150,7 @@ class Link:
         """Record that the connection is gone, and drop the queued frames."""
         self.connection, self.trouble = None, trouble
         self.series, self.renewals, self.asked = "", 0, False
-        self.count = self._acknowledged = self._again = self._unsaid = 0
+        self.count = self._acknowledged = self._repeats = self._again = self._unsaid = 0
         self._waiting.clear()
         self._unread.clear()
         self._begun.clear()
@@ -157,21 +159,29 @@ class Link:
     async def pump(self, connection: object, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write queued frames as they come, as long as this connection is the link's."""
         while self.connection is connection:
-            if not self._waiting:
+            if not (self._repeats or self._waiting):
                 await self.changed()
                 continue
-            entry = self._waiting.popleft()
-            self._unread.append(entry)
+            message = self._next()
             self._writing = connection
             try:
-                await write(entry[1])
+                await write(message)
             finally:
                 if self._writing is connection:
                     self._writing = None
-            self._sent[0] += len(entry[1])
+            self._sent[0] += len(message)
             self._sent[1] += 1
-            if not self._waiting:
+            if self.empty:
                 self._wake()
+
+    def _next(self) -> bytes:
+        """Return the message to write now. A repeated one that was acknowledged meanwhile keeps its number only."""
+        if self._repeats:
+            index = len(self._unread) - self._repeats
+            self._repeats -= 1
+            return self._unread[index][1] if index >= 0 else _NOTHING
+        self._unread.append(self._waiting.popleft())
+        return self._unread[-1][1]
 
     async def flushed(self) -> None:
         """Wait until all frames have been handed to the transport, or the connection is gone."""
@@ -192,6 +202,8 @@ class Link:
                 watcher.set_result(None)
 
 
-def _is_stale(message: bytes) -> bool:
-    """Whether a message is a sign of life of a connection that has fallen silent."""
-    return message[0] in (Kind.BEAT, Kind.ASK)
+def _without_signs(messages: Iterable[tuple[int, bytes]]) -> deque[tuple[int, bytes]]:
+    """Return messages without the signs of life of a connection that has fallen silent; these keep their numbers."""
+    return deque(
+        (operation, _NOTHING if message[0] in (Kind.BEAT, Kind.ASK) else message) for operation, message in messages
+    )
