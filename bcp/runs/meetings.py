@@ -33,6 +33,7 @@ __all__ = ["Meetings", "Stand", "meeting_place"]
 
 _FOREVER = timedelta(days=20)  # poll() takes milliseconds in 31 bits
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05  # seconds between two looks: 1,000 ranks make 20,000 a second at most
+_CONNECT_SECONDS = 300.0  # of a store whose name server is slow, as torch gives its own connections
 _CLOSE_SECONDS = 1.0  # how long an end waits for other threads
 _SLACK_SECONDS = 5.0  # of a store that is slow when time is up
 _GONE = (0, "the job's store, which rank 0 serves as a rule, has gone: no common last step; restart the job")
@@ -316,7 +317,7 @@ class Meetings:
         """Wait for the alarm or the end; agree."""
         try:
             line = private_connection(store)
-            self._speaker.call_blocking(lambda: self._speaker.store, seconds=self._timeout)  # not in an alarm
+            self._speaker.call_blocking(lambda: self._speaker.store, seconds=_CONNECT_SECONDS)  # not in an alarm
             self._connected.set()
             if self._closing.is_set():
                 _set_first(line, self._key("alarm"), self._last_words())
