@@ -54,19 +54,18 @@ class Wire:
         token: the text in the path.
         faults: answers that are another than the server's.
         requests: the requests by their kinds, in the order in which they came.
-        seen: the server's last answer to each request.
-        old: answers as they were when the path was marked.
+        old: the server's last answer to each request before the first faults; later answers may be large.
     """
 
     token: str
     faults: Faults = field(default_factory=Faults)
     requests: list[str] = field(default_factory=list)
-    seen: dict[str, Reply] = field(default_factory=dict)
     old: dict[str, Reply] = field(default_factory=dict)
+    is_armed: bool = False
 
     def arm(self, faults: Sequence[Fault]) -> None:
         """Let requests get these answers. Stale answers are those of now."""
-        self.old = dict(self.seen)
+        self.is_armed = True
         self.requests.clear()
         self.faults.arm(faults)
 
@@ -96,7 +95,9 @@ class AnswerFront(PassingServer):
         wire.requests.append(kind)
         fault = wire.faults.take(kind)
         if fault is None:
-            reply = wire.seen[path] = await asyncio.shield(asyncio.ensure_future(self._ask(request, body)))
+            reply = await asyncio.shield(asyncio.ensure_future(self._ask(request, body)))
+            if not wire.is_armed:
+                wire.old[path] = reply
             return _answered(request, reply)
         return await self._faulty(request, body, wire, fault.answer)
 

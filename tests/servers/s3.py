@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -23,6 +25,8 @@ from bcp.backends.objects.s3 import open_s3
 ACCESS_KEY = "AKIDBCPTESTACCESSKEY"
 SECRET_KEY = "bcp/test+secret-0123456789"  # noqa: S105 -- of a server on loopback
 _numbers = itertools.count(1)
+_session = functools.cache(get_session)  # a new one reads botocore's files again, which takes 50 ms
+_one_at_a_time = threading.Lock()
 
 
 @dataclass
@@ -57,14 +61,15 @@ class S3Server:
     def names(self, url: str) -> list[str]:
         """Return the keys below a URL, and ``upload of KEY`` for each open upload, as the server lists them."""
         bucket, _, root = url.removeprefix("s3://").partition("/")
-        client = get_session().create_client(
-            "s3",
-            region_name="us-east-1",
-            endpoint_url=self.url,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            config=Config(s3={"payload_signing_enabled": False}),
-        )
+        with _one_at_a_time:
+            client = _session().create_client(
+                "s3",
+                region_name="us-east-1",
+                endpoint_url=self.url,
+                aws_access_key_id=ACCESS_KEY,
+                aws_secret_access_key=SECRET_KEY,
+                config=Config(s3={"payload_signing_enabled": False}),
+            )
         with closing(client):
             pages = list(client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{root}/"))
             more = list(client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{root}/"))

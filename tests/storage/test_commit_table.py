@@ -8,9 +8,9 @@ import anyio
 import pytest
 from servers.commit_stores import STORES
 
-from benchmarks.commit_table.__main__ import run
 from benchmarks.commit_table.cells import ALWAYS, Answer, Cell, Fault, Faults
 from benchmarks.commit_table.rows import few_of
+from benchmarks.commit_table.run import run
 from benchmarks.commit_table.table import Counts, counts_of, read_counts, written
 from benchmarks.commit_table.trial import Outcome, try_cell
 
