@@ -32,6 +32,7 @@ from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
 from bcp.state.optimizer_entries import OWN
 from bcp.state.random_states import asks_for_nothing
+from bcp.state.saved_order import saved_numbers
 
 __all__ = ["LoadRequest", "advice", "both_names", "check_taken", "extra_ranks", "find_targets", "some"]
 
@@ -192,6 +193,7 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, saved_rows: Ints)
     """Choose the model's tensor for a master that the checkpoint lacks, and the master for a model tensor of its dtype.
 
     A master is only saved where the parameter is of another dtype, so either has the values that the other one had.
+    A checkpoint whose optimizer was named by an order does not tell whose master is whose.
     ``saved_rows``, int64[n], has the row in ``saved.tensors`` of each wanted tensor, or -1.
     """
     source, rows, dtypes = saved_rows.copy(), saved_rows.tolist(), saved.tensors.dtype
@@ -199,9 +201,8 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, saved_rows: Ints)
         fqn = wanted.fqn[tensor]
         if KINDS[wanted.kind[tensor]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
             source[tensor] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
-    for tensor in (
-        tensor for tensor in _differ(wanted, saved.tensors, saved_rows) if KINDS[wanted.kind[tensor]] == "model"
-    ):
+    differing = [row for row in _differ(wanted, saved.tensors, saved_rows) if KINDS[wanted.kind[row]] == "model"]
+    for tensor in () if differing and saved_numbers(saved)[0] else differing:
         names = (wanted.fqn[tensor], saved.tensors.tied_to[rows[tensor]])
         masters = (saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in names)
         master = next((row for row in masters if row is not None), -1)

@@ -9,12 +9,14 @@ import torch
 
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
+from bcp.state.empty_groups import add_empty_groups, empty_group_targets
 from bcp.state.inventory import Leaves, probe
 from bcp.state.modules import Check, Finish, ParamNames, add_state, in_turn
 from bcp.state.optimizer_entries import add_entries, entry_targets
 from bcp.state.optimizer_restore import slot_targets
 from bcp.state.optimizers import OPTIMIZER, Slot, add_slots, optimizers_in, slots_of
 from bcp.state.packed_optimizers import is_packed, packed_slots, refuse_packed_inside, was_saved_by_number
+from bcp.state.saved_order import in_saved_order
 
 __all__ = ["DdpPlanner", "PlainPlanner"]
 
@@ -48,6 +50,7 @@ class PlainPlanner:
         else:
             add_slots(leaves, slots)
             add_entries(leaves, self._torch_optimizers(states), slots)
+            add_empty_groups(leaves, self._groups_in(states))
         return leaves.to_save()
 
     def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
@@ -59,10 +62,11 @@ class PlainPlanner:
         if slots is None:
             finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
         else:
+            slots = in_saved_order(slots, saved)
             check, finish_slots = slot_targets(leaves, slots, saved)
-            finish_optimizer = in_turn(
-                [finish_slots, entry_targets(leaves, self._torch_optimizers(states), slots, saved)]
-            )
+            finish_groups = empty_group_targets(leaves, self._groups_in(states), saved)
+            finish_entries = entry_targets(leaves, self._torch_optimizers(states), slots, saved)
+            finish_optimizer = in_turn([finish_slots, finish_groups, finish_entries])
 
         def finish(objects: Mapping[ObjectKey, Any]) -> None:
             finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set
@@ -87,6 +91,11 @@ class PlainPlanner:
     def _torch_optimizers(self, states: States) -> object:
         """Return the torch optimizers whose own ``state_dict()`` is compared with the slots; () for none."""
         return () if is_packed(states[OPTIMIZER]) else states[OPTIMIZER]
+
+    def _groups_in(self, states: States) -> object:
+        """Return the torch optimizers, or a list of their state dict."""
+        state = states.get(OPTIMIZER)
+        return [state] if is_packed(state) else self._torch_optimizers(states)
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
         """Do the local work that follows a load, when all tensors and objects are in place."""

@@ -27,7 +27,7 @@ from bcp.state.optimizers import OPTIMIZER, Slot
 from bcp.state.tensor_specs import PLAIN
 from bcp.state.values import same_value
 
-__all__ = ["OWN", "add_entries", "entry_targets"]
+__all__ = ["OWN", "add_entries", "entry_targets", "numbered"]
 
 OWN = "own."
 """Begins the names of such entries."""

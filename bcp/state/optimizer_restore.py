@@ -22,10 +22,11 @@ from bcp.state.native_values import same_generator, set_generator
 from bcp.state.nested import STORAGES, TREE
 from bcp.state.optimizer_kinds import fitting_hypers, fitting_states
 from bcp.state.optimizer_states import Trees, fresh, in_tree, owner_of, saved_dtype, scalar_device, zeros
-from bcp.state.optimizers import COUNTS, EMPTY, MASTER, OPTIMIZER, STEP, Slot
+from bcp.state.optimizers import COUNTS, EMPTY, MASTER, OPTIMIZER, STEP, Slot, is_mark
+from bcp.state.placement import ShardedLeaf
 from bcp.state.values import same_value, shown
 
-__all__ = ["scalar_device", "slot_targets"]
+__all__ = ["scalar_device", "set_hyper", "slot_targets"]
 
 Change = tuple[dict[str, Any], str, Any]
 """(group, key, value) to set."""
@@ -86,10 +87,10 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
         _set_states(objects, slots, entries, paths)
         trees.set_in(objects)
         for group, key, value in numbers:
-            _set_hyper(group, key, value)
+            set_hyper(group, key, value)
         aside.hand_over(entries.empty)
         for group, key, value in changes:
-            _set_hyper(group, key, value)
+            set_hyper(group, key, value)
         _settle_steps(slots.values())
 
     return check, finish
@@ -150,19 +151,27 @@ class _SavedStates:
             set(),
             defaultdict(list),
         )
-        for names, hypers in ((saved.rows, entries.tensors), (saved.objects, entries.hypers)):
-            for kind, name in names:
-                if kind == OPTIMIZER and (place := entries.place(name)):
-                    section, fqn, key = place
-                    if section == "state" and key in COUNTS:
-                        entries.counts[fqn] = key
-                    elif section == "state" and key == EMPTY:
-                        entries.empty.add(fqn)
-                    elif section == "state" and key.endswith(TREE):
-                        entries.trees[fqn].append(key.removesuffix(TREE))
-                    else:
-                        (entries.states if section == "state" else hypers)[fqn].append(key)
+        for kind, name in saved.rows:
+            if kind == OPTIMIZER and (place := entries.place(name)):
+                section, fqn, key = place
+                (entries.states if section == "state" else entries.tensors)[fqn].append(key)
+        for kind, name in saved.objects:
+            if kind == OPTIMIZER and (place := entries.place(name)) and not entries._is_mark(*place):
+                section, fqn, key = place
+                (entries.states if section == "state" else entries.hypers)[fqn].append(key)
         return entries._without_trees()
+
+    def _is_mark(self, section: str, fqn: str, key: str) -> bool:
+        """Note an object that says how states are kept; return whether it is one."""
+        if not is_mark(section, key):
+            return False
+        if key in COUNTS:
+            self.counts[fqn] = key
+        elif key == EMPTY:
+            self.empty.add(fqn)
+        elif key.endswith(TREE) and (key != MASTER + TREE or self.slots[fqn].master is None):
+            self.trees[fqn].append(key.removesuffix(TREE))
+        return True
 
     def _without_trees(self) -> _SavedStates:
         """Leave out the tensors of trees, which :class:`_Trees` makes."""
@@ -264,9 +273,11 @@ def _live_leaves(slot: Slot, trees: Collection[str], rank: int) -> Iterator[tupl
     A state without a tree there is an older version's: each leaf in it has a name.
     """
     for path, value in slot.leaves(rank):
-        if in_tree(str(path[0]).removesuffix(TREE), trees):
+        key = str(path[0])
+        is_tree = key.endswith(TREE) and not isinstance(value, (torch.Tensor, ShardedLeaf))
+        if in_tree(key.removesuffix(TREE) if is_tree else key, trees):
             continue
-        if not str(path[0]).endswith(TREE):
+        if not is_tree:
             yield path, value
             continue
         nested = walk(slot.values[value[0]], f"the state of {slot.fqn!r}", (value[0],))
@@ -379,7 +390,7 @@ def _set_states(
     """Set the states that are no tensors."""
     for (kind, name), value in objects.items():
         section, fqn, key = (entries.place(name) if kind == OPTIMIZER else None) or ("", "", "")
-        if section != "state" or key in (*COUNTS, EMPTY) or key.endswith(TREE):
+        if section != "state" or is_mark(section, key):
             continue
         slot, path = paths.get(name, (slots[fqn], (key,)))
         if slot.state is not None and path == (key,) and key not in slot.values:
@@ -388,7 +399,7 @@ def _set_states(
             put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
 
 
-def _set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
+def set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
     """Set one hyper-parameter; one that is a tensor stays that tensor, one that is a number stays a number."""
     current = group.get(key)
     if isinstance(current, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):

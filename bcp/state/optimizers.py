@@ -7,6 +7,7 @@ parameters in another way than the save did. These names are the same for every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +28,15 @@ __all__ = [
     "COUNTS",
     "EMPTY",
     "MASTER",
+    "NUMBER",
     "OPTIMIZER",
     "STEP",
     "Slot",
     "add_slots",
     "counts_in_group",
     "has_tree",
+    "hyper_of",
+    "is_mark",
     "optimizers_in",
     "slots_of",
 ]
@@ -48,6 +52,9 @@ COUNTS = {f"{STEP}:int": 0, f"{STEP}:float": 0.0}
 
 EMPTY = ":empty"
 """Name in the place of the states of a parameter that has a dict of them, with nothing in it."""
+
+NUMBER = ":number="
+"""Begins the name of a mark, before the number of a parameter: see :mod:`bcp.state.saved_order`."""
 
 _STEPS_IN_GROUP = frozenset({"FusedAdam"})
 """Optimizer classes (Apex, Transformer Engine) that count steps per group, as an int."""
@@ -85,8 +92,7 @@ class Slot:
     @property
     def hyper(self) -> dict[str, Any]:
         """The hyper-parameters of its group; a step count is none."""
-        none = {*_PER_PARAMETER, *self.layout_keys, *((STEP,) if self.step_in_group else ())}
-        return {key: value for key, value in self.group.items() if key not in none}
+        return hyper_of(self.group, *self.layout_keys, *((STEP,) if self.step_in_group else ()))
 
     @property
     def counter(self) -> dict[str, Any]:
@@ -95,9 +101,12 @@ class Slot:
 
     @property
     def count(self) -> torch.Tensor | None:
-        """Its step count as a new tensor, if the optimizer has a number: float32, or float64 if that is too short."""
+        """Its step count as a new tensor, if the optimizer has a number: float32, or float64 if that is too short.
+
+        None for a number with a kind to keep that no such tensor holds: ``True``, or an int of more than 53 bits.
+        """
         steps = self.counter.get(STEP)
-        if not isinstance(steps, (int, float)):
+        if not isinstance(steps, (int, float)) or (self.keeps_kind and not _is_count(steps)):
             return None
         single = torch.tensor(float(steps), dtype=torch.float32)  # not in torch's default dtype, which may be bfloat16
         return single if single.item() == steps else torch.tensor(float(steps), dtype=torch.float64)
@@ -153,9 +162,36 @@ class Slot:
         return ShardedLeaf(value, placement)
 
 
+def is_mark(section: str, key: str) -> bool:
+    """Whether a value in a checkpoint says how states are kept, by its section and key.
+
+    A colon in front marks those of later versions, too: a state of such a name has a tree.
+    """
+    return section == "state" and (key in COUNTS or key.startswith(":") or key.endswith(TREE))
+
+
+def _is_count(steps: float) -> bool:
+    """Whether a tensor and one of ``COUNTS`` tell a number exactly."""
+    return type(steps) in (int, float) and math.isfinite(steps) and float(steps) == steps
+
+
+def hyper_of(group: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the hyper-parameters of a group, without ``others``.
+
+    Raises StateError for a key that is no string, of which a checkpoint would make one.
+    """
+    if not {str}.issuperset(map(type, group)):
+        other = next(key for key in group if type(key) is not str)
+        raise StateError(
+            f"a group of an optimizer has the key {other!r} of type {type(other).__name__}, of which a checkpoint "
+            "would make a string; use a string"
+        )
+    return {key: value for key, value in group.items() if key not in _PER_PARAMETER and key not in others}
+
+
 def has_tree(name: object, value: object) -> bool:
     """Whether a state needs a tree: it has tensors inside, or its name alone does not tell the key."""
-    if type(name) is str and "." not in name and ":" not in name:
+    if type(name) is str and "." not in name and ":" not in name and name != MASTER:
         if isinstance(value, torch.Tensor):
             return is_turned(value)
         return isinstance(value, (Mapping, list, tuple)) and holds_tensors(value)
@@ -297,8 +333,7 @@ def _states(
                 yield prefix + dotted(path), value
             if (count := slot.count) is not None:
                 yield prefix + STEP, count
-                kind = f"{STEP}:{type(slot.counter[STEP]).__name__}"
-                if kind in COUNTS and slot.keeps_kind:
-                    counts.setdefault(kind, []).append(prefix[:-1])
+                if slot.keeps_kind:
+                    counts.setdefault(f"{STEP}:{type(slot.counter[STEP]).__name__}", []).append(prefix[:-1])
         if slot.master is not None and slot.master_saved:
             yield prefix + MASTER, slot.master
