@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from ranks import Ranks, forkserver
+from ranks import Ranks, forkserver, record_patiently
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -70,6 +70,7 @@ def pytest_collection_finish() -> None:
     Garbage collections spare the imported modules: a failed operation makes one, of 0.15 s with torch alone. Reader
     workers start as ranks do, whichever test comes first.
     """
+    record_patiently()
     gc.freeze()
     forkserver()
 

@@ -20,7 +20,7 @@ from bcp.format.metadata import Metadata, decode_metadata
 from bcp.format.receipt import decode_receipt
 
 MIB = 1 << 20
-SECONDS = 30.0
+SECONDS = 60.0
 """How long a test waits for what has to come."""
 
 

@@ -34,7 +34,7 @@ class Hanging(FaultyBackend):
         await anyio.sleep_forever()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("operation", "key"), POINTS[1:])  # files are opened before the snapshot: no Pending yet
 def test_a_cancelled_save_leaves_nothing_behind(tmp_path: Path, operation: str, key: str) -> None:
     bcp.save(tmp_path, model(1))

@@ -65,7 +65,7 @@ class Held:
     async def run(self, item: Any) -> Any:
         self.seen += 1
         if self.seen == PARTS:
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 while not self.until(self):  # noqa: ASYNC110 -- nobody tells
                     await anyio.sleep(0.001)
             for _ in range(50):  # whoever could go on by now does

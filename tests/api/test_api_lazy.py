@@ -13,7 +13,7 @@ from torch import nn
 import bcp
 from bcp.backends import LocalBackend
 from bcp.runtime.threads import in_thread
-from bcp.state.guard import StepHold, torch_optimizers
+from bcp.state.guard import StepHold, _gate, torch_optimizers
 from bcp.testing.storage_fakes import CountingBackend
 
 
@@ -40,8 +40,14 @@ def stepping(optimizer: torch.optim.Optimizer) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=optimizer.step)
     thread.start()
     yield thread
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
+
+
+def until_waiting(optimizer: torch.optim.Optimizer, step: threading.Thread) -> None:
+    while not _gate(optimizer).waiting:
+        step.join(0.001)
+        assert step.is_alive()
 
 
 class Net(nn.Module):
@@ -95,7 +101,8 @@ def test_the_next_step_waits_until_everything_is_copied(tmp_path: Path) -> None:
     backward(model)  # changes running means and gradients, and neither parameters nor moments
     assert not model.norm.running_mean.equal(before[0]["norm.running_mean"])
     with stepping(optimizer) as step:
-        assert brake.reached.wait(30)
+        assert brake.reached.wait(60)
+        until_waiting(optimizer, step)
         step.join(0.2)
         assert step.is_alive()
         assert_same(copied(dict(model.named_parameters())), {n: before[0][n] for n, _ in model.named_parameters()})
@@ -183,7 +190,7 @@ def test_steps_go_on_when_the_save(tmp_path: Path, how: str) -> None:
     options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("stop", stop)))
     states = {"model": model, "optimizer": optimizer}
     pending = bcp.save(tmp_path, states, async_checkpoint=True, snapshot="lazy", options=options)
-    assert begun.wait(30)
+    assert begun.wait(60)
     if how == "is cancelled":
         pending.cancel()
     with stepping(optimizer):
@@ -206,7 +213,7 @@ class Stuck(CountingBackend):
             raise bcp.StorageError("the disk is gone")
         if self.failed:
             self.cleaning.set()
-            await in_thread(self.go.wait, 30)
+            await in_thread(self.go.wait)
 
 
 def test_no_step_waits_for_a_failed_save_to_clean_up(tmp_path: Path) -> None:
@@ -214,9 +221,9 @@ def test_no_step_waits_for_a_failed_save_to_clean_up(tmp_path: Path) -> None:
     backend = Stuck(tmp_path)
     states = {"model": model, "optimizer": optimizer}
     pending = bcp.save(backend, states, async_checkpoint=True, snapshot="lazy")
-    assert backend.cleaning.wait(30)
+    assert backend.cleaning.wait(60)
     with stepping(optimizer) as step:
-        step.join(20)
+        step.join(60)
         assert not step.is_alive()
     assert not pending.done()
     backend.go.set()
@@ -333,8 +340,7 @@ def test_a_hold_is_released_once_and_says_how_it_stands() -> None:
     one.release()
     assert "0 held" in repr(one)
     with stepping(optimizer) as step:
-        step.join(0.05)
-        assert step.is_alive()
+        until_waiting(optimizer, step)
         two.release()
     assert two.waited_seconds > 0
     assert len(optimizer._optimizer_step_pre_hooks) == 1

@@ -309,4 +309,4 @@ assert "1 held" in repr(hold)
 
 
 def test_a_forked_child_is_not_held_back() -> None:
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True, timeout=60)  # noqa: S603 -- ours
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True, timeout=240)  # noqa: S603 -- ours

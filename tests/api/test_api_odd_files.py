@@ -14,7 +14,7 @@ import torch
 
 import bcp
 
-pytestmark = pytest.mark.timeout(60)  # ends a hang
+pytestmark = pytest.mark.timeout(240)  # ends a hang
 
 FILES = ("run.json", "metadata.arrow", "receipts/*", "model/*.safetensors", "extra_states/*.safetensors")
 

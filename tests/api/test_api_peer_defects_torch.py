@@ -190,7 +190,7 @@ def test_a_crash_while_saving_again_leaves_the_old_checkpoint(tmp_path: Path) ->
         bcp.save(sys.argv[1], {"model": {"w": torch.full((1 << 20,), 2.0)}}, overwrite=True, options=options)
     """
     run = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    assert subprocess.run(run, timeout=120, check=False).returncode == 77  # noqa: S603 -- our own program
+    assert subprocess.run(run, timeout=240, check=False).returncode == 77  # noqa: S603 -- our own program
     assert before.items() <= files(tmp_path).items()
     target = model(0, count=MIB)
     bcp.load(tmp_path, target)

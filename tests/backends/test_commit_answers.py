@@ -17,7 +17,7 @@ from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import RetryPolicy, Version
 
-POLICY = RetryPolicy(deadline=5.0, first_pause=0.001, longest_pause=0.002)
+POLICY = RetryPolicy(deadline=60.0, first_pause=0.001, longest_pause=0.002)
 
 
 class Store(FakeStore):

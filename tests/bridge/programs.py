@@ -65,7 +65,7 @@ def program(
                 process.send_signal(interrupt)
                 times -= 1
         try:
-            rest, err = process.communicate(timeout=60)
+            rest, err = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"the program hangs; it said {out!r}") from None

@@ -49,7 +49,7 @@ class Held:
         return self.result
 
     def go(self) -> None:
-        assert self.inside.wait(10)
+        assert self.inside.wait(60)
         self._loop.call_soon_threadsafe(self._go.set)
 
     def let(self) -> None:
@@ -180,7 +180,7 @@ def test_started_then_done() -> None:
     with pytest.raises(TimeoutError, match=r"save to /ckpt is not done after 0\.01 s; it goes on"):
         background.wait(0.01)
     held.let()
-    assert background.wait(10) == "result"
+    assert background.wait(60) == "result"
     assert background.wait() == "result"
     background.wait_started()
     background.cancel()  # too late, and harmless
@@ -228,7 +228,7 @@ def test_a_failure_after_started_is_raised_by_wait_only() -> None:
 def test_cancel_cleans_up_and_is_told_as_an_error_that_cancels_no_waiter() -> None:
     held = Held()
     background = _bridge.start(held, name="save")
-    assert held.inside.wait(10)
+    assert held.inside.wait(60)
     background.cancel()
     with pytest.raises(CancelledError, match="save was cancelled"):
         background.wait()
@@ -248,7 +248,7 @@ def test_cancel_at_once_is_not_lost() -> None:
         background = _bridge.start(Held(), name="save")
         background.cancel()
         with pytest.raises(CancelledError):
-            background.wait(10)
+            background.wait(60)
 
 
 def test_from_any_loop_without_blocking_it() -> None:
@@ -297,7 +297,7 @@ def test_cancelling_who_awaits_the_result_leaves_it_running() -> None:
     asyncio.run(give_up())
     assert not background.done()
     held.let()
-    assert background.wait(10) == "result"
+    assert background.wait(60) == "result"
 
 
 # -- errors that nobody looks at -------------------------------------------------------------------

@@ -159,10 +159,9 @@ def met(timeout: float) -> Times:
 
 
 async def test_a_report_that_does_not_come_is_named(meeting: Meeting, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
     job = Job(meeting.place, meeting.names, meeting.host_of)
-    assert not await _judge(job, meeting, met(2.0), Report(0), None)
-    assert time.monotonic() - began < 2.0
+    with anyio.fail_after(60):
+        assert not await _judge(job, meeting, met(2.0), Report(0), None)
     assert "no report has come from rank 1 (host h1)" in capsys.readouterr().out
 
 
@@ -173,7 +172,7 @@ async def test_a_report_that_cannot_be_read_hides_no_other(
     board = KeyBoard(StoreClient(store), "session", 3)
     job = Job(place, meeting.names, (0, 1, 1))
     mine = Report(1, findings=[Finding("storage", "cannot write to /shared: no space left", "free some")])
-    await board.post(time.monotonic() + 10.0, 1, mine.message())
+    await board.post(time.monotonic() + 60.0, 1, mine.message())
     store.set("session/RankReport/2", "what another version says")
     assert not await _judge(job, replace(meeting, place=place, board=board), met(2.0), Report(0), None)
     out = capsys.readouterr().out
@@ -192,7 +191,7 @@ async def test_others_hear_that_rank_0_cannot_read_a_message(monkeypatch: pytest
     member.look()
     store.set(member._keys.name("here", 1), "what another version says")
     with pytest.raises(FoundError) as caught:
-        await meet(RankPlace(0, 2, ("h0", 29500)), Times(10.0, 0))
+        await meet(RankPlace(0, 2, ("h0", 29500)), Times(60.0, 0))
     assert caught.value.tell is not None
     await caught.value.tell()
     member.look()
@@ -215,21 +214,22 @@ async def test_a_rank_without_a_verdict_prints_its_own_findings(
 async def test_a_store_that_falls_silent_is_given_up() -> None:
     class Silent(HashStore):
         def check(self, _: list[str]) -> bool:
-            awake.wait(30)
+            awake.wait()
             return True
 
-    awake, began = threading.Event(), time.monotonic()
-    with pytest.raises(PeerError, match="has not answered"):
-        await KeyBoard(StoreClient(Silent()), "session", 2).posted(began + 0.5, RankReport, [1])
-    assert time.monotonic() - began < 5.0
-    awake.set()
+    awake = threading.Event()
+    try:
+        with anyio.fail_after(60), pytest.raises(PeerError, match="has not answered"):
+            await KeyBoard(StoreClient(Silent()), "session", 2).posted(time.monotonic() + 0.5, RankReport, [1])
+    finally:
+        awake.set()
 
 
 async def test_a_file_is_gone_when_the_doctor_is_cancelled(meeting: Meeting, tmp_path: Path) -> None:
-    shelf = await storage.shelf_at(str(tmp_path / "new"), 5.0)
+    shelf = await storage.shelf_at(str(tmp_path / "new"), 60.0)
     async with anyio.create_task_group() as group:
         group.start_soon(storage.try_out, shelf, meeting, met(60.0), Report(0))
-        wrote = await meeting.board.posted(time.monotonic() + 10.0, Trial, [0])
+        wrote = await meeting.board.posted(time.monotonic() + 60.0, Trial, [0])
         there = list(tmp_path.glob("new/.bcp-doctor-session/0"))  # noqa: ASYNC240 -- quick
         group.cancel_scope.cancel()
     assert (wrote, len(there)) == ({0: Trial(wrote=True)}, 1)

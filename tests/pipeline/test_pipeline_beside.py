@@ -146,7 +146,7 @@ async def test_nothing_uses_what_was_opened_when_it_is_left_by_a_cancellation(ho
 
     def write() -> None:
         at_it.set()
-        may_end.wait(30)
+        may_end.wait(60)
         said.append(f"written, left: {opening.left_with != 'never left'}")
 
     async def work() -> None:

@@ -81,7 +81,7 @@ async def test_a_failure_in_thread_code_waits_for_the_other_threads(where: str) 
         def slow(item: Crate) -> Crate:
             with gauge.busy():
                 if item.name == "w0":
-                    assert let.wait(10)  # until w1 has failed
+                    assert let.wait(60)  # until w1 has failed
                     return item
                 loop.call_soon_threadsafe(loop.call_soon, let.set)
                 raise StorageError("put of w1 failed")
@@ -236,7 +236,7 @@ async def test_a_cancellation_at_each_stage_leaves_nothing(where: str, native: b
         def block() -> None:
             with gauge.busy():
                 loop.call_soon_threadsafe(reached.set)
-                assert let.wait(10)
+                assert let.wait(60)
 
         async def stay(item: Crate) -> Crate:
             try:

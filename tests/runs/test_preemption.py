@@ -78,7 +78,7 @@ def test_making_one_changes_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_told_in_a_thread_with_the_seconds_that_are_left(number: signal.Signals) -> None:
     told: queue.Queue[tuple[str, threading.Thread]] = queue.Queue()
-    preemption = Preemption(grace=12.0)
+    preemption = Preemption(grace=600.0)
     preemption.install(lambda reason: told.put((reason, threading.current_thread())))
     before = time.monotonic()
     send(number)
@@ -86,8 +86,8 @@ def test_a_signal_is_told_in_a_thread_with_the_seconds_that_are_left(number: sig
     assert reason == preemption.reason == number.name
     assert thread.daemon
     assert preemption.deadline is not None
-    assert before + 12.0 <= preemption.deadline <= time.monotonic() + 12.0
-    assert 0.0 < preemption.seconds_left() <= 12.0
+    assert before + 600.0 <= preemption.deadline <= time.monotonic() + 600.0
+    assert 0.0 < preemption.seconds_left() <= 600.0
     preemption.close()
 
 
@@ -426,7 +426,7 @@ preemption.close()
 def test_a_fork_from_another_thread_is_the_same() -> None:
     """In a process of its own. Such a fork destroys the main thread's objects, and those of other tests may crash."""
     command = [sys.executable, "-c", FORK_IN_THREAD]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG)  # noqa: S603 -- our own code
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=4 * LONG)  # noqa: S603 -- our own code
     assert done.stdout.split() == [str(-signal.SIGTERM)] * 20
 
 
@@ -496,10 +496,11 @@ def test_a_dataloader_still_hears_of_a_worker_that_was_killed(installed: Preempt
 def test_a_notice_is_told_with_its_seconds(heard: Heard, answer: float, seconds: float) -> None:
     answers: Iterator[float | bool | None] = iter([None, False, answer])
     preemption = Preemption(signals=(), grace=20.0, notice=lambda: next(answers), notice_every=0.001)
+    before = time.monotonic()
     preemption.install(heard.put)
     assert heard.next() == f"spot notice: {seconds:.0f} s left"
     assert preemption.deadline is not None
-    assert preemption.deadline - time.monotonic() == pytest.approx(seconds, abs=10.0)
+    assert before + seconds <= preemption.deadline <= time.monotonic() + seconds
     preemption.close()
 
 

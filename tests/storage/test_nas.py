@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -443,7 +442,7 @@ async def test_a_root_that_is_nobody_on_the_server(place: Place, code: int) -> N
 
 async def closed_on_server(place: Place) -> None:
     """Wait until the client has heard from the kernel that files were closed, which close(2) does not wait for."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while any(".nfs" in name for name in on_server(place)):  # noqa: ASYNC110 -- the kernel tells nobody
             await anyio.sleep(0.01)
 
@@ -486,7 +485,7 @@ async def test_a_server_that_hangs(
     monkeypatch.setattr(local, "_SLOW_SECONDS", 0.05)
     caplog.set_level(logging.WARNING, "bcp")
     place.client_a.fault("fsync", hang=True, name="key")
-    stalls, ended = [], anyio.Event()
+    ended = anyio.Event()
 
     async def write() -> None:
         try:
@@ -498,17 +497,14 @@ async def test_a_server_that_hangs(
         group.start_soon(write)
         while not place.client_a.hanging():  # noqa: ASYNC110 -- another process
             await anyio.sleep(0.01)
-        for _ in range(20):
-            before = time.monotonic()
-            await anyio.sleep(0.01)
-            stalls.append(time.monotonic() - before)
+        with anyio.fail_after(60):  # a loop that stood still would not get here: only it lets the server go on
+            while "does not answer" not in caplog.text:  # noqa: ASYNC110 -- a log line sets no event
+                await anyio.sleep(0.01)
         group.cancel_scope.cancel()
         with anyio.CancelScope(shield=True):
             await anyio.sleep(0.05)
             assert not ended.is_set()
             await anyio.to_thread.run_sync(place.client_a.release)
-    assert max(stalls) < 1
-    assert "does not answer" in caplog.text
     assert "'key'" in caplog.text
     assert on_server(place) in ([], ["key"]), "the thread finished what it was doing"
 

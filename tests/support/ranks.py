@@ -28,7 +28,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place", "started"]
+from bcp import _record
+
+__all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place", "record_patiently", "started"]
 
 HOST = "127.0.0.1"
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
@@ -42,6 +44,11 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def record_patiently() -> None:
+    """Let this process wait longer for recordings than a training job would: tests look at them, on busy disks too."""
+    _record.SHARE_SECONDS = _record.STORE_SECONDS = 60.0
 
 
 def meeting_place() -> dist.TCPStore:
@@ -107,7 +114,7 @@ class Ranks:
     def __repr__(self) -> str:
         return f"Ranks(size={self.size}, {'running' if self._processes else 'not started'})"
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call ``function(*args)`` on every rank; return what it returned, in rank order.
 
         Function, arguments and results are pickled, the function by reference, tensors by value.
@@ -177,6 +184,7 @@ class Ranks:
 def _serve(pipe: Connection, port: int, rank: int, size: int) -> None:
     """Be one rank: join the group, then run what comes until the parent kills or leaves us."""
     torch.set_num_threads(1)
+    record_patiently()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
