@@ -69,7 +69,7 @@ async def plan_writes(
         raise held
     own = _Own(agreement, job, held, fence)
     table = held.shards.table
-    remembers = job.options.replicas != "error"
+    remembers = job.world_size > 1 and job.options.replicas != "error"
     replicas = await in_thread_gc_paused(recalled, table, job.folder) if remembers else KnownReplicas(table)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     known = _plans.get(await own.layout(replicas.table))

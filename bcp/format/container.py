@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -74,25 +75,31 @@ def most_decoded(nbytes: int) -> int:
     return FLOOR_BYTES + RATIO * nbytes
 
 
-def check_decoded_size(payload: memoryview, nbytes: int) -> None:
+def check_decoded_size(payload: memoryview, nbytes: int, first: int | None = None) -> None:
     """Check that the tables in a file of ``nbytes`` are not larger than :func:`most_decoded` allows. Decodes nothing.
+
+    ``first`` is the count of the tables to check; None for all.
 
     Raises:
         ValueError, OSError, pa.ArrowException: they are larger, or no such streams.
     """
-    decoded, most = decoded_nbytes(payload), most_decoded(nbytes)
+    decoded, most = decoded_nbytes(payload, first), most_decoded(nbytes)
     if decoded > most:
         raise ValueError(f"its {nbytes} bytes would take {decoded} bytes of memory decoded, more than {most}")
 
 
-def decoded_nbytes(payload: memoryview) -> int:
+def decoded_nbytes(payload: memoryview, first: int | None = None) -> int:
     """Return the bytes of all buffers after decompression, and 8 for each value of each column and list.
+
+    ``first`` is the count of the tables to look at; None for all.
 
     Raises the same as :func:`check_decoded_size`.
     """
     source, total = pa.BufferReader(pa.py_buffer(payload)), 0
     try:
-        while source.tell() < len(payload):
+        for _ in count() if first is None else range(first):
+            if source.tell() >= len(payload):
+                break
             for message in pa.ipc.MessageReader.open_stream(source):
                 total += _message_nbytes(message)
     except (struct.error, IndexError) as error:
@@ -236,13 +243,19 @@ def seal(payload: bytes, magic: bytes) -> bytes:
     return b"".join((payload, digest(payload), magic, bytes([VERSION])))
 
 
-def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
-    """Return the payload of a sealed file; ``where`` names it in messages.
+def unseal(data: Buffer, magic: bytes, where: str, first: int | None = None) -> memoryview:
+    """Return the payload of a sealed file.
+
+    Args:
+        data: the file.
+        magic: the magic number of its kind.
+        where: its name for messages.
+        first: count of the tables that the caller will decode, from the first one on; None for all.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
         FormatVersionError: a bcp of another version of the format wrote it.
-        CorruptError: it is truncated, its checksum does not match, or its tables would take too much memory.
+        CorruptError: it is truncated, its checksum does not match, or those tables would take too much memory.
     """
     view = memoryview(data)
     if bytes(view[-8:-1]) != magic:
@@ -266,7 +279,7 @@ def unseal(data: Buffer, magic: bytes, where: str) -> memoryview:
             f"{RESTORE}"
         )
     with translated(where):
-        check_decoded_size(payload, len(view))
+        check_decoded_size(payload, len(view), first)
     return payload
 
 

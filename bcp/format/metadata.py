@@ -171,8 +171,11 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
 
 
 def decode_commit(data: Buffer, where: str) -> Commit:
-    """Decode the commit record of ``metadata.arrow`` alone, without the layout. Raises as :func:`decode_metadata`."""
-    payload = unseal(data, MAGIC, where)
+    """Decode the commit record of ``metadata.arrow`` alone; the layout is not looked at.
+
+    Raises as :func:`decode_metadata`.
+    """
+    payload = unseal(data, MAGIC, where, first=1)
     with translated(where):
         return _commit(read_table(payload, COMMIT)[0])
 

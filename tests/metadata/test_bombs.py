@@ -15,6 +15,7 @@ from test_forged import FACTS, STORED, TABLES, assembled, encoded
 
 from bcp.errors import CorruptError
 from bcp.format.container import decoded_nbytes, encode_table, most_decoded, read_tables, seal
+from bcp.format.metadata import decode_commit
 from bcp.format.receipt import BLOCKS, FILES, OBJECTS, RECEIPT, Receipt, decode_receipt, encode_receipt
 from bcp.format.receipt import MAGIC as RECEIPTS
 
@@ -239,6 +240,13 @@ def test_a_bomb_is_refused_before_it_takes_memory(refusals: dict[str, tuple[str,
     assert f"{bomb} is corrupt: " in said
     assert "bytes of memory decoded, more than" in said or "names and metadata" in said or "pairs of metadata" in said
     assert growth < MOST_GROWTH
+
+
+def test_a_commit_is_read_beside_a_bomb_and_refused_as_one() -> None:
+    """A sweep decodes the commit alone."""
+    assert decode_commit(claimed_rows(), "metadata.arrow").operation == json.loads(FACTS)["operation"]
+    with pytest.raises(CorruptError, match="bytes of memory decoded, more than"):
+        decode_commit(many_digests(), "metadata.arrow")
 
 
 def decoded_by_hand(data: bytes, schemas: Sequence[pa.Schema]) -> int:
