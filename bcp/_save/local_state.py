@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
-
-import torch
 
 from bcp._job import SaveJob
 from bcp.plan.columns import Ints
@@ -14,6 +12,7 @@ from bcp.plan.shards import ShardTable
 from bcp.plan.units import encode_claims
 from bcp.protocols import LocalShards
 from bcp.stages.memcpy import addresses
+from bcp.state.nested import leaves_of
 from bcp.state.objects import check_changeable, collect
 from bcp.state.packed import pack
 from bcp.state.random_states import undisturbed
@@ -54,24 +53,12 @@ def collect_local_state(job: SaveJob) -> LocalState:
         collected = {kind: collect(value, kind, random_states) for kind, value in opaque.items()}
         if job.caller.streams:
             values = list({id(value): value for value in shards.objects.values()}.values())
-            job.caller.wait_for_copies_to([*shards.tensors, *_tensors(values), *_tensors(collected)])
+            job.caller.wait_for_copies_to([*shards.tensors, *leaves_of(values), *leaves_of(collected)])
         extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
         units = collect_units(job.states, trust=job.options.trust)
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
     return LocalState(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nested value."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _tensors(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from _tensors(child)
 
 
 _latest: WeakKeyDictionary[ShardTable, ShardTable] = WeakKeyDictionary()

@@ -137,6 +137,16 @@ def test_training_goes_on_as_with_torch(tmp_path: Path, make: Make, place: Calla
     assert differing(state_of(target), state_of(control)) == []
 
 
+def check_refused(path: Path, source: nn.Module, target: nn.Module, error: type[BcpError], words: str) -> None:
+    """Check that a load raises the error, and leaves the target as it was."""
+    before = state_of(target)
+    bcp.save(path / "c", {"model": source})
+    with pytest.raises(error, match=words) as raised:
+        bcp.load(path / "c", {"model": target})
+    assert not hasattr(raised.value, "__notes__")
+    assert differing(before, state_of(target)) == []
+
+
 @pytest.mark.parametrize("make", REFUSED)
 def test_entries_that_the_module_does_not_take_are_refused_before_anything_is_written(
     tmp_path: Path, make: Make
@@ -144,12 +154,7 @@ def test_entries_that_the_module_does_not_take_are_refused_before_anything_is_wr
     source, target, control = twins(lambda: nn.ModuleDict({"a": make(), "b": nn.Linear(2, 2)}))
     with pytest.raises(RuntimeError, match="Error"):
         strict_load(source, control)
-    before = state_of(target)
-    bcp.save(tmp_path / "c", {"model": source})
-    with pytest.raises(FqnMismatchError, match=r"model: a\.") as raised:
-        bcp.load(tmp_path / "c", {"model": target})
-    assert not hasattr(raised.value, "__notes__")
-    assert differing(before, state_of(target)) == []
+    check_refused(tmp_path, source, target, FqnMismatchError, r"model: a\.")
 
 
 @pytest.mark.parametrize("make", REFUSED)
@@ -220,12 +225,7 @@ class FaultyTake(OwnTake):
 
 def test_an_error_that_a_trial_shows_comes_before_anything_is_written(tmp_path: Path) -> None:
     source, target, _ = twins(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": FaultyTake()}))
-    before = state_of(target)
-    bcp.save(tmp_path / "c", {"model": source})
-    with pytest.raises(MismatchError, match=r"at 'b' inside it, raised ArithmeticError") as raised:
-        bcp.load(tmp_path / "c", {"model": target})
-    assert not hasattr(raised.value, "__notes__")
-    assert differing(before, state_of(target)) == []
+    check_refused(tmp_path, source, target, MismatchError, r"at 'b' inside it, raised ArithmeticError")
 
 
 def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:

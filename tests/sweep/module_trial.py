@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import bcp
+from bcp.state.nested import leaves_of
 
 BEFORE, AFTER = 2, 2
 """Steps before the save, and after the load."""
@@ -66,14 +67,7 @@ def seeded(number: int) -> None:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a module's output, which may be nested."""
-    if isinstance(value, torch.Tensor):
-        yield value.dequantize() if value.is_quantized else value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from tensors_in(inner)
+    yield from (tensor.dequantize() if tensor.is_quantized else tensor for tensor in leaves_of(value))
 
 
 def image(module: nn.Module) -> Any:
