@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -56,8 +55,13 @@ def wait_for(future: Future[Any], timeout: float | None = None) -> bool:
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while not future.done() and (left := deadline - time.monotonic()) > 0:
-        with suppress(TimeoutError):
+        try:
             future.result(min(left, NAP_SECONDS))
+        except TimeoutError:
+            pass
+        except RuntimeError as error:
+            # a handler that raises between two lines of Condition.wait: the lock is free already, and its exit fails
+            raise error if error.__context__ is None else error.__context__ from None
     return future.done()
 
 
@@ -149,27 +153,35 @@ def _finish_at_exit(*, late: bool) -> None:
         for background in list(loop.running):
             if background.daemon:
                 background.cancel()
-        names = [words_of(background) for background in list(loop.running) if not background.daemon]
-        if names:
-            log.warning(
-                "waiting for %d operations before the process ends: %s. Ctrl-C cancels them, and their files go",
-                len(names),
-                ", ".join(names),
-            )
-            if late:
-                log.error("what they still need worker threads for is lost; wait() for them before the program ends")
         try:
+            _tell_what_is_left(loop, late=late)
             loop.wait_until_idle()
         except KeyboardInterrupt:
-            log.error("interrupted; cancelling %d operations. Ctrl-C again leaves at once", len(loop.running))
-            for background in list(loop.running):
-                background.cancel()
-            loop.wait_until_idle()
+            try:
+                log.error("interrupted; cancelling %d operations. Ctrl-C again leaves at once", len(loop.running))
+                for background in list(loop.running):
+                    background.cancel()
+                loop.wait_until_idle()
+            except KeyboardInterrupt:
+                _current = None  # for the late hook, which would wait again
+                raise
         with lock:
             if loop.running:
                 continue  # another thread has started something meanwhile
             _current = None
         loop.close()
+
+
+def _tell_what_is_left(loop: Loop, *, late: bool) -> None:
+    names = [words_of(background) for background in list(loop.running) if not background.daemon]
+    if names:
+        log.warning(
+            "waiting for %d operations before the process ends: %s. Ctrl-C cancels them, and their files go",
+            len(names),
+            ", ".join(names),
+        )
+        if late:
+            log.error("what they still need worker threads for is lost; wait() for them before the program ends")
 
 
 in_forked_child(_forget_in_child)

@@ -96,6 +96,26 @@ def test_a_signal_handler_may_interrupt_one_who_holds_the_lock() -> None:
         assert _bridge.run(lambda: twice(1)) == 2
 
 
+def test_an_interrupt_just_before_the_waiting_falls_asleep_comes_out_as_itself() -> None:
+    """``Condition.wait`` releases its lock outside of its ``try``; then the ``with`` around the call fails as well."""
+    held = Held()
+    background = _bridge.start(held, name="save")
+    condition = background._finished._condition
+    release = condition._release_save
+
+    def release_and_interrupt() -> NoReturn:
+        condition._release_save = release
+        release()
+        raise KeyboardInterrupt
+
+    condition._release_save = release_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        background.wait()
+    held.go()
+    held.let()
+    assert background.wait() == "result"
+
+
 def test_the_callers_context_is_seen_and_not_changed() -> None:
     where = contextvars.ContextVar[str]("where")
     where.set("outside")

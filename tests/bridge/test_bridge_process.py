@@ -403,6 +403,27 @@ def test_ctrl_c_at_the_end_cancels_what_is_running(tmp_path: Path) -> None:
     assert (tmp_path / "cleaned").exists()
 
 
+def test_another_ctrl_c_at_the_end_leaves_at_once(tmp_path: Path) -> None:
+    """An operation that does not end holds the process no longer, in neither of the two hooks."""
+    ended = program(
+        tmp_path,
+        """
+    async def operation(started):
+        while True:
+            try:
+                await say_when_main_waits("now")
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                pass
+    background = _bridge.start(operation, name="save")
+    """,
+        interrupt=signal.SIGINT,
+        times=2,
+    )
+    assert ended.err.count("waiting for 1 operations before the process ends") == 1
+    assert "interrupted; cancelling 1 operations" in ended.err
+
+
 def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> None:
     ended = program(
         tmp_path,

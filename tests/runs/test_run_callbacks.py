@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def test_callbacks_of_the_last_checkpoint_may_mark_and_pin_it(tmp_path: Path, en
     errors: list[BaseException] = []
 
     def mark(step: int, _report: bcp.SaveReport) -> None:
-        closing.wait(0.2 if ends == "should_stop" else 60)
+        if ends != "should_stop":  # which begins the save itself
+            closing.wait(60)
         try:
             run.mark(step, "verified", "evaluated")
             run.pin(step)
@@ -160,42 +162,87 @@ def test_states_of_unknown_kinds_are_refused_before_training(tmp_path: Path, wro
 
 # -- interrupts
 
-SCRIPT = """
+HEAD = """
 import asyncio, sys
 import torch
 import bcp
 
-async def wait(part):
-    if started:
-        while len(started) < 2:  # a signal before would interrupt the call that begins the save
-            await asyncio.sleep(0.001)
-        print("saving", flush=True)
-        await asyncio.sleep(3600)
-    return part
+def hang_if(hangs):
+    async def wait(part):
+        if hangs():
+            while not returned:  # a signal before would interrupt the call that begins the save
+                await asyncio.sleep(0.001)
+            print("saving", flush=True)
+            await asyncio.sleep(3600)
+        return part
+    return bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
 
-started = []
-options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
 states = {"model": {"w": torch.ones(4)}}
+begun, returned = [], []
+options = hang_if(lambda: 2 in begun)
+"""
+
+SCRIPT = f"""{HEAD}
 with bcp.Run(sys.argv[1], states, save=1, save_options=options) as run:
     run.resume()
     run.maybe_save(1).wait()
-    started.append(True)
+    begun.append(2)
     run.maybe_save(2)
-    started.append(True)
+    returned.append(2)
     if sys.argv[2] == "next":
         run.maybe_save(3)
 """
 
+COROUTINE = f"""{HEAD}
+async def train(run):
+    await run.aresume()
+    await (await run.amaybe_save(1))
+    begun.append(2)
+    await run.amaybe_save(2)
+    returned.append(2)
+    if sys.argv[2] != "exit":
+        await asyncio.sleep(3600)
 
-def started(script: str, *words: str) -> subprocess.Popen[str]:
-    """Start a program in a process of its own."""
-    return subprocess.Popen(  # noqa: S603 -- the program is the test's
+async def main():
+    run = bcp.Run(sys.argv[1], states, save=1, save_options=options)
+    if sys.argv[2] == "with":
+        with run:
+            await train(run)
+    else:
+        async with run:
+            await train(run)
+
+asyncio.run(main())
+"""
+
+PENDING = f"""{HEAD}
+returned.append(bcp.save_async(sys.argv[1], states, options=hang_if(lambda: True)))
+returned[0].wait()
+"""
+
+
+@contextmanager
+def started(script: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program in a process of its own, from the save that hangs to the end of the block."""
+    job = subprocess.Popen(  # noqa: S603 -- the program is the test's
         [sys.executable, "-c", script, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    try:
+        line_with(job.stdout, "saving")
+        yield job
+    finally:
+        job.kill()
+        job.communicate()
+
+
+def pressed(job: subprocess.Popen[str], words: str) -> str:
+    """Press Ctrl-C; return the line about it."""
+    job.send_signal(signal.SIGINT)
+    return line_with(job.stderr, words)
 
 
 def line_with(stream: Any, words: str) -> str:
@@ -206,60 +253,51 @@ def line_with(stream: Any, words: str) -> str:
     raise AssertionError(f"{words!r} was never said")
 
 
-@pytest.mark.parametrize("where", ["next", "exit"])
-def test_a_second_interrupt_gives_the_running_save_up(tmp_path: Path, where: str) -> None:
-    """The first one says so. It ends the loop, and the call that waits for the save before it."""
-    job = started(SCRIPT, str(tmp_path), where)
-    try:
-        line_with(job.stdout, "saving")
-        job.send_signal(signal.SIGINT)
-        told = line_with(job.stderr, "waiting until step 2 is durable")
-        assert "written on rank 0" in told
-        assert "Ctrl-C again gives it up" in told
-        assert job.poll() is None
-        job.send_signal(signal.SIGINT)
-        line_with(job.stderr, "step 2 is given up")
-        _, errors = job.communicate(timeout=120)
-        assert "KeyboardInterrupt" in errors
-        assert "waiting for" not in errors
-    finally:
-        job.kill()
-        job.communicate()
+def assert_given_up(job: subprocess.Popen[str], folder: Path) -> None:
+    """Check that the job ends by itself, after an interrupt, without the files of step 2."""
+    _, errors = job.communicate(timeout=120)
+    assert "waiting for" not in errors
     assert job.returncode in (130, -signal.SIGINT)
-    assert bcp.latest(tmp_path) == f"{tmp_path}/{step_name(1)}"
-    assert not list((tmp_path / step_name(2)).rglob("*.*"))
+    assert bcp.latest(folder) == f"{folder}/{step_name(1)}"
+    assert not list((folder / step_name(2)).rglob("*.*"))
 
 
-PENDING = """
-import asyncio, sys
-import torch
-import bcp
+@pytest.mark.parametrize(
+    ("script", "where"),
+    [(SCRIPT, "next"), (SCRIPT, "exit"), (COROUTINE, "with")],
+    ids=["next", "exit", "in a coroutine"],
+)
+def test_a_second_interrupt_gives_the_running_save_up(tmp_path: Path, script: str, where: str) -> None:
+    """The first one says so. It ends the loop, and the call that waits for the save before it."""
+    with started(script, str(tmp_path), where) as job:
+        told = pressed(job, "waiting until step 2 is durable")
+        assert "written on rank 0" in told
+        assert ". Ctrl-C again gives it up" in told
+        assert job.poll() is None
+        pressed(job, "step 2 is given up")
+        assert_given_up(job, tmp_path)
 
-async def wait(part):
-    while not pending:  # a signal before would interrupt the call that begins the save
-        await asyncio.sleep(0.001)
-    print("saving", flush=True)
-    await asyncio.sleep(3600)
 
-options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
-pending = []
-pending.append(bcp.save_async(sys.argv[1], {"model": {"w": torch.ones(4)}}, options=options))
-pending[0].wait()
-"""
+@pytest.mark.parametrize("where", ["body", "exit"])
+def test_in_a_coroutine_it_takes_one_more_interrupt(tmp_path: Path, where: str) -> None:
+    """Each line says what the next one does. One that comes in a regular exit is the first that nobody was told of."""
+    with started(COROUTINE, str(tmp_path), where) as job:
+        if where == "body":
+            assert ". Two more Ctrl-C give it up" in pressed(job, "waiting until step 2 is durable")
+            assert job.poll() is None
+        told = pressed(job, "operations before the process ends")
+        assert f"step-{2:08d}" in told
+        assert "Ctrl-C cancels them" in told
+        assert job.poll() is None
+        pressed(job, "interrupted; cancelling")
+        assert_given_up(job, tmp_path)
 
 
 def test_the_end_of_a_process_says_what_it_waits_for_and_what_an_interrupt_does(tmp_path: Path) -> None:
-    job = started(PENDING, str(tmp_path / "1"))
-    try:
-        line_with(job.stdout, "saving")
-        job.send_signal(signal.SIGINT)
-        told = line_with(job.stderr, "waiting for 1 operations before the process ends")
+    with started(PENDING, str(tmp_path / "1")) as job:
+        told = pressed(job, "waiting for 1 operations before the process ends")
         assert "written on rank 0" in told
         assert "Ctrl-C cancels them" in told
-        job.send_signal(signal.SIGINT)
-        line_with(job.stderr, "interrupted; cancelling 1 operations")
+        pressed(job, "interrupted; cancelling 1 operations")
         job.communicate(timeout=120)
-    finally:
-        job.kill()
-        job.communicate()
     assert not list((tmp_path / "1").rglob("*.*"))
