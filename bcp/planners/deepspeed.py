@@ -190,7 +190,7 @@ def _check_taken(leaves: Leaves, module: nn.Module, state: Mapping[str, Any]) ->
             f"DeepSpeed: under ZeRO-3, {next(iter(customs.all.values()))} would see parameters without their elements; "
             "remove it before the load, and call it afterwards under deepspeed.zero.GatheredParameters"
         )
-    clean, expected = cleaner(module), {raw for raw, _ in owned_tensors(module)}
+    clean, expected = cleaner(module), owned_tensors(module).keys()
     leaves.refuse(
         [f"model: {clean(raw)}" for raw in sorted(expected - state.keys())],
         [f"model: {clean(raw)}" for raw in sorted(state.keys() - expected)],

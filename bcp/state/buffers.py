@@ -13,6 +13,8 @@ from bcp.plan.shards import BUFFER, MAY_DIFFER, ONE_WRITER
 
 __all__ = ["broadcast_buffers", "buffer_marks"]
 
+_TENSOR, _PARAMETER = torch.Tensor, nn.Parameter
+
 
 def broadcast_buffers(module: nn.Module, kinds: Collection[type]) -> frozenset[int]:
     """Return the ``id`` of each buffer that DistributedDataParallel overwrites with that of its rank 0.
@@ -33,5 +35,12 @@ def broadcast_buffers(module: nn.Module, kinds: Collection[type]) -> frozenset[i
 def buffer_marks(broadcast: Collection[int], named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int]]:
     """Yield (FQN, marks) of the buffers among a module's leaves; ``broadcast`` are :func:`broadcast_buffers`."""
     for fqn, value in named:
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            yield fqn, ONE_WRITER | MAY_DIFFER if id(value) in broadcast else BUFFER
+        kind = type(value)
+        # the two kinds need not be asked: torch answers for a plain tensor in Python, in 2 us
+        if kind is _PARAMETER or not (kind is _TENSOR or _is_buffer(value)):
+            continue
+        yield fqn, ONE_WRITER | MAY_DIFFER if id(value) in broadcast else BUFFER
+
+
+def _is_buffer(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bcp.errors import BcpError, MismatchError
+from bcp.protocols import Refused
 from bcp.state.dtensor import local_tensor
 from bcp.state.hooks import is_sharded_tensor, local_shards
 
@@ -24,7 +25,6 @@ __all__ = [
     "POST_HOOKS",
     "PRE_HOOKS",
     "Customs",
-    "Incompatible",
     "customs_of",
     "give",
     "inner_module",
@@ -51,14 +51,6 @@ _WRAPPERS = {
 """Wrappers with no state of their own, and the name of the module inside."""
 
 _SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-
-
-@dataclass(frozen=True, slots=True)
-class Incompatible:
-    """Raw names that a module did not find, or did not take."""
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +100,13 @@ def customs_of(module: nn.Module, known: tuple[str, ...] = ()) -> Customs:
     if _is_custom(_method(module, "load_state_dict"), neutral):
         before[""] = f"load_state_dict() of {type(module).__name__}"
     for path, part in module.named_modules(remove_duplicate=False):
-        prefix, owner = f"{path}." if path else "", f"{type(part).__name__}{f' {path!r}' if path else ''}"
-        kind: Any = type(part)
-        if "_load_from_state_dict" in part.__dict__ or _overrides(kind, neutral):
-            before.setdefault(prefix, f"_load_from_state_dict() of {owner}")
+        prefix = f"{path}." if path else ""
+        if "_load_from_state_dict" in part.__dict__ or _overrides(part.__class__, neutral):
+            before.setdefault(prefix, f"_load_from_state_dict() of {_called(part, path)}")
         if _has_custom(getattr(part, PRE_HOOKS, None), neutral):
-            before.setdefault(prefix, f"the pre-hook of load_state_dict of {owner}")
+            before.setdefault(prefix, f"the pre-hook of load_state_dict of {_called(part, path)}")
         if _has_custom(getattr(part, POST_HOOKS, None), neutral):
-            after[prefix] = f"the post-hook of load_state_dict of {owner}"
+            after[prefix] = f"the post-hook of load_state_dict of {_called(part, path)}"
     return Customs(before, after)
 
 
@@ -123,12 +114,16 @@ def save_customs_of(module: nn.Module) -> dict[str, str]:
     """Find what ``state_dict()`` of a module tree runs beside torch's own code, as text by raw prefix."""
     found: dict[str, str] = {}
     for path, part in module.named_modules(remove_duplicate=False):
-        prefix, owner = f"{path}." if path else "", f"{type(part).__name__}{f' {path!r}' if path else ''}"
+        prefix = f"{path}." if path else ""
         if _is_custom(_method(part, "state_dict"), _NEUTRAL):
-            found[prefix] = f"state_dict() of {owner}"
+            found[prefix] = f"state_dict() of {_called(part, path)}"
         elif any(_has_custom(getattr(part, hooks, None), _NEUTRAL) for hooks in _SAVE_HOOKS):
-            found[prefix] = f"the hook of state_dict of {owner}"
+            found[prefix] = f"the hook of state_dict of {_called(part, path)}"
     return found
+
+
+def _called(part: nn.Module, path: str) -> str:
+    return f"{type(part).__name__}{f' {path!r}' if path else ''}"
 
 
 def _method(module: Any, name: str) -> Any:
@@ -152,18 +147,21 @@ def _is_custom(function: Any, neutral: tuple[str, ...]) -> bool:
 # -- names and memory ------------------------------------------------------------------------------
 
 
-def owned_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the raw name and the tensor of all that ``load_state_dict`` expects; of an extra state, the name and None.
+def owned_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return the tensors that ``load_state_dict`` expects by their raw names; an extra state has None there.
 
     Modules that are in several places are there under all their names.
     """
+    owned: dict[str, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix, passing = f"{path}." if path else "", part._non_persistent_buffers_set  # noqa: SLF001 -- torch asks it, too
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):  # noqa: SLF001 -- as above
-            if tensor is not None and name not in passing:
-                yield prefix + name, tensor
+        for held in (part._parameters, part._buffers):  # noqa: SLF001 -- as above
+            for name, tensor in held.items():
+                if tensor is not None and name not in passing:
+                    owned[prefix + name] = tensor
         if type(part).set_extra_state is not nn.Module.set_extra_state:
-            yield f"{prefix}_extra_state", None
+            owned[f"{prefix}_extra_state"] = None
+    return owned
 
 
 def storages(tensor: torch.Tensor) -> set[object]:
@@ -180,7 +178,7 @@ def storages(tensor: torch.Tensor) -> set[object]:
 # -- the call --------------------------------------------------------------------------------------
 
 
-def give(module: Any, state: Mapping[str, Any], where: str) -> Incompatible:
+def give(module: Any, state: Mapping[str, Any], where: str) -> Refused:
     """Let a module, or another owner of a state, take a whole state dict, and return the names that it refused.
 
     Raises MismatchError if its method raised; the message names the module inside.
@@ -203,7 +201,7 @@ def give(module: Any, state: Mapping[str, Any], where: str) -> Incompatible:
         for handle in handles:
             handle.remove()
     notes = [*seen, *([result] if hasattr(result, "missing_keys") and hasattr(result, "unexpected_keys") else [])]
-    return Incompatible(
+    return Refused(
         tuple(dict.fromkeys(name for keys in notes for name in keys.missing_keys)),
         tuple(dict.fromkeys(name for keys in notes for name in keys.unexpected_keys)),
     )

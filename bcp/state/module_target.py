@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from bcp.protocols import ObjectKey
+from bcp.protocols import ObjectKey, Refused
 from bcp.state.dtensor import is_dtensor
 from bcp.state.hooks import is_hooked, is_sharded_tensor
 from bcp.state.inventory import Leaves
-from bcp.state.load_path import Customs, Incompatible, customs_of, give, owned_tensors, storages, whole
+from bcp.state.load_path import Customs, customs_of, give, owned_tensors, storages, whole
 from bcp.state.memory import memory, unsupported
 from bcp.state.names import cleaner
 from bcp.state.rehearsal import rehearsed
 
-__all__ = ["ModuleTarget", "is_extra"]
+__all__ = ["ModuleTarget", "is_extra", "is_plain"]
 
 
 def is_extra(raw: str) -> bool:
@@ -26,9 +28,16 @@ def is_extra(raw: str) -> bool:
     return raw.endswith("_extra_state") and raw.rpartition(".")[2] == "_extra_state"
 
 
+def is_plain(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a load fills every entry of a module's state dict in place, and calls no method of the module."""
+    own = owned_tensors(module)
+    in_place = own.keys() == state.keys() and all(map(is_, own.values(), map(state.__getitem__, own)))
+    return in_place and not any(map(is_extra, own)) and not customs_of(module)
+
+
 @dataclass(slots=True)
 class ModuleTarget:
-    """A module whose state dict is loaded.
+    """A module whose state dict is loaded, where :func:`is_plain` says no.
 
     Entries that are the module's own tensors are filled in place. Others go through ``load_state_dict`` of the module:
     those that ``state_dict()`` made, and those of modules with hooks or overrides that see entries before they are
@@ -74,24 +83,27 @@ class ModuleTarget:
 
     def finish(self, loaded: Mapping[ObjectKey, Any]) -> None:
         """Let the module take the entries that are not in place, and run its hooks."""
-        given, left_out, extras = {}, set(), False
+        if not (self.handed or self.customs):
+            return
+        given, left_out = {}, set()
         for raw in self.state:
             key = (self.kind, self.fqns[raw])
             if is_extra(raw) and key not in loaded:
                 left_out.add(self.clean(raw))
-                continue
-            extras |= is_extra(raw)
-            given[raw] = loaded[key] if key in loaded else self.leaf(raw)
-        if self.handed or self.customs or extras:
-            self._note(give(self.module, whole(self.state, given), self.where), left_out)
+            else:
+                given[raw] = loaded[key] if key in loaded else self.leaf(raw)
+        found = self._cleaned(give(self.module, whole(self.state, given), self.where))
+        self._refuse({*found.missing} - left_out, found.unexpected)
 
     # -- what is done with each entry --------------------------------------------------------------------------
 
     def _sort(self) -> None:
         """Decide for every entry whether it is filled in place."""
-        expected = {self.clean(raw): tensor for raw, tensor in owned_tensors(self.module)}
+        expected = {self.clean(raw): tensor for raw, tensor in owned_tensors(self.module).items()}
         names = {raw: self.fqns[raw].removeprefix(self.prefix) for raw in self.state}
-        other = {raw: name for raw, name in names.items() if not _same(expected.get(name), self.state[raw])}
+        other = {
+            raw: name for raw, name in names.items() if is_extra(raw) or not _same(expected.get(name), self.state[raw])
+        }
         if not (other or self.customs) and len(expected) == len(names):
             return
         owned = {key for tensor in (*self.module.parameters(), *self.module.buffers()) for key in storages(tensor)}
@@ -99,13 +111,16 @@ class ModuleTarget:
         made = {raw: name for raw, name in other.items() if raw not in lent}
         self.handed = bool(made)
         reached = {key for raw in lent for key in storages(self.state[raw])}
+        set_by_method = {name for name, tensor in expected.items() if tensor is None}
         unexpected = {
-            name for raw, name in made.items() if name not in expected and not _states_itself(self.state[raw])
+            name
+            for raw, name in made.items()
+            if name not in (set_by_method if is_extra(raw) else expected) and not _states_itself(self.state[raw])
         }
         missing = expected.keys() - set(names.values())
         missing = {name for name in missing if expected[name] is None or not storages(expected[name]) <= reached}
-        scope = [self.clean(path) if path else "" for path in self.customs.before]
-        scoped = {raw for raw, name in names.items() if any(map(name.startswith, scope)) and _clonable(self.state[raw])}
+        scope = tuple(map(self.clean, self.customs.before))
+        scoped = {raw for raw, name in names.items() if name.startswith(scope) and _clonable(self.state[raw])}
         if self.customs and (unexpected or missing or scoped & lent.keys()):
             found = self._rehearsed()
             back = {raw for raw in scoped & lent.keys() if lent[raw] in found.unexpected}
@@ -119,16 +134,18 @@ class ModuleTarget:
             self._refuse(missing, unexpected)
         self._put_beside(raw for raw in names if raw in scoped or raw in made)
 
-    def _lies_in(self, raw: str, owned: Collection[object]) -> bool:
-        """Whether an entry is memory of the module's own tensors."""
+    def _lies_in(self, raw: str, owned: AbstractSet[object]) -> bool:
+        """Whether an entry is memory of the module's own tensors, which a load fills."""
         value = self.state[raw]
-        return isinstance(value, torch.Tensor) and storages(value) <= set(owned)
+        return isinstance(value, torch.Tensor) and not is_extra(raw) and storages(value) <= owned
 
-    def _rehearsed(self) -> Incompatible:
+    def _rehearsed(self) -> Refused:
         """Return the clean names that the module refuses of its own state dict; none if that cannot be tried."""
         state = {raw: value.detach() if _clonable(value) else value for raw, value in self.state.items()}
-        found = rehearsed(self.module, whole(self.state, state), self.where) or Incompatible()
-        return Incompatible(tuple(map(self.clean, found.missing)), tuple(map(self.clean, found.unexpected)))
+        return self._cleaned(rehearsed(self.module, whole(self.state, state), self.where) or Refused())
+
+    def _cleaned(self, found: Refused) -> Refused:
+        return Refused(tuple(map(self.clean, found.missing)), tuple(map(self.clean, found.unexpected)))
 
     def _put_beside(self, raws: Iterable[str]) -> None:
         """Give entries that the module takes by itself memory that is not the module's."""
@@ -148,11 +165,6 @@ class ModuleTarget:
         new = [sorted({*names} - known) for names in (missing, unexpected)]
         self.refused.update(*new)
         self.leaves.refuse(*([f"{self.kind}: {self.prefix}{name}" for name in names] for names in new))
-
-    def _note(self, found: Incompatible, left_out: Collection[str]) -> None:
-        """Note what the module refused at last."""
-        missing = {*map(self.clean, found.missing)} - {*left_out}
-        self._refuse(missing, map(self.clean, found.unexpected))
 
 
 def _same(own: Any, value: Any) -> bool:

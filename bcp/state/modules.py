@@ -17,7 +17,7 @@ from bcp.state.hooks import ATTACH, is_sharded_tensor, shape_of
 from bcp.state.inventory import Leaves, named_state_of
 from bcp.state.load_path import inner_module
 from bcp.state.memory import memory, unsupported
-from bcp.state.module_target import ModuleTarget, is_extra
+from bcp.state.module_target import ModuleTarget, is_extra, is_plain
 from bcp.state.names import Path, cleaned, cleaner, dotted, walk
 from bcp.state.native_values import same_generator, set_generator
 from bcp.state.placement import Leaf, ShardedLeaf
@@ -191,18 +191,20 @@ def add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fin
     broadcast = broadcast_buffers(module, kinds)
     module = inner_module(module)
     state = named_state_of(module, where)
-    fqns = [prefix + name for name in cleaned(module, kinds, state)]
-    extras = {raw: fqn for raw, fqn in zip(state, fqns, strict=True) if is_extra(raw)}
-    named = list(zip(state, fqns, state.values(), strict=True))
-    leaves.mark(kind, buffer_marks(broadcast, ((fqn, value) for _, fqn, value in named)))
-    for raw, fqn in extras.items():
-        leaves.add_object(kind, fqn, state[raw])
-    if not leaves.loading:
-        leaves.add_all(kind, ((fqn, value) for raw, fqn, value in named if raw not in extras))
-        return in_turn([])
-    target = ModuleTarget.of(leaves, kind, module, where, dict(zip(state, fqns, strict=True)), state, prefix)
-    leaves.add_all(kind, ((fqn, target.leaf(raw)) for raw, fqn, _ in named if raw not in extras))
-    return target.finish
+    names = cleaned(module, kinds, state)
+    fqns = dict(zip(state, [prefix + name for name in names] if prefix else names, strict=True))
+    leaves.mark(kind, buffer_marks(broadcast, zip(fqns.values(), state.values(), strict=True)))
+    extras = set(filter(is_extra, state))
+    for raw in extras:
+        leaves.add_object(kind, fqns[raw], state[raw])
+    entries = [raw for raw in state if raw not in extras] if extras else state
+    leaf: Callable[[str], Any] = state.__getitem__
+    finish: Finish = in_turn([])
+    if leaves.loading and not is_plain(module, state):
+        target = ModuleTarget.of(leaves, kind, module, where, fqns, state, prefix)
+        leaf, finish = target.leaf, target.finish
+    leaves.add_all(kind, zip(map(fqns.__getitem__, entries), map(leaf, entries), strict=True))
+    return finish
 
 
 def is_fsdp1(module: nn.Module) -> bool:

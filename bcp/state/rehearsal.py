@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bcp.state.load_path import POST_HOOKS, PRE_HOOKS, Incompatible, give, storages
+from bcp.protocols import Refused
+from bcp.state.load_path import POST_HOOKS, PRE_HOOKS, give, storages
 from bcp.state.tensor_specs import PLAIN
 
 __all__ = ["rehearsed"]
 
 
-def rehearsed(module: nn.Module, state: Mapping[str, Any], where: str) -> Incompatible | None:
+def rehearsed(module: nn.Module, state: Mapping[str, Any], where: str) -> Refused | None:
     """Let a copy of a module take a state dict with the module's own values, and return the names that it refused.
 
     The copy has modules and attributes of its own, and the tensors of the original, which are not written to. Returns

@@ -286,6 +286,14 @@ class Untaken(nn.Linear):
         super().__init__(4, 4)
 
 
+class NamedAsExtra(nn.Module):
+    """A parameter with the name of extra states, which torch copies, and calls unexpected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_state = nn.Parameter(torch.randn(4))
+
+
 class PackedBelowHook(nn.Module):
     """Only a trial tells that the hook above does not take the scale."""
 
@@ -313,5 +321,5 @@ TAKEN = [
 ]
 """torch loads these strictly."""
 
-REFUSED = [Exported, Packed, Untaken, PackedBelowHook, Dropping]
+REFUSED = [Exported, Packed, Untaken, NamedAsExtra, PackedBelowHook, Dropping]
 """torch refuses these strictly."""
