@@ -71,7 +71,9 @@ async def _try_cells(store: Store, cells: Sequence[Cell]) -> list[Outcome]:
     async def work() -> None:
         while waiting:
             number, cell = waiting.pop()
-            outcomes[number] = await try_cell(store, cell)
+            outcome = outcomes[number] = await try_cell(store, cell)
+            if outcome.problems:
+                print(outcome, file=sys.stderr, flush=True)
             if len(outcomes) % _TOLD == 0:
                 print(f"{store.name}: {len(outcomes)} of {len(cells)} cells", file=sys.stderr, flush=True)
 
