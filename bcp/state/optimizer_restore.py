@@ -83,7 +83,7 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
         _agreed(objects, slots, entries)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
-        changes, numbers = _agreed({**objects, **tensors}, slots, entries), _counted(counts)
+        changes, numbers = _agreed({**objects, **tensors}, slots, entries), _counted(counts, entries.counts)
         _set_states(objects, slots, entries, paths)
         trees.set_in(objects)
         for group, key, value in numbers:
@@ -230,11 +230,12 @@ class _SavedStates:
 
 
 def _other_kind(slot: Slot, key: str, value: Any, saved: CheckpointNames) -> bool:
-    """Whether a state is a tensor, and was saved as another value, or the other way round."""
-    if key == STEP or value is None or isinstance(value, (Mapping, list, tuple, *STORAGES)):
+    """Whether a state is saved as a tensor here, and was saved as another value, or the other way round."""
+    if value is None or isinstance(value, (Mapping, list, tuple, *STORAGES)):
         return False
+    is_tensor = isinstance(value, torch.Tensor) or (key == STEP and slot.count is not None)
     name = (OPTIMIZER, f"state.{slot.fqn}.{key}")
-    return name in (saved.objects if isinstance(value, torch.Tensor) else saved.rows)
+    return name in (saved.objects if is_tensor else saved.rows)
 
 
 def _materialise(leaves: Leaves, slot: Slot, entries: _SavedStates, saved: CheckpointNames) -> bool:
@@ -324,8 +325,11 @@ def _want_count(
     return [(slot, count)]
 
 
-def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
-    """Find the one step count of every group or state that counts by itself, or raise MismatchError."""
+def _counted(counts: Iterable[tuple[Slot, torch.Tensor]], kinds: Mapping[str, str]) -> list[Change]:
+    """Find the one step count of every group or state that counts by itself, or raise MismatchError.
+
+    A count has the kind that was saved with it, by FQN in ``kinds``; without one, the kind that the target has.
+    """
     first_counts: dict[int, tuple[Slot, float]] = {}
     for slot, count in counts:
         number = count.item()
@@ -338,10 +342,11 @@ def _counted(counts: Iterable[tuple[Slot, torch.Tensor]]) -> list[Change]:
                 f"after {number:.0f}, as one; put them into different groups before loading, or, with FSDP1, "
                 "wrap with use_orig_params=True"
             )
-    return [
-        (slot.counter, STEP, steps if isinstance(slot.counter.get(STEP), float) or steps % 1 else int(steps))
-        for slot, steps in first_counts.values()
-    ]
+    changes: list[Change] = []
+    for slot, steps in first_counts.values():
+        kind = COUNTS[kinds[slot.fqn]] if slot.keeps_kind and slot.fqn in kinds else slot.counter.get(STEP)
+        changes.append((slot.counter, STEP, steps if isinstance(kind, float) or steps % 1 else int(steps)))
+    return changes
 
 
 def _want_tied(leaves: Leaves, slots: Iterable[Slot], saved: CheckpointNames) -> None:

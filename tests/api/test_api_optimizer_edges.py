@@ -60,7 +60,7 @@ def test_states_arrive_with_their_names_and_kinds(tmp_path: Path, values: dict[A
 
     def make() -> tuple[nn.Module, optim.Optimizer]:
         other = nn.Linear(4, 3)
-        zeros = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        zeros = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 7 for k, v in values.items()}
         return other, Own(other.parameters(), zeros if used else None)
 
     loaded, wanted = reloaded(tmp_path, model, Own(model.parameters(), values), make)
