@@ -101,7 +101,7 @@ class Ranks:
         return outcomes
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, ranks: Iterable[int] | None = None
+        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, ranks: Iterable[int] | None = None
     ) -> dict[int, Any]:
         """Do both."""
         chosen = None if ranks is None else list(ranks)
@@ -111,7 +111,7 @@ class Ranks:
     def reach(self, function: Callable[..., Any], *args: Any, marks: Path) -> None:
         """Let all ranks call ``function(*args, marks)``; return when each has come to its :func:`halt`."""
         self.begin(function, *args, marks)
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 120.0
         while not marks.is_dir() or len(list(marks.iterdir())) < self.size:
             assert time.monotonic() < deadline, "not all ranks came so far"
             time.sleep(0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from on_host import Ended, ended, start
 
 from benchmarks.network import Network
 
-START = 12.0
+START = 120.0
 """Seconds in which a process imports bcp, on a machine with other work."""
 
 
@@ -54,10 +53,7 @@ class Doctors:
                 before = first.get(host, "")
                 running[rank] = start(self._network, host, self._folder, command, variables, first=before)
         self._processes += running.values()
-        began = time.monotonic()
-        found = dict(zip(running, ended(list(running.values()), timeout + START), strict=True))
-        assert time.monotonic() - began < timeout + START, found
-        return found
+        return dict(zip(running, ended(list(running.values()), timeout + START), strict=True))
 
     def close(self) -> None:
         for process in self._processes:
@@ -100,7 +96,7 @@ def sick(found: Mapping[int, Ended], *checks: str) -> str:
 
 def test_a_healthy_job(doctors: Doctors, path: Path) -> None:
     with nothing_left(path):
-        found = doctors([1, 2, 3, 3], path / "new" / "run")
+        found = doctors([1, 2, 3, 3], path / "new" / "run", timeout=60.0)
     assert {(each.status, each.err) for each in found.values()} == {(0, "")}, found
     screen = found[0].out
     assert screen.isascii()
@@ -184,7 +180,7 @@ def test_rank_0_that_cannot_serve_the_store(doctors: Doctors, network: Network) 
 def test_one_process_without_a_launcher(path: Path) -> None:
     with nothing_left(path):
         command = [sys.executable, "-m", "bcp", "doctor", str(path)]
-        found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)  # noqa: S603 -- ours
+        found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)  # noqa: S603 -- ours
     assert (found.returncode, found.stderr) == (0, "")
     assert "1 rank on 1 host" in found.stdout
     assert found.stdout.endswith("healthy\n")

@@ -12,7 +12,8 @@ from jobs import Job, Store
 import bcp
 from benchmarks.network import Network
 
-WAIT = 40.0
+WAIT = 120.0
+PATIENT = 100.0
 
 
 @pytest.fixture
@@ -27,11 +28,11 @@ def states(step: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"model": {"w": torch.arange(1000.0) + step}}
 
 
-def saved(path: Path, step: int, timeout: float = 15.0) -> None:
+def saved(path: Path, step: int, timeout: float = PATIENT) -> None:
     bcp.save(path, states(step), overwrite=True, options=bcp.SaveOptions(timeout=timeout))
 
 
-def loaded(path: Path, step: int, timeout: float = 15.0) -> bool:
+def loaded(path: Path, step: int, timeout: float = PATIENT) -> bool:
     target = states(-1)
     bcp.load(path, target, options=bcp.LoadOptions(timeout=timeout))
     return bool(torch.equal(target["model"]["w"], states(step)["model"]["w"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,8 +22,11 @@ from benchmarks.network import Network
 TIMEOUT = 5.0
 """Of operations in which a host is lost."""
 
-PATIENT = 30.0
+PATIENT = 100.0
 """Of the others: machines of CI are slow."""
+
+SLOW = 60.0
+"""More, for a machine with other work; less than :data:`PATIENT`."""
 
 
 def states(step: int) -> dict[str, Any]:
@@ -62,10 +64,8 @@ def works(ranks: Ranks, path: Path, last: int, step: int, *, load_first: bool) -
 
 def blamed(ranks: Ranks, lost: int, seconds: float) -> None:
     """Assert that all other ranks are told of the loss; torchrun may be quicker to kill them."""
-    began = time.monotonic()
-    outcomes = ranks.collect(seconds + 15.0, set(range(ranks.size)) - {lost})
+    outcomes = ranks.collect(seconds + SLOW, set(range(ranks.size)) - {lost})
     assert HUNG not in outcomes.values()
-    assert time.monotonic() - began < seconds + 15.0
     for error in outcomes.values():
         assert error == DEAD or (isinstance(error, bcp.PeerError) and error.rank == lost), outcomes
 
