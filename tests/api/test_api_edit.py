@@ -156,6 +156,16 @@ def test_a_stage_that_fails_is_named_and_nothing_is_left(tmp_path: Path, name: s
     assert [entry for entry in entries(tmp_path) if "." in entry] == []
 
 
+def test_a_generator_that_is_closed_in_a_stage_is_a_failure_of_bcp(tmp_path: Path) -> None:
+    async def fail(_: Any) -> Any:
+        raise GeneratorExit("a generator inside was closed")
+
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("mine", fail)))
+    with pytest.raises(bcp.StageError, match=r"stage 'mine' failed on model part 0.*GeneratorExit"):
+        bcp.save(tmp_path, {"model": weights()}, options=options)
+    assert [entry for entry in entries(tmp_path) if "." in entry] == []
+
+
 # -- codecs ------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from alike import exactly_alike
+from alike import alike_in_any_order, exactly_alike
 from torch import nn, optim
 
 import bcp
@@ -204,20 +204,11 @@ def test_an_optimizer_goes_on_as_the_saved_one(make: Any, used: bool, tmp_path: 
     train(other, fresh, 1 if used else 0)
     bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
     bcp.load(tmp_path, {"model": other, "optimizer": fresh})
-    assert same(fresh.state_dict(), optimizer.state_dict())
+    assert alike_in_any_order(fresh.state_dict(), optimizer.state_dict())
     train(model, optimizer, 2)
     train(other, fresh, 2)
-    assert same(fresh.state_dict(), optimizer.state_dict())
+    assert alike_in_any_order(fresh.state_dict(), optimizer.state_dict())
     assert exactly_alike(dict(other.state_dict()), dict(model.state_dict()))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike but for the order of keys."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(same, one, other))
-    return exactly_alike(one, other)
 
 
 def test_a_wrapped_optimizer_has_the_names_of_a_bare_one(tmp_path: Path) -> None:
@@ -228,7 +219,7 @@ def test_a_wrapped_optimizer_has_the_names_of_a_bare_one(tmp_path: Path) -> None
     bcp.load(tmp_path, {"model": other, "optimizer": bare}, options=bcp.LoadOptions(strict=False))
     for part in range(2):
         for theirs, mine in zip(model[part].parameters(), other[part].parameters(), strict=True):
-            assert same(bare.state[mine], wrapped.inner[part].state[theirs])
+            assert alike_in_any_order(bare.state[mine], wrapped.inner[part].state[theirs])
 
 
 def test_entries_of_a_wrapper_are_not_lost_in_a_bare_optimizer_without_a_word(tmp_path: Path) -> None:

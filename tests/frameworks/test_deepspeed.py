@@ -265,6 +265,17 @@ def test_what_cannot_be_read_is_refused(deepspeed4: Ranks, tmp_path: Path, case:
         assert REFUSALS[case] in said
 
 
+def test_modules_that_cannot_take_their_state_are_refused_before_anything_is_written(
+    deepspeed4: Ranks, tmp_path: Path
+) -> None:
+    for (scaled, looking), unexpected in deepspeed4.run(deepspeed_job.refused_modules, tmp_path):
+        assert scaled.startswith("FqnMismatchError: ")
+        assert "model: scale" in scaled
+        assert looking.startswith("StateError: DeepSpeed: under ZeRO-3, the post-hook of load_state_dict of Looking")
+        assert "GatheredParameters" in looking
+        assert unexpected == ("model: scale",)
+
+
 def test_probe_says_which_versions_run_and_were_tested(deepspeed4: Ranks) -> None:
     said = f"planner 'deepspeed' was tested with deepspeed 0.19.8; this is deepspeed {metadata.version('deepspeed')}"
     assert deepspeed4.run(deepspeed_job.probe) == [said] * 4

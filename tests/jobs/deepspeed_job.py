@@ -243,6 +243,52 @@ def counted(source: Path, path: Path) -> tuple[type, int]:
     return type(step), step
 
 
+class Scaled(nn.Linear):
+    """A module whose state dict has an entry that nothing takes back."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 -- torch's
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.full((2,), 3.0)
+
+
+class Looking(nn.Linear):
+    """A module with a hook that looks at the weight after a load."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_load_state_dict_post_hook(lambda module, _: module.weight.detach().norm())
+
+
+def refused_modules(path: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Load modules under ZeRO-3 that cannot take their state as it was saved.
+
+    Returns the errors of strict loads, and the unexpected names of a load that is not strict.
+    """
+    said = []
+    for module in (Scaled(), Looking()):
+        engine, place = engine_of(module, "z3/fp32"), path / type(module).__name__
+        bcp.save(place, {"model": engine})
+        with torch.no_grad(), _deepspeed().zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            for parameter in module.parameters():
+                parameter.fill_(7.0)
+        said.append(_said_of_load(place, engine))
+        with _deepspeed().zero.GatheredParameters(list(module.parameters())):
+            assert all(parameter.eq(7.0).all() for parameter in module.parameters()), "something was written"
+    report = bcp.load(path / "Scaled", {"model": engine_of(Scaled(), "z3/fp32")}, strict=False)
+    return said, report.unexpected
+
+
+def _said_of_load(path: Path, engine: Any) -> str:
+    try:
+        bcp.load(path, {"model": engine})
+    except bcp.BcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def refusal(path: Path, case: str) -> str:
     """Return what a save, or a load, says to a setting that cannot be read."""
     try:

@@ -54,6 +54,15 @@ def state_of(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else None
 
 
+def alike_in_any_order(one: Any, other: Any) -> bool:
+    """Equal as :func:`exactly_alike` has it, but for the order of keys."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike_in_any_order(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(alike_in_any_order, one, other))
+    return exactly_alike(one, other)
+
+
 def _arrays(one: Any, other: Any) -> bool:
     same = one.dtype == other.dtype and one.dtype.type is other.dtype.type and one.dtype.str == other.dtype.str
     order = not isinstance(one, np.ndarray) or one.flags.fnc == other.flags.fnc or not one.flags.f_contiguous
