@@ -38,7 +38,7 @@ WAYS: dict[str, Callable[[], Coordinator]] = {
     "chain": lambda: GrpcCoordinator.over(fanout=1),
 }
 _chosen: dict[str, Coordinator] = {}
-PATIENT = 30.0
+PATIENT = 120.0
 COUNT = 20_000
 
 

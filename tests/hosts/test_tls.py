@@ -36,7 +36,7 @@ def round_trip(path: Path, tls: Tls, address: str) -> float:
 def refused(path: Path, tls: Tls, address: str) -> str:
     coordinator = GrpcCoordinator.over(tls=tls, address=address)
     try:
-        bcp.save(path, {"model": {}}, coordinator=coordinator, options=bcp.SaveOptions(timeout=4.0))
+        bcp.save(path, {"model": {}}, coordinator=coordinator, options=bcp.SaveOptions(timeout=8.0))
     except bcp.BcpError as error:
         return str(error)
     finally:
