@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,14 @@ class Files:
 
     def __init__(self, mount: Mount) -> None:
         self._mount = mount
+        self._folder: Path | None = None
 
     def wire(self) -> FileWire:
-        return FileWire(self._mount, self._mount.path / f"cell-{secrets.token_hex(6)}")
+        """Remove the last cell's files, which the server keeps open; begin a new cell."""
+        if self._folder is not None and self._folder.exists():
+            shutil.rmtree(self._folder)
+        self._folder = self._mount.path / f"cell-{secrets.token_hex(6)}"
+        return FileWire(self._mount, self._folder)
 
     def answers(self, request: str) -> Sequence[Answer]:
         call = request.partition(" ")[0]

@@ -455,8 +455,14 @@ class _Client:
         return b""
 
     def _forget(self, number: int, lookups: int) -> None:
-        """Count; nodes stay: they are the client's own cache."""
-        self._nodes[number].lookups -= lookups
+        """Count; nodes stay, as they are the client's own cache, but for those of deleted files."""
+        node = self._nodes[number]
+        node.lookups -= lookups
+        if not node.lookups and not node.opens and not os.fstat(node.fd).st_nlink:
+            node.stale = True
+            del self._nodes[number], self._by_ino[node.ino]
+            self._cache.pop(node.ino, None)
+            os.close(node.fd)
 
     def mknod(self, number: int, body: memoryview) -> bytes:
         mode, _, _, _ = struct.unpack_from("=4I", body)
@@ -727,7 +733,7 @@ def _say(answer: dict[str, Any]) -> None:
 def _main(server: str, path: str, options: str) -> None:
     """Mount, and take orders from standard input until it is closed."""
     os.umask(0)
-    most = int(Path("/proc/sys/fs/nr_open").read_text())  # every file that was ever looked up stays open
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     client = _Client(server, **json.loads(options))
     _libc.prctl(_PDEATHSIG, signal.SIGTERM)  # killed tests keep the pipe open while one of their calls hangs here
