@@ -44,7 +44,8 @@ _ALONE = frozenset({"col_var", "momentum_buffer", "row_var"})
 
 _TELLING = frozenset(
     {"alpha", "beta2_decay", "betas", "centered", "dampening", "eps", "etas", "lambd", "lr_decay", "momentum"}
-    | {"momentum_decay", "nesterov", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0"}
+    | {"history_size", "line_search_fn", "max_eval", "max_iter", "momentum_decay", "nesterov", "ns_coefficients"}
+    | {"ns_steps", "rho", "step_sizes", "t0", "tolerance_change", "tolerance_grad"}
 )
 """Hyper-parameters without which an optimizer is of another kind. Others come and go with frameworks and versions."""
 

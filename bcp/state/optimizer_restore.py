@@ -54,7 +54,7 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
         if slots.setdefault(slot.fqn, slot) is not slot:
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     entries = _SavedStates.of(saved, slots)
-    leaves.foreign.update(entries.left_out())
+    leaves.foreign.update(entries.left_out(slots))
     aside, trees = _Aside(slots, entries, saved), Trees()
     paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(owner_of(slot) for slot in slots.values())
@@ -197,30 +197,26 @@ class _SavedStates:
             return True
         return live <= known and not known - {MASTER, STEP} <= live
 
-    def left_out(self) -> Iterator[tuple[str, str]]:
-        """Forget the entries of optimizers of another kind; yield their names, and the class that cannot take each."""
-        for slot in self.slots.values():
-            kind = "the target's optimizer" if slot.optimizer is None else slot.optimizer.__name__
-            yield from ((f"{OPTIMIZER}: {name}", kind) for name in self._leave_out(slot))
+    def left_out(self, slots: dict[str, Slot]) -> Iterator[tuple[str, str]]:
+        """Forget the entries of optimizers of another kind, and take their parameters from ``slots``.
 
-    def _leave_out(self, slot: Slot) -> Iterator[str]:
-        """With other hyper-parameters no state fits, whatever its name is."""
-        states, hypers, tensors = (entries[slot.fqn] for entries in (self.states, self.hypers, self.tensors))
-        fitting = [fitting_hypers(slot.hyper, keys) for keys in (hypers, tensors)]
-        alike = [len(keys) for keys in fitting] == [len(hypers), len(tensors)]
-        fitting.append(fitting_states(slot.optimizer, states) if alike else [])
-        if not alike:
-            names = [f"state.{slot.fqn}.{key}{TREE}" for key in self.trees.pop(slot.fqn, ())]
-            self.places.update(dict.fromkeys(names))
-            yield from names
-        for section, keys, kept in zip(
-            ("param_groups", "param_groups", "state"), (hypers, tensors, states), fitting, strict=True
-        ):
-            if len(kept) < len(keys):
-                names = [f"{section}.{slot.fqn}.{key}" for key in keys if key not in kept]
-                self.places.update(dict.fromkeys(names))
-                keys[:] = kept
-                yield from names
+        Yield the names of the entries, and the class that cannot take each.
+        """
+        others = {fqn: slot for fqn, slot in slots.items() if not self._fit(slot)}
+        for fqn in others:
+            del slots[fqn]
+        for name, place in self.places.items() if others else ():
+            if place is not None and place[1] in others:
+                self.places[name] = None
+                kind = others[place[1]].optimizer
+                if not is_mark(place[0], place[2]) or place[2].endswith(TREE):
+                    yield f"{OPTIMIZER}: {name}", "the target's optimizer" if kind is None else kind.__name__
+
+    def _fit(self, slot: Slot) -> bool:
+        """Whether an optimizer can have all that was saved of a parameter: a part would train it neither way."""
+        hypers = [*self.hypers[slot.fqn], *self.tensors[slot.fqn]]
+        states = self.states[slot.fqn]
+        return fitting_hypers(slot.hyper, hypers) == hypers and fitting_states(slot.optimizer, states) == states
 
     def place(self, name: str) -> tuple[str, str, str] | None:
         """Return the section, FQN and key that a name is made of; None for one of another kind."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -86,8 +86,14 @@ class Slot:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The states of this parameter that exist, by name; those of ``parameter``, whose they all are."""
-        return {} if self.state is None else self.state.get(self.parameter, {})
+        """The states of this parameter that exist, by name; those of ``parameter``, whose they all are.
+
+        Raises StateError if the optimizer keeps something else of this parameter.
+        """
+        values: Any = {} if self.state is None else self.state.get(self.parameter, {})
+        if type(values) is not dict and not isinstance(values, Mapping):
+            raise StateError(f"the state of {self.fqn!r} is no dict; keep a dict of names for each parameter")
+        return cast("dict[str, Any]", values)
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -139,10 +145,12 @@ class Slot:
 
     def _named(self) -> Mapping[Any, Any]:
         """Return the states by name. Raises StateError if the optimizer keeps something else of this parameter."""
-        values: object = self.values
-        if not isinstance(values, Mapping) or any(type(name) not in (str, int) for name in values):
-            kind = "has keys that are no strings or ints" if isinstance(values, Mapping) else "is no dict"
-            raise StateError(f"the state of {self.fqn!r} {kind}; keep a dict of names for each parameter")
+        values: Mapping[Any, Any] = self.values
+        if any(type(name) not in (str, int) for name in values):
+            raise StateError(
+                f"the state of {self.fqn!r} has keys that are no strings or ints; keep a dict of names for each "
+                "parameter"
+            )
         return values
 
     def placed(self, name: str, value: torch.Tensor, rank: int) -> Leaf:

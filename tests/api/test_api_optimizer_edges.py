@@ -154,3 +154,16 @@ def test_a_key_of_a_group_that_is_no_string_is_refused(tmp_path: Path) -> None:
     with pytest.raises(bcp.StateError, match=r"the key 3 of type int"):
         bcp.save(tmp_path / "ckpt", {"model": model, "optimizer": optimizer})
     assert not [*tmp_path.rglob("*.safetensors")]
+
+
+@pytest.mark.parametrize("states", [[torch.ones(2)], torch.ones(2), 5], ids=["list", "tensor", "number"])
+def test_states_of_a_parameter_that_are_no_dict_are_refused_by_name(tmp_path: Path, states: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.SGD(model.parameters())
+    optimizer.state[model.weight] = states
+    refused = pytest.raises(bcp.StateError, match="the state of 'weight' is no dict; keep a dict of names")
+    with refused:
+        bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.save(tmp_path, {"model": model, "optimizer": optim.SGD(model.parameters())})
+    with refused:
+        bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
