@@ -99,7 +99,7 @@ class Folder:
         return Steps(tuple(self._names))
 
     def names_of(self, step: int) -> tuple[str, ...]:
-        """Return the folders of a step as they were listed, the run's own name first; that name if there are none."""
+        """Return the folders of a step as they were listed, in the order of a resumption; else the run's own."""
         return self._names.get(step) or (step_name(step),)
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Folder:
             ledger = await self.change(partial(_leaving, step, version, spare_pinned))
             if ledger.entry(step) is not None:
                 return
-        for name, commit in zip(names, commits, strict=True):
+        for name, commit in reversed(list(zip(names, commits, strict=True))):  # the ledger has noted the first commit
             await self._delete(name, commit)
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
@@ -208,14 +208,13 @@ class Folder:
         names = {name for way in ways for name in way}
         return {step for step in map(step_of, names) if step is not None and step in steps}
 
-    async def drop(self, step: int) -> None:
+    async def drop(self, name: str) -> None:
         """Delete the empty directories of a save that has written nothing; objects, whoever wrote them, stay.
 
         Raises:
             StorageError: storage failed.
 
         """
-        name = step_name(step)
         if name not in await links_of(self._backend) and not await self._backend.list(f"{name}/"):
             await self._delete(name, "")
 
@@ -394,7 +393,7 @@ class Folder:
         raise busy(self._url)
 
     async def check_owner(self) -> None:
-        """Read whether this job still has the folder.
+        """Read whether this job still has the folder, and the changes that other jobs have made to the ledger.
 
         Raises:
             InputError: the folder was not taken.
@@ -403,12 +402,10 @@ class Folder:
             StorageError: storage failed.
 
         """
-        known = self._taken()
-        if await self._backend.version(LEDGER_KEY) == self._version:
-            return
-        stored, _ = await stored_ledger(self._backend, self._url)
-        with suppress(CorruptError):  # the next change writes a lost or broken one again
-            self._check_owner(known, None if stored is None else Ledger.from_bytes(stored, LEDGER_KEY))
+        async with self._lock:
+            known = self._taken()
+            if await self._backend.version(LEDGER_KEY) != self._version:
+                await self._read_again(known)
 
     def _check_owner(self, known: Ledger, stored: Ledger | None) -> None:
         if stored is not None and stored.owner != known.owner:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 from bcp._job import Permit
 from bcp._log import log
-from bcp.errors import CorruptError, InputError, NotACheckpointError, RunTakenError, StorageError, UncommittedError
+from bcp.errors import (
+    CorruptError,
+    FormatVersionError,
+    InputError,
+    NotACheckpointError,
+    RunTakenError,
+    StorageError,
+    UncommittedError,
+)
 from bcp.policies import Entry, KeepPolicy, doomed
 from bcp.protocols import Unfinished
 from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
-from bcp.runs.names import step_name
 from bcp.runs.resuming import Candidates, Choice, Resumed
 
 __all__ = ["End", "Keeper"]
@@ -80,11 +88,12 @@ class Keeper:
         self._there: set[int] = set()
         self._untouched: set[int] = set()
         self._left_behind: set[int] = set()
+        self._staying: dict[int, tuple[str, str]] = {}
         self._went_back = ""
         self._own: set[int] = set()
         self._replaced: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
-        self._complained = False
+        self._complained = self._has_told = False
         self._clock = RunClock()
         self.began = time.monotonic()
         self._tidied = False
@@ -223,10 +232,10 @@ class Keeper:
                 log.warning("step %d was not deleted; the next commit tries it again: %s", step, error)
 
     def _untouched_now(self, ledger: Ledger) -> set[int]:
-        """Return the steps that no policy deletes: those from before, until a checkpoint of this life is verified."""
+        """Return the steps from before that have to stay: all of them, until a checkpoint of this life is verified."""
         if any(entry.trust == "verified" and entry.step in self._own for entry in ledger.entries):
             self._untouched = set()
-        return self._untouched - self._own
+        return self._untouched
 
     def _leave_behind(self, ledger: Ledger) -> Ledger:
         """Mark checkpoints after the step that the caller went back to, so that a restart does not take them.
@@ -240,12 +249,30 @@ class Keeper:
                 ledger = ledger.marked(entry.step, "suspect", self._went_back)
         return ledger
 
-    def permit(self, step: int) -> Permit:
-        """Return what a save of this step is asked for before its bytes, and before its commit."""
-        return _Permit(self, step)
+    async def has_to_stay(self, step: int) -> bool:
+        """Say whether a save has to leave the step's checkpoint as it is, and write into a folder beside it.
 
-    async def begin(self, step: int) -> None:
-        """Make way for a save. The run's folder is the run's: a checkpoint that is there is replaced.
+        It has to if the checkpoint is pinned or verified, or if no policy may delete it. A pin of another job counts
+        from the moment when it is stored.
+        """
+        with suppress(RunTakenError, FormatVersionError):  # the save raises it
+            await self.check_owner()
+        ledger, entry = self._folder.ledger, self._entry(step)
+        if ledger is None or entry is None or step in self._own:
+            return False
+        if entry.pinned or entry.trust == "verified":
+            why = "is pinned" if entry.pinned else "is verified"
+            self._staying[step] = why, f"run.pin({step}, pinned=False) was called"
+        elif step in self._untouched_now(ledger):
+            self._staying[step] = "is from before", "a checkpoint of this life is verified"
+        return step in self._staying
+
+    def permit(self, step: int, name: str) -> Permit:
+        """Return what a save of this step into this folder is asked for before its bytes, and before its commit."""
+        return _Permit(self, step, name)
+
+    async def begin(self, step: int, name: str) -> None:
+        """Make way for a save. The run's folder is the run's: a checkpoint in the folder of the save is replaced.
 
         Raises:
             RunTakenError: another job has taken the folder since.
@@ -253,7 +280,6 @@ class Keeper:
 
         """
         await self.check_owner()
-        name = step_name(step)
         is_known = step in self._distrusted | self._own
         is_there = is_known or self.has(step)
         if await self._folder.unlink(name):
@@ -262,6 +288,8 @@ class Keeper:
         elif not is_known and await self._folder.commit_of(name):
             is_there = True
             log.warning("somebody else has saved step %d since the run was resumed; the run replaces it", step)
+        if step in self._staying:
+            self._tell_of_staying(step, name)
         (self._replaced.add if is_there else self._replaced.discard)(step)
         await self._doubt(step)
 
@@ -271,6 +299,21 @@ class Keeper:
 
     def _entry(self, step: int) -> Entry | None:
         return None if self._folder.ledger is None else self._folder.ledger.entry(step)
+
+    def _tell_of_staying(self, step: int, name: str) -> None:
+        """Say that a checkpoint stays beside the new one: the first time as a warning."""
+        tell = log.info if self._has_told else log.warning
+        self._has_told = True
+        why, until = self._staying[step]
+        tell(
+            "step %d has a checkpoint that %s, so %s stays. The run saves the step into %s, which is resumed from "
+            "first. The policy may delete both once %s. Later steps are told as information",
+            step,
+            why,
+            self._folder.names_of(step)[0],
+            name,
+            until,
+        )
 
     async def check_owner(self) -> None:
         """Read whether this job still has the folder. A ledger that cannot be read is told: no other job has it.
@@ -285,14 +328,20 @@ class Keeper:
             log.warning("the run's ledger could not be read before a save, which goes on: %s", error)
 
     async def _doubt(self, step: int) -> None:
-        """Take back the mark "verified" of a checkpoint that is about to be replaced.
+        """Take back the mark "verified" of a step that is about to be saved again; pin an old checkpoint that stays.
 
         A job that is killed between the commit and the ledger leaves a new checkpoint with the old entry.
         """
-        entry = self._entry(step)
-        if entry is not None and entry.trust == "verified":
+
+        def doubted(ledger: Ledger) -> Ledger:
+            entry = ledger.entry(step)
+            if entry is None or entry.trust != "verified":
+                return ledger
+            return ledger.marked(step, "unknown").pinned(step, entry.pinned or step in self._staying)
+
+        if self.has(step):
             try:
-                await self.change(lambda ledger: ledger.marked(step, "unknown"))
+                await self.change(doubted)
             except StorageError as error:  # the save goes on: other ranks have begun it
                 log.warning("step %d, which is saved again, is still marked as verified", step, error=repr(error))
 
@@ -335,9 +384,9 @@ class Keeper:
             self._keep,
         )
 
-    async def drop(self, step: int) -> None:
+    async def drop(self, name: str) -> None:
         """Delete the empty folders that a save has made which wrote nothing."""
-        await self._folder.drop(step)
+        await self._folder.drop(name)
 
     async def change(self, change: Callable[[Ledger], Ledger]) -> None:
         """Change the ledger."""
@@ -359,11 +408,11 @@ class Keeper:
 class _Permit:
     """Asks the keeper whether the job still has the folder."""
 
-    def __init__(self, keeper: Keeper, step: int) -> None:
-        self._keeper, self._step = keeper, step
+    def __init__(self, keeper: Keeper, step: int, name: str) -> None:
+        self._keeper, self._step, self._name = keeper, step, name
 
     async def begin(self) -> None:
-        await self._keeper.begin(self._step)
+        await self._keeper.begin(self._step, self._name)
 
     async def commit(self) -> None:
         await self._keeper.check_owner()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 
 from bcp.errors import InputError
 from bcp.runs.ledger import LARGEST_STEP
 
-__all__ = ["in_order", "step_name", "step_of"]
+__all__ = ["free_name", "in_order", "step_name", "step_of"]
 
-_STEP = re.compile(r"step-([0-9]{1,64})")
+_MOST_DIGITS = 64
+_STEP = re.compile(rf"step-([0-9]{{1,{_MOST_DIGITS}}})")
 
 
 def step_name(step: int) -> str:
@@ -42,14 +44,33 @@ def step_of(name: str) -> int | None:
     return None if step is None or step > LARGEST_STEP else step
 
 
-def in_order(names: Iterable[str]) -> dict[int, tuple[str, ...]]:
-    """Group names by their steps, newest first. For one step the run's own name comes first, then shorter ones.
+def free_name(step: int, names: Iterable[str], *, beside: bool) -> str:
+    """Return the name under which a new checkpoint of a step comes before those that are there.
 
-    Names without a step are left out.
+    Args:
+        step: the step.
+        names: of the step's folders.
+        beside: all of these folders stay; else the first of them may be replaced.
 
     Example:
-        >>> in_order(["step-5", "step-00000005", "step-7", "run.json"])
-        {7: ('step-7',), 5: ('step-00000005', 'step-5')}
+        >>> free_name(5, ["step-00000005"], beside=True), free_name(5, ["step-5"], beside=True)
+        ('step-000000005', 'step-00000005')
+
+    """
+    longest = max(map(len, names), default=0)
+    digits = max(len(step_name(step)), longest + beside) - len("step-")
+    return f"step-{step:0{min(digits, _MOST_DIGITS)}d}"
+
+
+def in_order(names: Iterable[str]) -> dict[int, tuple[str, ...]]:
+    """Group names by their steps, newest first. For one step longer names come first, and shorter ones last.
+
+    The run's own name is between them. Shorter names come in the order of their lengths. Names without a step are left
+    out.
+
+    Example:
+        >>> in_order(["step-5", "step-00000005", "step-000000005", "step-7", "run.json"])
+        {7: ('step-7',), 5: ('step-000000005', 'step-00000005', 'step-5')}
 
     """
     by_step: dict[int, list[str]] = {}
@@ -57,7 +78,9 @@ def in_order(names: Iterable[str]) -> dict[int, tuple[str, ...]]:
         step = step_of(name)
         if step is not None:
             by_step.setdefault(step, []).append(name)
-    return {
-        step: tuple(sorted(by_step[step], key=lambda name: (name != step_name(step), len(name))))
-        for step in sorted(by_step, reverse=True)
-    }
+    return {step: tuple(sorted(by_step[step], key=partial(_place, step))) for step in sorted(by_step, reverse=True)}
+
+
+def _place(step: int, name: str) -> tuple[bool, int]:
+    is_shorter = len(name) < len(step_name(step))
+    return is_shorter, len(name) if is_shorter else -len(name)

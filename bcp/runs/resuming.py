@@ -10,7 +10,7 @@ A checkpoint that cannot be read may be whole. So a resumption that has met one 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -42,12 +42,14 @@ class Resumed:
             them, newest first.
         life: id of this life of the job, equal on all ranks.
         name: of the folder that was loaded, as in ``"step-00001000"``; empty if there was none to load.
+        folders: names of all folders of steps that were listed. With an exact step, older ones are left out.
     """
 
     step: int = 0
     passed_over: tuple[Choice, ...] = ()
     life: str = ""
     name: str = ""
+    folders: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         chosen = f"resumed from step {self.step}" if self.name else "nothing to resume from: a new run"
@@ -127,7 +129,8 @@ async def resume(
         _refuse_to_begin_anew(failed, exactly=exactly)
     newer = [choice for choice in listing.others if choice.step > step or not folder]
     passed_over = sorted([*newer, *(failure.choice for failure in failed)], key=lambda choice: -choice.step)
-    return Resumed(step, tuple(passed_over), listing.life, folder)
+    listed = (*folders, *(choice.name for choice in listing.others))
+    return Resumed(step, tuple(passed_over), listing.life, folder, listed)
 
 
 def _refuse_to_begin_anew(failed: Sequence[_Failed], *, exactly: bool) -> None:

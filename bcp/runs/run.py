@@ -164,10 +164,13 @@ class Run:
         the run commits its next one. Then they are marked as suspect, so that a restart goes on from the new ones;
         verified ones are pinned besides. The policy deletes them as it deletes others.
 
+        A save replaces an old checkpoint of its step. A checkpoint that is pinned, verified, or spared as below stays:
+        the new one is saved into a folder beside it, with a warning.
+
         Args:
             trust: ``"any"``: all checkpoints but those that :meth:`mark` called suspect. ``"verified"``: only those
-                that it called verified. If there is none, the run begins anew, and the policy deletes no checkpoint
-                from before until one of the new ones is verified.
+                that it called verified. If there is none, the run begins anew. Then no policy deletes, and no save
+                replaces, a checkpoint from before until one of the new ones is verified.
             step: resume from this step and no other; None for the newest.
 
         Raises:
@@ -216,6 +219,7 @@ class Run:
             tell = log.warning if self.resumed.passed_over else log.info
             tell("run at %s: %s", shown(self._url), self.resumed)
             yield partial(keeper.resumed, self.resumed, trust, step)
+        self._saver.resumed(self.resumed)
         self._begin_life(place, began)
         return self.resumed.step
 

@@ -15,8 +15,9 @@ from bcp.planners import Framework
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body
 from bcp.runs.keeper import Keeper
-from bcp.runs.names import step_name
+from bcp.runs.names import free_name, in_order
 from bcp.runs.plans import agreed
+from bcp.runs.resuming import Resumed
 from bcp.runs.saves import Saves, Standby
 from bcp.runs.states import RunStates
 from bcp.runtime.bridge import Background
@@ -43,16 +44,23 @@ class Saver:
         keeper: Callable[[], Keeper | None],
     ) -> None:
         """Remember the parts; nothing is read yet."""
+        self._there: dict[int, tuple[str, ...]] = {}
+        self._place: tuple[int, str] | None = None
         self._url, self._states, self._framework, self._given = url, states, framework, given
         self._options, self._saves, self._standby, self._keeper = options, saves, standby, keeper
         self.metrics: dict[int, Mapping[str, float]] = {}
+
+    def resumed(self, resumed: Resumed) -> None:
+        """Remember the folders that were there, on all ranks alike."""
+        self._there = in_order(resumed.folders)
 
     def save(self, step: int) -> Body[Background[SaveReport]]:
         """Begin a save, once the one before has ended; return when training may go on."""
         yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
-        background = self._saves.begin(step, self._call(step, self._options))
+        name = yield from self._name(step)
+        background = self._saves.begin(step, self._call(step, name, self._options))
         try:
             yield background.astarted
         except BcpError:
@@ -62,14 +70,14 @@ class Saver:
     def hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
         yield from self._replace_standby(step)
-        options = self._standby.options(self._options)
-        yield self._standby.begin(step, self._call(step, options), self._saves).astarted
+        options, name = self._standby.options(self._options), (yield from self._name(step))
+        yield self._standby.begin(step, self._call(step, name, options), self._saves).astarted
 
     async def drop_standby(self) -> None:
         """Give up the held snapshot, if any, and the empty folder that its save has made."""
         dropped, keeper = await self._standby.drop(), self._keeper()
-        if dropped is not None and keeper is not None:
-            await keeper.drop(dropped)
+        if dropped is not None and keeper is not None and self._place is not None:
+            await keeper.drop(self._place[1])  # the place of the snapshot: no other save has begun since
 
     def _replace_standby(self, step: int) -> Body[None]:
         """Give up the held snapshot once all ranks have come to this step: one that hangs before it still needs it."""
@@ -79,17 +87,33 @@ class Saver:
             yield partial(agreed, ranks, name, self._options.timeout, lambda: True)
         yield self.drop_standby
 
-    def _call(self, step: int, options: SaveOptions) -> SaveCall[SaveReport]:
-        """Take this rank's place in a save, in the caller's thread. A checkpoint that is there is replaced."""
+    def _name(self, step: int) -> Body[str]:
+        """Return the folder of a save: a new one if rank 0 knows of a checkpoint of the step that has to stay.
+
+        The ranks agree only where the resumption has found a folder of the step. A step that is saved twice, as a
+        standby snapshot and as the last save, has one folder.
+        """
+        if self._place is None or self._place[0] != step:
+            there, keeper, stays = self._there.get(step, ()), self._keeper(), False
+            if there:
+                stays = keeper is not None and (yield partial(keeper.has_to_stay, step))
+                ranks, answer = coordinator_for(self._given), stays
+                name = f"choose the folder of step {step}"
+                stays = yield partial(agreed, ranks, name, self._options.timeout, lambda: answer)
+            self._place = step, free_name(step, there, beside=stays)
+        return self._place[1]
+
+    def _call(self, step: int, name: str, options: SaveOptions) -> SaveCall[SaveReport]:
+        """Take this rank's place in a save, in the caller's thread. A checkpoint in the folder is replaced."""
         keeper = self._keeper()
         return save_call(
-            f"{self._url}/{step_name(step)}",
+            f"{self._url}/{name}",
             self._states.now(),
             self._framework,
             None,
             replace(options, step=step, overwrite=True),
             self._given,
             background=True,
-            permit=None if keeper is None else keeper.permit(step),
+            permit=None if keeper is None else keeper.permit(step, name),
             metrics=self.metrics.get(step),
         )

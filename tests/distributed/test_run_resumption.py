@@ -45,3 +45,26 @@ def test_all_ranks_are_told_of_an_error_in_a_state_of_one(ranks4: Ranks, tmp_pat
     for kind, text in found:
         assert kind == "PeerError"
         assert "KeyError: 'no such schedule'" in text
+
+
+def go_back(path: Path) -> float:
+    """Save two steps, pin the second, and save it again from the first one on. Return the value of the newest."""
+    weight = torch.ones(8)
+    states = {"model": {"weight": weight}}
+    for resume in ({}, {"step": 1}):
+        with bcp.Run(str(path), states, save=1) as run:
+            for step in range(run.resume(**resume) + 1, 3):  # type: ignore[arg-type]  # one of two keywords
+                weight.add_(1)
+                run.maybe_save(step)
+        bcp.Run(str(path), {}).pin(2)
+        dist.barrier()
+    newest = bcp.latest(path)
+    assert newest is not None
+    bcp.load(newest, states)
+    return weight[0].item()
+
+
+@pytest.mark.dist
+def test_all_ranks_save_beside_a_pinned_checkpoint(ranks4: Ranks, tmp_path: Path) -> None:
+    assert ranks4.run(go_back, tmp_path) == [3.0] * 4
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000000002", "step-00000001", "step-00000002"]
