@@ -13,7 +13,8 @@ import anyio
 
 from bcp._log import log
 from bcp.backends import child
-from bcp.errors import CheckpointError, StorageError
+from bcp.backends.small import get_small
+from bcp.errors import CheckpointError, CorruptError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit, operation_of
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
@@ -98,11 +99,13 @@ async def read_committed(backend: Backend, policy: RetryPolicy | None = None) ->
     for number in range(TRIES):
         await pause(policy, number)
         try:
-            data = bytes(await backend.get(METADATA_KEY))
+            data = bytes(await get_small(backend, METADATA_KEY))
         except FileNotFoundError:
             if await backend.version(METADATA_KEY) is None:
                 return Committed()
             continue
+        except CorruptError:  # a file too large for metadata, which nobody can decode either
+            return Committed(b"")
         try:
             return Committed(data, (await in_thread_gc_paused(decode_commit, data, METADATA_KEY)).operation)
         except CheckpointError:

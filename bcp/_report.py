@@ -16,6 +16,7 @@ from typing import Any
 from bcp._plain import plain as without_traceback
 from bcp._text import hidden, printable
 from bcp.backends import LocalBackend, resolve, shown
+from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, FormatVersionError, InputError, NotACheckpointError
 from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.pipeline import Budget, Pipeline, Stage
@@ -205,7 +206,7 @@ async def _fetched(backend: Backend, unreadable: dict[str, str], file: _Recordin
     try:
         if file.nbytes >= MOST_BYTES:
             raise CorruptError(f"{file.name} is too large for a recording; delete it")  # noqa: TRY301 -- noted below
-        return await in_thread_gc_paused(decode, await backend.get(file.name), file.name)
+        return await in_thread_gc_paused(decode, await get_small(backend, file.name, MOST_BYTES), file.name)
     except FileNotFoundError:
         return None
     except (CorruptError, FormatVersionError) as error:

@@ -19,6 +19,7 @@ from bcp._deletion import read_committed
 from bcp._job import LoadJob
 from bcp._load.foreign import foreign_words
 from bcp._messages.planning import Opened
+from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, Metadata, data_key, decode_metadata, operation_of, receipt_key
 from bcp.format.receipt import FileReceipt, Receipt, decode_receipt, receipt_digest
@@ -191,7 +192,7 @@ async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Metadata:
 
 async def _read_metadata(backend: Backend, path: str) -> bytes:
     try:
-        return bytes(await backend.get(METADATA_KEY))
+        return bytes(await get_small(backend, METADATA_KEY))
     except FileNotFoundError:
         keys = [info.key for info in await backend.list()]
     below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
@@ -283,7 +284,7 @@ async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Rec
     commit = metadata.commit
     key = receipt_key(rank, commit.operation)
     try:
-        data = await backend.get(key)
+        data = await get_small(backend, key)
     except FileNotFoundError as error:
         raise CorruptError(
             f"{key} is missing, but operation {commit.operation} was committed with it; restore it"

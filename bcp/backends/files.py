@@ -30,6 +30,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from bcp.backends.small import check_small
 from bcp.errors import CorruptError
 
 __all__ = [
@@ -259,8 +260,12 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a regular file. Raises the errors of :func:`open_regular`."""
+    """Return the bytes of a small regular file.
+
+    Raises the errors of :func:`open_regular`. Raises CorruptError if the file is too large to be a small one.
+    """
     with open(open_regular(path), "rb") as file:
+        check_small(str(path), fstat(file.fileno()).st_size)
         return file.read()
 
 

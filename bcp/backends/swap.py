@@ -24,6 +24,7 @@ from bcp._log import log
 from bcp.backends import files
 from bcp.backends.files import certain, open_anew
 from bcp.backends.keys import content_version
+from bcp.backends.small import SMALL_BYTES
 from bcp.protocols import Version
 
 __all__ = ["put_if", "version_of"]
@@ -38,13 +39,23 @@ _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 def version_of(path: Path) -> Version | None:
     """Return the digest of a file's contents; None if there is no such file.
 
+    A file too large to be a small object is damaged. It is not read: size, time and inode are its version.
+
     Raises CorruptError if a named pipe, a device or a socket has the name.
     """
     open_anew(path.parent)  # else a client of a file server may find the file that had the name before
     try:
-        return content_version(certain(path, partial(files.read_file, path)))
+        return certain(path, partial(_version_of, path))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
+
+
+def _version_of(path: Path) -> Version:
+    with os.fdopen(files.open_regular(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > SMALL_BYTES:
+            return f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
+        return content_version(file.read())
 
 
 def put_if(final: Path, data: memoryview, old_version: Version | None) -> Version | None:

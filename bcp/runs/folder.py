@@ -21,6 +21,7 @@ import anyio
 from bcp._log import log
 from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
+from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit
 from bcp.policies import Entry
@@ -464,7 +465,7 @@ class Folder:
         """Return the metrics that a checkpoint was committed with; none if its commit object cannot be read."""
         for name in self.names_of(step):
             try:
-                data = await followed(self._backend, name).get(METADATA_KEY)
+                data = await get_small(followed(self._backend, name), METADATA_KEY)
                 return (await in_thread(decode_commit, data, name)).metrics
             except (BcpError, FileNotFoundError) as error:
                 log.debug("the metrics of a checkpoint are unknown", checkpoint=name, error=repr(error))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from bcp._log import log
+from bcp.backends.small import get_small
 from bcp.errors import CorruptError, StorageError
 from bcp.protocols import Backend, Version
-from bcp.runs.ledger import Ledger
+from bcp.runs.ledger import MOST_BYTES, Ledger
 from bcp.runs.words import moment
 
 __all__ = ["FIRST_KEY", "LEDGER_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger"]
@@ -30,6 +31,8 @@ def busy(url: str) -> StorageError:
 async def stored_ledger(backend: Backend, url: str) -> tuple[bytes | None, Version | None]:
     """Return the stored ledger and a version that is not newer than it; None for none.
 
+    A file too large to be read whole is no ledger. Its head is returned, with one byte more than a ledger may have.
+
     Raises:
         StorageError: storage failed.
 
@@ -39,7 +42,13 @@ async def stored_ledger(backend: Backend, url: str) -> tuple[bytes | None, Versi
         if version is None:
             return None, None
         with suppress(FileNotFoundError):  # deleted since
-            return bytes(await backend.get(LEDGER_KEY)), version
+            try:
+                return bytes(await get_small(backend, LEDGER_KEY)), version
+            except CorruptError as error:
+                head = bytearray(MOST_BYTES + 1)
+                await backend.read_into(LEDGER_KEY, 0, memoryview(head))
+                log.warning("only the head of a run's ledger is read", run=url, error=str(error))
+                return bytes(head), version
     raise busy(url)
 
 

@@ -11,6 +11,7 @@ from bcp.backends.hdfs.faults import HdfsError, request_errors
 from bcp.backends.hdfs.subfiles import SubFiles, temp_name
 from bcp.backends.keys import check_key
 from bcp.backends.objects.store import ConditionError, If, Stat
+from bcp.backends.small import check_small
 from bcp.errors import InputError
 from bcp.protocols import ObjectInfo, Unfinished, Version
 
@@ -75,6 +76,7 @@ class HdfsStore:
         """Read an object whole."""
         with request_errors(absent=True):
             opened = await self.hdfs.open(self._path(key))
+            check_small(f"{self!r}: {key!r}", opened.state.nbytes)
             out = bytearray(opened.state.nbytes)
             await self.hdfs.read_into(opened, 0, memoryview(out))
         return bytes(out), opened.state.version

@@ -30,6 +30,7 @@ from yarl import URL
 
 from bcp.backends.objects.session import PerLoop, drop_connection
 from bcp.backends.objects.store import ConditionError, RequestError
+from bcp.backends.small import check_small
 from bcp.protocols import Version
 from bcp.runtime.threads import in_thread
 
@@ -168,6 +169,7 @@ class GcsHttp:
 
     async def _answer(self, session: _Session, response: aiohttp.ClientResponse, body: _Body | None) -> Answer:
         """Return the answer of a request that was carried out."""
+        check_small(f"{self!r}: {response.url.path}", response.content_length or 0)
         answer = Answer(response.headers, await response.read())
         if response.status < 300:  # noqa: PLR2004 -- redirections are none
             return answer

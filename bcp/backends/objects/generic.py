@@ -23,6 +23,7 @@ from bcp.backends import shown
 from bcp.backends.keys import content_version
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Upload
+from bcp.backends.small import check_small
 from bcp.errors import BcpError, InputError, MissingExtraError
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
 from bcp.runtime.process import process_lock
@@ -141,7 +142,7 @@ class FsspecStore:
 
     def _put(self, key: str, data: bytes, condition: If | None) -> None:
         path = self._path(key)
-        if condition is not None and self._version(path) != condition.version:
+        if condition is not None and not self._has_version(path, condition.version):
             raise ConditionError(key)
         temp = self._temp(path)
         try:
@@ -208,14 +209,22 @@ class FsspecStore:
         except _ABSENT:
             return None
 
+    def _has_version(self, path: str, version: Version | None) -> bool:
+        if version != _NO_VERSION:
+            return self._version(path) == version
+        stat = self._stat(path)  # it was too large for a digest
+        return stat is not None and stat.version == version
+
     async def get(self, key: str) -> tuple[bytes, Version]:
         """Read an object whole."""
         data = await self._call(self._get, self._path(key))
         return data, content_version(data)
 
     def _get(self, path: str) -> bytes:
-        if self._system.isdir(path):
+        info = self._system.info(path)
+        if info["type"] == "directory":
             raise FileNotFoundError(path)
+        check_small(path, int(info["size"] or 0))
         data: bytes = self._system.cat_file(path)
         return data
 

@@ -16,6 +16,7 @@ from bcp.backends.objects.s3_client import Client, Options, S3Error, Secrets, co
 from bcp.backends.objects.s3_upload import S3Upload
 from bcp.backends.objects.session import PerLoop
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat
+from bcp.backends.small import check_small
 from bcp.protocols import ObjectInfo, Unfinished, Version
 
 __all__ = ["S3Store"]
@@ -153,6 +154,7 @@ class S3Store:
         """Read an object whole."""
         answer = await self._found(key, partial(self.call_for, "get_object", key))
         async with self._content(answer) as content:
+            check_small(f"{self!r}: {key!r}", int(answer["ContentLength"]))
             data = await (await self.client()).guarded(content.read())
         return data, etag_of(answer)
 
