@@ -97,6 +97,46 @@ def test_an_unknown_url_is_shown_without_secrets(url: str, tmp_path: Path) -> No
     refuse_secrets(texts_of(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://AKID:5ec4e7/hunter2@bucket/x", "s3://AKID:***@bucket/x"),
+        ("s3://AKID:5/hunter2@bucket/x", "s3://AKID:***@bucket/x"),
+        ("nosuch://user:5ec4e7/hunter2@host/x", "nosuch://user:***@host/x"),
+        ("nosuch://user:hunter2@5ec4e7/hunter2@host/x", "nosuch://user:***@host/x"),
+        ("https://user:5ec4e7?/hunter2@host/x?sig=5ec4e7", "https://user:***@host/x?***"),
+        ("nosuch::s3://AKID:5ec4e7/hunter2@bucket", "nosuch::s3://AKID:***@bucket"),
+    ],
+)
+def test_a_password_may_have_a_slash(url: str, words: str) -> None:
+    assert bcp.backends.shown(url) == words
+    with pytest.raises(bcp.BcpError) as caught:
+        bcp.latest(url)
+    refuse_secrets(caught.value)
+
+
+@pytest.mark.parametrize("url", ["hdfs://user:5ec4e7/hunter2@host/x", "gs:///x?token=hunter2"])
+def test_a_refused_url_is_shown_without_a_password(url: str) -> None:
+    with pytest.raises(bcp.InputError) as caught:
+        bcp.save(url, states())
+    refuse_secrets(texts_of(caught.value))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/a@b:c/x",
+        "hdfs://namenode:8020/a@b/x",
+        "http://[::1]:8080/a@b",
+        "file:///a:b/c@d",
+        "/a:b/c@d",
+        "s3://bucket/a:b@c",
+    ],
+)
+def test_a_path_with_an_at_sign_is_shown(path: str) -> None:
+    assert bcp.backends.shown(path) == path
+
+
 def test_a_key_of_a_store_may_have_a_question_mark() -> None:
     assert bcp.backends.shown("s3://bucket/what?/run#1") == "s3://bucket/what?/run#1"
     assert bcp.backends.shown("/local/what?sig=no#1") == "/local/what?sig=no#1"

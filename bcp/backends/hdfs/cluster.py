@@ -111,7 +111,8 @@ def find_cluster(authority: str, config: Mapping[str, str], config_dir: str | No
 def _address(text: str) -> Address:
     host, _, port = text.rpartition(":") if ":" in text.rpartition("]")[2] else (text, "", str(PORT))
     if not host or not port.isdecimal():
-        raise InputError(f"{text!r} is not the address of a NameNode, as in 'host:8020'")
+        hidden = f"{host}:***"  # a password with a slash ends here, and its begin is in the place of the port
+        raise InputError(f"{hidden!r} is not the address of a NameNode, as in 'host:8020'")
     return host.strip("[]"), int(port)
 
 

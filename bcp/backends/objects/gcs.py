@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from bcp._log import log
+from bcp._text import shown
 from bcp.backends.keys import check_key
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.backends.objects.parts import checksum, combined, encoded
@@ -360,7 +361,7 @@ def open_gcs(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -
     """
     match = _URL.fullmatch(url)
     if match is None:
-        raise InputError(f"{url!r}: write gs://bucket/prefix")
+        raise InputError(f"{shown(url)!r}: write gs://bucket/prefix")
     bucket, root = match[1], (match[2] or "").strip("/")
     if root:
         check_key(root)
