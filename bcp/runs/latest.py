@@ -73,6 +73,8 @@ async def alatest(
     place = os.fsdecode(url)
     if "://" not in place:
         place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
+        if ".." in place.split("/"):
+            place = os.path.normpath(place)  # noqa: ASYNC240 -- no I/O; a run looks there, too
     folder = Folder(resolve(place, storage_options), shown(place))
     try:
         for attempt in range(TRIES):

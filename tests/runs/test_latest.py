@@ -47,6 +47,18 @@ def test_an_uncommitted_checkpoint_is_passed_over(trained: Path) -> None:
     assert bcp.latest(trained) == f"{trained}/step-00000020"
 
 
+@pytest.mark.parametrize("path", ["gone/../run", "./gone/../run/", "run/step-00000030/.."])
+def test_a_path_with_dots_leads_where_the_run_saves(trained: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    for place, found in ((f"{trained.parent}/{path}", f"{trained}/step-00000030"), (path, "run/step-00000030")):
+        monkeypatch.chdir(trained.parent)
+        with bcp.Run(place, states(), save=10) as run:
+            assert run.resume() == 30
+        assert bcp.latest(place) == found
+        bcp.load(found, states())
+    monkeypatch.chdir(trained)
+    assert bcp.latest("../run") == "../run/step-00000030"
+
+
 def test_marks_decide(trained: Path) -> None:
     with bcp.Run(str(trained), states(), save=10) as run:
         run.resume()
