@@ -85,7 +85,7 @@ def nothing_in(world_size: int) -> InputError:
     """Return the error of an operation in which all ranks pass empty states."""
     where = "states has nothing" if world_size == 1 else f"states has nothing on all {world_size} ranks"
     return InputError(
-        f"{where}; its keys are {', '.join(KINDS)}, any subset of them, as in {{'model': model}}; "
+        f"{where}; its keys are {', '.join(KINDS)}, as in {{'model': model}}; "
         "{'model': {}} stands for an empty model"
     )
 

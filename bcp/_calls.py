@@ -22,7 +22,7 @@ from bcp.backends import MemoryBackend, child, resolve, shown
 from bcp.backends.local import absolute
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
-from bcp.errors import InputError
+from bcp.errors import CorruptError, InputError, MismatchError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
@@ -33,7 +33,7 @@ from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 
-__all__ = ["LoadCall", "Path", "SaveCall", "load_call", "prepare_call", "require_asyncio", "save_call"]
+__all__ = ["LoadCall", "Path", "SaveCall", "check_kinds", "load_call", "prepare_call", "require_asyncio", "save_call"]
 
 T = TypeVar("T")
 J = TypeVar("J", bound=Job)
@@ -166,9 +166,19 @@ def load_call(
     place = _take_place(ranks, "open", options, check)
 
     async def run() -> LoadReport:
-        return await _watched(await place.job(), aload)
+        return await _watched(await place.job(), _load_named)
 
     return LoadCall(place.name, run)
+
+
+async def _load_named(job: LoadJob) -> LoadReport:
+    """Load; an error about the content of the checkpoint names the checkpoint."""
+    try:
+        return await aload(job)
+    except (CorruptError, MismatchError) as error:
+        if job.path not in str(error):
+            error.add_note(f"in the load of {job.path}")
+        raise
 
 
 def _save_call(place: _Place[SaveJob], work: Callable[[SaveJob], Awaitable[T]]) -> SaveCall[T]:
@@ -261,7 +271,9 @@ def _common(
 ) -> _Common:
     """Check the arguments that a save and a load have in common; return those fields of their jobs."""
     started = time.monotonic()
-    _check_states(states, ranks.world_size)
+    check_kinds(states)
+    if not states and ranks.world_size == 1:  # ranks of a larger job may be empty, but not all of them
+        raise nothing_in(1)
     planner = _chooser(framework, states)
     where, backend, opened = _place(path, role, options)
     watch = Watch(
@@ -315,8 +327,8 @@ def _chooser(framework: Framework, states: States) -> Callable[[], Planner]:
     return lambda: framework
 
 
-def _check_states(states: States, world_size: int) -> None:
-    """Refuse states that are no mapping from kinds. Ranks of a larger job may be empty, but not all of them."""
+def check_kinds(states: States) -> None:
+    """Raise InputError for states that are no mapping from kinds to states."""
     if not isinstance(states, Mapping):
         raise InputError(
             f"states is {type(states).__name__}, not a mapping; its keys are {', '.join(KINDS)}, any of them, as in "
@@ -324,9 +336,13 @@ def _check_states(states: States, world_size: int) -> None:
         )
     unknown = sorted(map(str, set(states) - set(KINDS)))
     if unknown:
-        raise InputError(f"states has {unknown}; its keys are {', '.join(KINDS)}, any subset of them")
-    if not states and world_size == 1:
-        raise nothing_in(world_size)
+        raise InputError(
+            f"states has {unknown}; its keys are {', '.join(KINDS)}. Other state, such as a scheduler, goes into "
+            "states['extra_states']"
+        )
+    for kind in ("model", "optimizer"):  # None in one of the others is refused where its state is collected
+        if kind in states and states[kind] is None:
+            raise InputError(f"states[{kind!r}] is None; leave the key out, or pass the {kind}")
 
 
 def _place(

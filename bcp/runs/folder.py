@@ -446,8 +446,9 @@ class Folder:
             log.warning("checkpoints of the ledger are gone", run=self._url, steps=gone)
         if added and is_lost:
             log.warning(
-                "the folder has checkpoints and no ledger that can be read: all of them are pinned, because marks and "
-                "pins are lost; call run.pin(step, pinned=False) for those that the policy may delete",
+                "the folder has checkpoints and no ledger that can be read. It was lost, or bcp.save wrote them "
+                "without a run; all of them are pinned, because a lost ledger may have had marks and pins. Call "
+                "run.pin(step, pinned=False) for those that the policy may delete",
                 run=self._url,
                 steps=sorted(added),
             )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from bcp._calls import check_kinds
 from bcp._log import log
 from bcp.errors import InputError
-from bcp.plan.shards import KINDS
 from bcp.planners.megatron import MegatronRng
 from bcp.protocols import States
 from bcp.state.random_states import AddedRngState, RngState
@@ -36,11 +36,7 @@ class RunStates:
 
     def __init__(self, states: States) -> None:
         """Check the states; they are read at each save and load."""
-        if not isinstance(states, Mapping):
-            raise InputError(f"states is a {type(states).__name__}; pass a dict, as {{'model': model}}")
-        unknown = sorted(map(str, set(states) - set(KINDS)))
-        if unknown:
-            raise InputError(f"states has {unknown}; its keys are {', '.join(KINDS)}, any subset of them")
+        check_kinds(states)
         self._states = states
         self._added = AddedRngState()
         self.now()

@@ -158,7 +158,7 @@ def _finish_at_exit(*, late: bool) -> None:
             loop.wait_until_idle()
         except KeyboardInterrupt:
             try:
-                log.error("interrupted; cancelling %d operations. Ctrl-C again leaves at once", len(loop.running))
+                log.error("interrupted; cancelling %s. Ctrl-C again leaves at once", _operations(len(loop.running)))
                 for background in list(loop.running):
                     background.cancel()
                 loop.wait_until_idle()
@@ -176,12 +176,16 @@ def _tell_what_is_left(loop: Loop, *, late: bool) -> None:
     names = [words_of(background) for background in list(loop.running) if not background.daemon]
     if names:
         log.warning(
-            "waiting for %d operations before the process ends: %s. Ctrl-C cancels them, and their files go",
-            len(names),
+            "waiting for %s before the process ends: %s. Ctrl-C cancels them, and their files go",
+            _operations(len(names)),
             ", ".join(names),
         )
         if late:
             log.error("what they still need worker threads for is lost; wait() for them before the program ends")
+
+
+def _operations(count: int) -> str:
+    return f"{count} operation" if count == 1 else f"{count} operations"
 
 
 in_forked_child(_forget_in_child)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from bcp.errors import BcpError, StateError
 from bcp.plan.strided import overlaps_itself
@@ -23,7 +24,7 @@ from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import state_dict_of
 from bcp.state.names import key_text
 from bcp.state.native_values import is_generator, same_generator, set_generator
-from bcp.state.packed import keeps_type
+from bcp.state.packed import LOADERS, keeps_type
 from bcp.state.random_states import RngState
 from bcp.state.tensor_specs import PLAIN
 
@@ -111,10 +112,8 @@ def check_changeable(target: object, where: str) -> None:
 
 
 def _unchangeable(target: object, where: str, loaded: str) -> StateError:
-    return StateError(
-        f"{where} is a {type(target).__name__} and cannot take {loaded} in place; pass a dict, a list, or an object "
-        "with load_state_dict"
-    )
+    ways = LOADERS if isinstance(target, DataLoader) else "a dict, a list, or an object with load_state_dict"
+    return StateError(f"{where} is a {type(target).__name__} and cannot take {loaded} in place; pass {ways}")
 
 
 class _Restoring:

@@ -20,6 +20,7 @@ import torch
 import torch.utils.serialization.config  # torch.save would import it in the first save
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from bcp.errors import CheckpointError, StateError
 from bcp.state.hooks import is_sharded_tensor
@@ -307,6 +308,9 @@ def _too_short(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() < needed
 
 
+LOADERS = "torchdata's StatefulDataLoader or a bcp.data.TokenLoader, which have a state"
+"""What to save in place of torch's ``DataLoader``, in the words of messages."""
+
 _TRUST = "save with SaveOptions(trust=True) and load with LoadOptions(trust=True)"
 
 
@@ -325,6 +329,8 @@ def _unreadable(value: object, where: str) -> StateError:
             f"{where} is a {_name_of(value)} of dtype {value.dtype}, which only trust=True would read again; pass a "
             f"numpy.ndarray of numbers or text, or {_TRUST}"
         )
+    if isinstance(value, DataLoader):
+        return StateError(f"{where} is a {_name_of(value)}, which has no state; pass {LOADERS}")
     return StateError(
         f"{where} is a {_name_of(value)}, which only trust=True would read again; pass plain values, or {_TRUST}"
     )

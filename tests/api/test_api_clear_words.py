@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import model, training
+from checkpoints import entries, model, training
+from torch.utils.data import DataLoader
 
 import bcp
 from bcp._load.targets import advice
@@ -274,4 +275,45 @@ def test_a_damaged_extra_is_found_before_anything_is_touched(tmp_path: Path) -> 
     with pytest.raises(bcp.CorruptError, match=file.name) as caught:
         bcp.load(tmp_path, target)
     assert not target["model"]["w"].any()
-    assert not getattr(caught.value, "__notes__", [])
+    assert caught.value.__notes__ == [f"in the load of {tmp_path}"]  # and not that the target is half loaded
+
+
+# -- words that say what to pass instead ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["corrupt", "mismatch", "missing", "nowhere"])
+def test_an_error_of_a_load_names_the_checkpoint_once(tmp_path: Path, mistake: str) -> None:
+    kind, name, prepare, states, options = MISTAKES[mistake]
+    path = prepare(tmp_path / "c")
+    with pytest.raises(kind) as caught:
+        call("sync", name, path, states, **options)
+    words = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert words.count(str(path)) == 1
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_none_in_place_of_a_state_is_refused(tmp_path: Path, kind: str) -> None:
+    for refused in (
+        lambda: bcp.save(tmp_path, {**training(), kind: None}),
+        lambda: bcp.load(tmp_path, {kind: None}, strict=False),
+        lambda: bcp.Run(tmp_path, {**training(), kind: None}),
+    ):
+        with pytest.raises(
+            bcp.InputError, match=rf"^states\['{kind}'\] is None; leave the key out, or pass the {kind}$"
+        ):
+            refused()
+    assert entries(tmp_path) == []
+
+
+def test_a_state_of_no_kind_belongs_to_the_extra_states(tmp_path: Path) -> None:
+    states = {**model(), "scheduler": 1}
+    for refused in (lambda: bcp.save(tmp_path, states), lambda: bcp.Run(tmp_path, states)):
+        with pytest.raises(bcp.InputError, match=r"^states has \['scheduler'\].* goes into states\['extra_states'\]$"):
+            refused()
+
+
+@pytest.mark.parametrize("level", [lambda loader: loader, lambda loader: {"train": loader}])
+def test_torch_s_own_loader_is_refused_by_name_of_others(tmp_path: Path, level: Callable[..., Any]) -> None:
+    loader: DataLoader[int] = DataLoader([1, 2])  # type: ignore[arg-type]  # a list is a dataset to torch
+    with pytest.raises(bcp.StateError, match=r"pass torchdata's StatefulDataLoader or a bcp\.data\.TokenLoader"):
+        bcp.save(tmp_path, {"dataloader": level(loader)})

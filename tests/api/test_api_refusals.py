@@ -83,6 +83,16 @@ async def test_a_refused_rank_raises_its_own_error_even_if_nobody_comes(tmp_path
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("coordinators", [memory_coordinators, grpc_coordinators])
+async def test_a_call_of_rank_0_alone_is_told_that_every_rank_calls(
+    tmp_path: Path, coordinators: Callable[[int], list[Coordinator]]
+) -> None:
+    first, _ = coordinators(2)
+    with pytest.raises(bcp.PeerError, match=r"rank 1.* has not begun it .* Every rank has to make this call"):
+        await bcp.asave(tmp_path, model(), options=bcp.SaveOptions(timeout=0.5), coordinator=first)
+
+
+@pytest.mark.anyio
 async def test_a_rank_that_calls_something_else_and_is_refused(tmp_path: Path) -> None:
     def call(rank: Coordinator) -> Any:
         if rank.rank:

@@ -260,7 +260,7 @@ def test_the_end_of_the_program_waits_for_what_is_running(tmp_path: Path, last_w
     assert ended.code == code
     assert (tmp_path / "metadata").read_text() == "committed"
     assert len(list(tmp_path.glob("part*"))) == 3
-    assert "waiting for 1 operations before the process ends: save to /ckpt/9" in ended.err
+    assert "waiting for 1 operation before the process ends: save to /ckpt/9" in ended.err
     assert ("training diverged" in ended.err) == (code == 1)
 
 
@@ -399,7 +399,7 @@ def test_ctrl_c_at_the_end_cancels_what_is_running(tmp_path: Path) -> None:
     """,
         interrupt=signal.SIGINT,
     )
-    assert "interrupted; cancelling 1 operations" in ended.err
+    assert "interrupted; cancelling 1 operation." in ended.err
     assert (tmp_path / "cleaned").exists()
 
 
@@ -420,8 +420,8 @@ def test_another_ctrl_c_at_the_end_leaves_at_once(tmp_path: Path) -> None:
         interrupt=signal.SIGINT,
         times=2,
     )
-    assert ended.err.count("waiting for 1 operations before the process ends") == 1
-    assert "interrupted; cancelling 1 operations" in ended.err
+    assert ended.err.count("waiting for 1 operation before the process ends") == 1
+    assert "interrupted; cancelling 1 operation." in ended.err
 
 
 def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_without_the_private_hook_what_would_be_lost_is_told(tmp_path: Path) -> 
     assert ended.code == 0
     assert (tmp_path / "from the loop").exists()
     assert not (tmp_path / "from a thread").exists()
-    assert "waiting for 1 operations before the process ends: save to /ckpt/9" in ended.err
+    assert "waiting for 1 operation before the process ends: save to /ckpt/9" in ended.err
     assert "what they still need worker threads for is lost" in ended.err
     assert "save to /ckpt/9 failed, and nobody waited for it" in ended.err
     assert "RuntimeError: cannot schedule new futures after" in ended.err

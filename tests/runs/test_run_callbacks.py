@@ -285,7 +285,7 @@ def test_in_a_coroutine_it_takes_one_more_interrupt(tmp_path: Path, where: str) 
         if where == "body":
             assert ". Two more Ctrl-C give it up" in pressed(job, "waiting until step 2 is durable")
             assert job.poll() is None
-        told = pressed(job, "operations before the process ends")
+        told = pressed(job, "before the process ends")
         assert f"step-{2:08d}" in told
         assert "Ctrl-C cancels them" in told
         assert job.poll() is None
@@ -295,9 +295,9 @@ def test_in_a_coroutine_it_takes_one_more_interrupt(tmp_path: Path, where: str) 
 
 def test_the_end_of_a_process_says_what_it_waits_for_and_what_an_interrupt_does(tmp_path: Path) -> None:
     with started(PENDING, str(tmp_path / "1")) as job:
-        told = pressed(job, "waiting for 1 operations before the process ends")
+        told = pressed(job, "waiting for 1 operation before the process ends")
         assert "written on rank 0" in told
         assert "Ctrl-C cancels them" in told
-        pressed(job, "interrupted; cancelling 1 operations")
+        pressed(job, "interrupted; cancelling 1 operation.")
         job.communicate(timeout=120)
     assert not list((tmp_path / "1").rglob("*.*"))

@@ -14,6 +14,9 @@ __all__ = ["FailureDetector", "OperationState"]
 
 _ASK, _RENEW = 0.4, 0.5  # parts of the timeout after which a silent neighbour is asked, and dialled anew
 
+_ALL_CALL = ". Every rank has to make this call: leave out conditions such as `if rank == 0`"
+"""Hint for ranks that never began an operation."""
+
 
 class FailureDetector:
     """Signs of life, counted on a clock that stands still while this rank itself sleeps.
@@ -152,12 +155,12 @@ class OperationState:
         elif source is None:
             self._node.announce(self.number, abort)
 
-    def report_peer_failure(self, rank: int, cause: str) -> None:
+    def report_peer_failure(self, rank: int, cause: str, hint: str = "") -> None:
         """End the operation because of a rank; the message names this rank's own step."""
         doing = f"operation {self.number}" if self.member is None else repr(self.member.operation)
         verb = self._relay.verb
         waits = "" if verb is None else f", while rank {self._node.rank} was in {verb}"
-        self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}"))
+        self.end(Abort(rank, f"{cause}, in {doing}{waits}; see the log of rank {rank}{hint}"))
 
     def lose(self, rank: int, cause: str) -> None:
         """Record that the connection to a neighbour broke; end the operation, unless the neighbour had left."""
@@ -291,7 +294,7 @@ class OperationState:
         elif joined:
             self.report_peer_failure(rank, f"{name} has given no sign of life for {seconds:.1f} s")
         elif not self._report_server_failure(detector):
-            self.report_peer_failure(rank, f"{self._late(rank, seconds)}{trouble}")
+            self.report_peer_failure(rank, f"{self._late(rank, seconds)}{trouble}", _ALL_CALL)
 
     def _look_for_absent(self, detector: FailureDetector) -> None:
         """Report a rank that keeps this one waiting for its place in the tree, once the time is over."""
@@ -299,7 +302,8 @@ class OperationState:
             return
         absent = self._node.absent()
         if absent is not None:
-            self.report_peer_failure(absent, f"{self._late(absent, detector.awake)}{self._node.trouble(absent)}")
+            cause = f"{self._late(absent, detector.awake)}{self._node.trouble(absent)}"
+            self.report_peer_failure(absent, cause, _ALL_CALL)
         elif detector.awake > 2 * detector.timeout:  # rank 0 is there, and will say whom it waits for; unless it died
             self.report_peer_failure(
                 0, f"rank 0 has not told the others their places in the tree after {detector.awake:.1f} s"
