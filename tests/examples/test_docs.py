@@ -48,6 +48,7 @@ async def _wait_for(result: Awaitable[object]) -> None:
     await result
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated, please do not call:UserWarning")  # torchdata's call
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
