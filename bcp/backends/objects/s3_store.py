@@ -154,7 +154,7 @@ class S3Store:
         """Read an object whole."""
         answer = await self._found(key, partial(self.call_for, "get_object", key))
         async with self._content(answer) as content:
-            check_small(f"{self!r}: {key!r}", int(answer["ContentLength"]))
+            check_small(f"{self!r}: {key!r}", int(answer.get("ContentLength") or 0))
             data = await (await self.client()).guarded(content.read())
         return data, etag_of(answer)
 
