@@ -22,7 +22,7 @@ from bcp.backends import MemoryBackend, child, resolve, shown
 from bcp.backends.local import absolute
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
-from bcp.errors import CorruptError, InputError, MismatchError
+from bcp.errors import InputError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
@@ -166,19 +166,9 @@ def load_call(
     place = _take_place(ranks, "open", options, check)
 
     async def run() -> LoadReport:
-        return await _watched(await place.job(), _load_named)
+        return await _watched(await place.job(), aload)
 
     return LoadCall(place.name, run)
-
-
-async def _load_named(job: LoadJob) -> LoadReport:
-    """Load; an error about the content of the checkpoint names the checkpoint."""
-    try:
-        return await aload(job)
-    except (CorruptError, MismatchError) as error:
-        if job.path not in str(error):
-            error.add_note(f"in the load of {job.path}")
-        raise
 
 
 def _save_call(place: _Place[SaveJob], work: Callable[[SaveJob], Awaitable[T]]) -> SaveCall[T]:

@@ -215,15 +215,10 @@ def check_wanted(
 
 
 def put_units(states: Iterable[ReadState]) -> None:
-    """Give the states their units. Raises StateError, which names the state, if one raises."""
+    """Give the states their units."""
     for read in states:
         try:
             read.state.load_units(read.shared, read.units)
-        except BcpError as error:
+        except Exception as error:
             error.add_note(f"bcp: raised while the {type(read.state).__name__} at {read.claim} took its units")
             raise
-        except Exception as error:
-            raise StateError(
-                f"the {type(read.state).__name__} at {read.claim} was given its units and raised "
-                f"{type(error).__name__}: {error}; repair it, or leave it out of the states"
-            ) from error

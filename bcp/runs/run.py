@@ -19,7 +19,7 @@ from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError, UncommittedError
+from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadReport, SaveReport
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
@@ -245,6 +245,9 @@ class Run:
         except UncommittedError as error:
             if self._keeper is not None and self._keeper.has(step):
                 raise UncommittedError(lost_metadata(f"{shown(self._url)}/{name}")) from error
+            raise
+        except (CorruptError, MismatchError) as error:
+            error.add_note(f"in the load of {shown(self._url)}/{name}")
             raise
         self._states.take(states, tells=self._ranks.rank == 0)
         return report

@@ -176,17 +176,12 @@ class _Restoring:
 
 
 def _give_state(target: Stateful, loaded: Any, where: str) -> None:
-    """Give a state to its owner. Raises StateError, which names the owner, if that raises."""
+    """Give a state to its owner; a note says which one it was that raised."""
     try:
         target.load_state_dict(loaded)
-    except BcpError as error:
+    except Exception as error:
         error.add_note(f"bcp: raised while the {type(target).__name__} at {where} took its state")
         raise
-    except Exception as error:
-        raise StateError(
-            f"the {type(target).__name__} at {where} was given its state and raised {type(error).__name__}: {error}; "
-            "repair it, or leave it out of the states"
-        ) from error
 
 
 def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:

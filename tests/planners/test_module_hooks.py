@@ -143,7 +143,7 @@ def check_refused(path: Path, source: nn.Module, target: nn.Module, error: type[
     bcp.save(path / "c", {"model": source})
     with pytest.raises(error, match=words) as raised:
         bcp.load(path / "c", {"model": target})
-    assert not any("half loaded" in note for note in getattr(raised.value, "__notes__", ()))
+    assert not hasattr(raised.value, "__notes__")
     assert differing(before, state_of(target)) == []
 
 

@@ -205,9 +205,9 @@ def test_failing_owners_are_named():
         def load_state_dict(self, _):
             raise KeyError("gone")
 
-    with pytest.raises(StateError, match=r"the Picky at extra_states\.a\.b .* raised KeyError: 'gone'") as caught:
+    with pytest.raises(KeyError) as caught:
         restore({"a": {"b": Picky()}}, {"a": {"b": {}}})
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__notes__ == ["bcp: raised while the Picky at extra_states.a.b took its state"]
 
 
 def test_extras_refuse_what_is_not_here():

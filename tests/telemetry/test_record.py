@@ -264,7 +264,7 @@ def test_a_corrupt_file_is_recorded_by_the_load(tmp_path: Path) -> None:
     assert (recording.kind, failure.phase, failure.stage) == ("load", "read", "deserialize")
     assert failure.file == f"model/{file.name}"
     assert failure.errors[0] == ("CorruptError", str(caught.value))
-    assert {*failure.notes, f"in the load of {tmp_path}"} == set(caught.value.__notes__)
+    assert set(failure.notes) == set(caught.value.__notes__)
 
 
 def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
