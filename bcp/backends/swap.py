@@ -51,11 +51,15 @@ def version_of(path: Path) -> Version | None:
 
 
 def _version_of(path: Path) -> Version:
-    with os.fdopen(files.open_regular(path), "rb") as file:
-        status = os.fstat(file.fileno())
+    fd = files.open_regular(path)
+    try:
+        status = os.fstat(fd)
         if status.st_size > SMALL_BYTES:
             return f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
-        return content_version(file.read())
+        with open(fd, "rb", closefd=False) as file:
+            return content_version(file.read())
+    finally:
+        os.close(fd)
 
 
 def put_if(final: Path, data: memoryview, old_version: Version | None) -> Version | None:
