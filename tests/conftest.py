@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -62,6 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files that spawn ranks first: one of them at the end would keep one process busy and the other one idle."""
     long = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C work as in a terminal where a shell has started the tests in the background, with SIGINT ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

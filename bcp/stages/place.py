@@ -93,8 +93,10 @@ class LoadBuffers:
 
     def _groups(self, rest: Ints) -> Iterator[Ints]:
         """Group small neighbours of one device; all others stay alone."""
-        places, starts = self._places(rest), self.copies.start[rest]
-        gaps = starts[1:] - (starts + self.copies.run[rest] * self.copies.itemsize[rest])[:-1]
+        places, sizes = self._places(rest), self.copies.itemsize[rest]
+        firsts = self.copies.source.take(rest).position(np.zeros_like(rest))  # the wanted part may begin later
+        starts = self.copies.start[rest] + firsts * sizes
+        gaps = starts[1:] - (starts + self.copies.run[rest] * sizes)[:-1]
         near, begin = ((gaps >= 0) & (gaps <= SMALL_BYTES)).tolist(), 0
         for index in range(1, len(rest)):
             if places[index] is None or places[index] != places[index - 1] or not near[index - 1]:
