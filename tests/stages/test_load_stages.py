@@ -133,6 +133,18 @@ def test_what_nobody_wants_of_a_block_goes_nowhere() -> None:
         assert len(tensor._base) == size + 7
 
 
+@pytest.mark.parametrize("go_straight", [False, True])
+def test_elements_in_the_midst_of_small_tensors_are_copied_together(go_straight: bool) -> None:  # noqa: FBT001
+    """The second element of a column is in a row that lies in the file whole; another shard wants the element, too."""
+    matrix, vector = meta("m", (5, 2), "int16"), meta("v", (2,), "int16")
+    boxes = [SavedBox(matrix, Box.whole((5, 2)), [(10, 0)]), SavedBox(vector, Box.whole((2,)), [(2, 0)])]
+    saved = save([matrix, vector], boxes, 1, 16)
+    rows = [(vector, Box((0,), (1,))), (matrix, Box((4, 1), (1, 1))), (matrix, Box((3, 1), (2, 1)))]
+    rank = rank_of(saved, ShardTable.build([ShardRow(*row) for row in rows]), ["plain"], plain=False)
+    run(Files(saved), [rank], go_straight=go_straight)
+    rank.check()
+
+
 def test_a_byte_that_two_tensors_want_is_staged() -> None:
     saved = one_tensor()
     files, rank = Files(saved), rank_of(saved, wants_of(saved, (0, 40), (30, 64)), ["plain"])
