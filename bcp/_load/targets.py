@@ -32,7 +32,7 @@ from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
 from bcp.state.optimizer_entries import OWN
 from bcp.state.random_states import asks_for_nothing
-from bcp.state.saved_order import saved_numbers
+from bcp.state.saved_order import is_numbered
 
 __all__ = ["LoadRequest", "advice", "both_names", "check_taken", "extra_ranks", "find_targets", "some"]
 
@@ -202,7 +202,9 @@ def _from_masters(saved: CheckpointNames, wanted: TensorTable, saved_rows: Ints)
         if KINDS[wanted.kind[tensor]] == "optimizer" and fqn.startswith("state.") and fqn.endswith(f".{MASTER}"):
             source[tensor] = saved.rows.get(("model", fqn.removeprefix("state.").removesuffix(f".{MASTER}")), -1)
     differing = [row for row in _differ(wanted, saved.tensors, saved_rows) if KINDS[wanted.kind[row]] == "model"]
-    for tensor in () if differing and saved_numbers(saved)[0] else differing:
+    if differing and is_numbered(saved):
+        return source
+    for tensor in differing:
         names = (wanted.fqn[tensor], saved.tensors.tied_to[rows[tensor]])
         masters = (saved.rows.get(("optimizer", f"state.{name}.{MASTER}")) for name in names)
         master = next((row for row in masters if row is not None), -1)

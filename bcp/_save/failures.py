@@ -62,9 +62,10 @@ def replaced(path: str, operation: str, committed: Committed) -> ExistsError:
 async def put_back(backend: Backend, old: Committed, version: Version) -> bool:
     """Take back a commit whose files are gone; return whether another save has replaced it already.
 
-    ``version`` is that of the commit, and ``old`` the metadata before it.
+    ``version`` is that of the commit, and ``old`` the metadata before it. Metadata that were too large to be read are
+    gone already, so that none come back.
     """
-    if old.data is None:
+    if not old.data:
         return not await withdraw(backend, {METADATA_KEY: version})
     if await backend.put_if(METADATA_KEY, old.data, version) is not None:
         return False

@@ -8,7 +8,10 @@ from bcp.protocols import Backend, Buffer
 __all__ = ["SMALL_BYTES", "check_small", "get_small"]
 
 SMALL_BYTES = 1 << 30
-"""Most bytes of a small object. Metadata of a million ranks have 17 MB, the receipt of 1 TB in one file has 25 MB."""
+"""Most bytes of a small object.
+
+Metadata have 16 bytes for each rank's receipt, and a receipt has 16 bytes for each MiB of its data.
+"""
 
 
 def check_small(where: str, nbytes: int, most: int = SMALL_BYTES) -> None:

@@ -83,7 +83,7 @@ async def alatest(
             try:
                 name = await _first(folder, ledger, trust)
             except CorruptError:
-                # the job that trains may have committed another step since, and deleted this one
+                # the job that trains may have deleted the step since, after another commit
                 if attempt == TRIES - 1 or await folder.peek() == ledger:
                     raise
             else:
@@ -110,6 +110,6 @@ async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | N
                     log.warning("%s is passed over: %s", name, reason)
                 return candidate.name
             failed[candidate.name] = CorruptError(lost_metadata(f"{folder.url}/{candidate.name}"))
-    for reason in sorted(failed.values(), key=lambda error: isinstance(error, CorruptError)):
-        raise reason
+    if failed:  # storage may answer again; lost metadata stay lost
+        raise min(failed.values(), key=lambda error: isinstance(error, CorruptError))
     return None

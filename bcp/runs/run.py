@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -393,15 +392,7 @@ class Run:
 
     def _fits(self) -> bool:
         """Return whether the notice buys another save beside the running one. Rank 0 answers for all."""
-        if not self._saves.running or not self._saves.durable or self._saves.begun is None:
-            return True  # there is nothing to lose by trying
-        rest = max(0.0, self._saves.begun + self._saves.durable - time.monotonic())
-        return rest + self._saves.durable < self._seconds_left()
-
-    def _seconds_left(self) -> float:
-        """Return the rest of the notice; infinite without one."""
-        deadline = self._started.deadline
-        return math.inf if deadline is None else deadline - time.monotonic()
+        return self._saves.fits(self._started.deadline)
 
     def _alarmed(self) -> None:
         """Watch over the end of the step; called in a thread when a stop signal is heard."""

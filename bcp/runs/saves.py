@@ -97,6 +97,16 @@ class Saves:
         """Whether the newest save has not ended."""
         return self._newest is not None and not self._newest.done()
 
+    def fits(self, deadline: float | None) -> bool:
+        """Return whether another save can be durable after the running one before ``deadline``.
+
+        The deadline is a ``time.monotonic()``; None for none. True where nothing is lost by trying.
+        """
+        if deadline is None or not self.running or not self.durable or self.begun is None:
+            return True
+        now = time.monotonic()
+        return max(now, self.begun + self.durable) + self.durable < deadline
+
     def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun, self._tolerated = step, time.monotonic(), None

@@ -1,6 +1,7 @@
 """Hyper-parameters of groups without parameters, which no parameter's name leads to.
 
-They are ``groups.<optimizer>.<part>.<group>.<key>``, by numbers. The parts are those of a wrapper, from the inside.
+They are ``groups.<optimizer>.<part>.<group>.<key>``, by numbers. The parts are those of a wrapper, from the inside. A
+value ``groups`` says that there are some: most checkpoints have none, and many thousand other names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from bcp._log import log
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import ObjectKey
 from bcp.state.inventory import Leaves
-from bcp.state.modules import Finish
+from bcp.state.modules import Finish, in_turn
 from bcp.state.optimizer_entries import numbered
 from bcp.state.optimizer_parts import parts_of
 from bcp.state.optimizer_restore import set_hyper
@@ -20,12 +21,16 @@ from bcp.state.optimizers import OPTIMIZER, hyper_of
 
 __all__ = ["add_empty_groups", "empty_group_targets"]
 
-_FRONT = "groups."
+_MARK = "groups"
+_FRONT = f"{_MARK}."
 
 
 def add_empty_groups(leaves: Leaves, state: object) -> None:
     """Take the hyper-parameters of the groups without parameters."""
-    for prefix, group in _empty_groups(state):
+    groups = list(_empty_groups(state))
+    if groups:
+        leaves.add_object(OPTIMIZER, _MARK, None)
+    for prefix, group in groups:
         for key, value in hyper_of(group).items():
             leaves.add_object(OPTIMIZER, prefix + key, value)
 
@@ -35,9 +40,11 @@ def empty_group_targets(leaves: Leaves, state: object, saved: CheckpointNames) -
 
     Other groups have parameters here, or do not exist: a warning tells it, as no parameter loses anything.
     """
+    if (OPTIMIZER, _MARK) not in saved.objects:
+        return in_turn([])
     names = [name for kind, name in saved.objects if kind == OPTIMIZER and name.startswith(_FRONT)]
     places: dict[ObjectKey, tuple[dict[str, Any], str]] = {}
-    for prefix, group in _empty_groups(state) if names else ():
+    for prefix, group in _empty_groups(state):
         own = [name for name in names if name.startswith(prefix)]
         places |= {(OPTIMIZER, name): (group, name.removeprefix(prefix)) for name in own}
     for kind, name in places:

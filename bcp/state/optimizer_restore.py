@@ -203,9 +203,11 @@ class _SavedStates:
         Yield the names of the entries, and the class that cannot take each.
         """
         others = {fqn: slot for fqn, slot in slots.items() if not self._fit(slot)}
+        if not others:
+            return
         for fqn in others:
             del slots[fqn]
-        for name, place in self.places.items() if others else ():
+        for name, place in self.places.items():
             if place is not None and place[1] in others:
                 self.places[name] = None
                 kind = others[place[1]].optimizer

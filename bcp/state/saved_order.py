@@ -19,7 +19,7 @@ from bcp.plan.read.renamed import MASTER, CheckpointNames
 from bcp.state.inventory import Leaves
 from bcp.state.optimizers import NUMBER, OPTIMIZER, Slot
 
-__all__ = ["add_numbers", "by_saved_number", "in_saved_order", "saved_numbers"]
+__all__ = ["add_numbers", "by_saved_number", "in_saved_order", "is_numbered"]
 
 Shape = tuple[int, ...]
 
@@ -36,7 +36,9 @@ def by_saved_number(
     tensors: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], saved: CheckpointNames
 ) -> dict[int, torch.Tensor]:
     """Return the parameter of each number in a state dict as the checkpoint has them; nothing if it has others."""
-    places, sizes = saved_numbers(saved)
+    if not is_numbered(saved):
+        return {}
+    places, sizes = _saved_numbers(saved)
     if sizes != [len(group["params"]) for group in groups if group["params"]]:
         return {}
     numbers = [number for group in groups for number in group["params"]]
@@ -51,9 +53,9 @@ def in_saved_order(slots: Sequence[Slot], saved: CheckpointNames) -> Sequence[Sl
     Orders are compared among parameters of one shape: only these can be mistaken for each other. Raises StateError if
     they differ, and the optimizer does not have groups of the saved sizes with parameters of the saved shapes.
     """
-    places, sizes = saved_numbers(saved)
-    if not places:
+    if not is_numbered(saved):
         return slots
+    places, sizes = _saved_numbers(saved)
     names = {name: slot.fqn for slot in reversed(slots) for name in (*slot.tied, slot.fqn)}
     here = [slot.fqn for slot in slots]
     there = list(dict.fromkeys(next((names[fqn] for fqn in fqns if fqn in names), fqns[0]) for fqns in places))
@@ -84,11 +86,17 @@ def _warn(saved: int, here: int) -> None:
     )
 
 
-def saved_numbers(saved: CheckpointNames) -> tuple[list[list[str]], list[int]]:
-    """Return the names of each parameter, several for a tied one, by number, and the sizes of the groups.
+def is_numbered(saved: CheckpointNames) -> bool:
+    """Whether the optimizer was named by an order.
 
-    Both are empty if parameters were not numbered.
+    Looks for the first parameter, which is one of the model's: the values of an optimizer are ten times as many.
     """
+    models = (name for kind, name in saved.rows if kind == "model")
+    return any((OPTIMIZER, f"state.{name}.{NUMBER}0:0") in saved.objects for name in models)
+
+
+def _saved_numbers(saved: CheckpointNames) -> tuple[list[list[str]], list[int]]:
+    """Return the names of each parameter, several for a tied one, by number, and the sizes of the groups."""
     found: dict[tuple[int, int], list[str]] = {}
     for kind, name in saved.objects:
         if NUMBER in name and kind == OPTIMIZER:

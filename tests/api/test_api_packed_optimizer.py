@@ -27,6 +27,16 @@ def pair(*, stepped: bool, groups: bool = False) -> tuple[nn.Module, optim.Optim
     return model, optimizer
 
 
+def load(path: Path, model: nn.Module, optimizer: optim.Optimizer, through: str) -> None:
+    """Load into an optimizer, or into its state dict, which the optimizer takes then."""
+    if through == "optimizer":
+        bcp.load(path, {"model": model, "optimizer": optimizer})
+        return
+    state = optimizer.state_dict()
+    bcp.load(path, {"model": model, "optimizer": state})
+    optimizer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("groups", [False, True], ids=["one group", "two groups"])
 @pytest.mark.parametrize("given", [lambda model: model, nn.Module.state_dict], ids=["module", "state dict"])
 @pytest.mark.parametrize("through", ["optimizer", "state dict"])
@@ -34,12 +44,7 @@ def test_a_state_dict_of_an_optimizer_loads(tmp_path: Path, groups: bool, given:
     model, optimizer = pair(stepped=True, groups=groups)
     other, fresh = pair(stepped=False, groups=groups)
     bcp.save(tmp_path, {"model": given(model), "optimizer": optimizer.state_dict()})
-    if through == "optimizer":
-        bcp.load(tmp_path, {"model": other, "optimizer": fresh})
-    else:
-        state = fresh.state_dict()
-        bcp.load(tmp_path, {"model": other, "optimizer": state})
-        fresh.load_state_dict(state)
+    load(tmp_path, other, fresh, through)
     assert fresh.param_groups[0]["lr"] == 0.5
     for theirs, mine in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(theirs, mine)
@@ -154,12 +159,7 @@ def test_numbers_mean_what_they_mean_for_torch(
     wanted = optim.Adam(here(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
     wanted.load_state_dict(optimizer.state_dict())
     bcp.save(tmp_path, {"model": given(model), "optimizer": optimizer.state_dict()})
-    if through == "optimizer":
-        bcp.load(tmp_path, {"model": other, "optimizer": target})
-    else:
-        state = target.state_dict()
-        bcp.load(tmp_path, {"model": other, "optimizer": state})
-        target.load_state_dict(state)
+    load(tmp_path, other, target, through)
     assert_same(target.state_dict(), wanted.state_dict())
 
 
