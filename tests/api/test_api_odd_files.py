@@ -1,10 +1,11 @@
-"""Named pipes, sockets, directories and links in the place of a checkpoint's files: refused at once, never read."""
+"""Pipes, sockets, devices, directories and links in the place of a checkpoint's files: refused at once, never read."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def put_a_socket(path: Path) -> None:
         os.chdir(before)
 
 
+def put_a_device(path: Path) -> None:
+    """Make a node of ``/dev/zero``, which can be read without end."""
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+
+
+PUTS = [(put_a_pipe, "a named pipe"), (put_a_socket, "a socket"), (put_a_device, "a device")]
+
+
 def replaced(folder: Path, pattern: str, put: Callable[[Path], None]) -> Path:
     """Put something else in the place of a file of the run or of its newest checkpoint."""
     (path,) = folder.glob(pattern) if pattern == "run.json" else (folder / "step-00000002").glob(pattern)
@@ -62,7 +71,7 @@ def replaced(folder: Path, pattern: str, put: Callable[[Path], None]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("put", "words"), [(put_a_pipe, "a named pipe"), (put_a_socket, "a socket")])
+@pytest.mark.parametrize(("put", "words"), PUTS)
 @pytest.mark.parametrize("pattern", FILES[1:])
 def test_a_load_names_it_and_a_run_resumes_from_the_older_checkpoint(
     folder: Path, pattern: str, put: Callable[[Path], None], words: str
@@ -78,7 +87,7 @@ def test_a_load_names_it_and_a_run_resumes_from_the_older_checkpoint(
     assert target["model"]["w"].eq(1).all()
 
 
-@pytest.mark.parametrize(("put", "words"), [(put_a_pipe, "a named pipe"), (put_a_socket, "a socket")])
+@pytest.mark.parametrize(("put", "words"), PUTS)
 def test_in_the_place_of_the_ledger_it_ends_resume_and_not_latest(
     folder: Path, put: Callable[[Path], None], words: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -322,6 +323,27 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_with_its_reason(tmp_pat
     assert {name(4), name(5)} & set(folders(tmp_path)) == {name(5)}, "retention goes on"
     latest = bcp.latest(tmp_path)
     assert latest == f"{tmp_path}/{name(5)}"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("file", [METADATA_KEY, "receipts/", "model/"])
+def test_a_checkpoint_on_bad_blocks_or_of_another_user_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, file: str
+) -> None:
+    train(tmp_path, 1, 2)
+    real = os.open
+
+    def fails(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if f"{name(2)}/{file}" in os.fspath(path) and not flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(code, os.strerror(code), path)
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    step, _, run = resumed(tmp_path)
+    (choice,) = run.resumed.passed_over
+    assert (step, choice.step) == (1, 2)
+    assert os.strerror(code) in choice.reason
+    assert file in choice.reason
 
 
 @pytest.mark.parametrize("harm", UNREADABLE)
