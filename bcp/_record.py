@@ -74,14 +74,18 @@ class Record:
         self._is_reader = options.record is None and has_optimizer and "optimizer" not in self._job.states
 
     async def _look(self, error: Exception) -> None:
-        """Find out if the checkpoint is still there: a record must not make the directory anew."""
+        """Find out if the checkpoint is still there: a record must not make the directory anew.
+
+        Of a save only rank 0 looks. Rank 0 removes the files of all ranks afterwards, and an empty directory tells
+        another rank nothing.
+        """
         job = self._job
         if not self._is_told(error):
             return
         with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
             if job.watch.kind == "load":
                 self._is_gone = await job.backend.version(METADATA_KEY) is None
-            elif failed_phase(job.watch) == "commit":  # all ranks have written their files
+            elif job.rank == 0 and failed_phase(job.watch) == "commit":  # all ranks have written their files
                 self._is_gone = not await job.backend.list()
 
     async def share(self, agreement: Agreement, report: SaveReport | LoadReport) -> None:
@@ -116,13 +120,21 @@ class Record:
         job = self._job
         if self._is_gone or self._is_reader or not self._is_told(error):
             return
-        with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
-            failure = failure_of(job.watch, error)
-            data = await in_thread(_encoded_failure, job, failure)
-            if job.watch.kind == "load" and await _is_sealed(job.backend):
-                return
-            stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
-            await job.backend.put(_key(job.watch, "failure", f"{stem}-{job.rank:05d}"), data)
+        try:
+            with anyio.move_on_after(STORE_SECONDS, shield=True) as scope, observed_by(ignore):
+                await self._put_failure(failure_of(job.watch, error))
+            if scope.cancelled_caught:
+                log.info("the record of a failure took too long", path=job.path, rank=job.rank, seconds=STORE_SECONDS)
+        except Exception as second:  # noqa: BLE001 -- the error of the save or load is on its way out
+            log.info("a failure was not recorded", path=job.path, rank=job.rank, error=repr(second))
+
+    async def _put_failure(self, failure: FailureRecord) -> None:
+        job = self._job
+        data = await in_thread(_encoded_failure, job, failure)
+        if job.watch.kind == "load" and await _is_sealed(job.backend):
+            return
+        stem = job.watch.operation if job.watch.kind == "save" else secrets.token_hex(8)
+        await job.backend.put(_key(job.watch, "failure", f"{stem}-{job.rank:05d}"), data)
 
     def _is_told(self, error: Exception) -> bool:
         """Return whether this rank writes down why it failed: not before all ranks have met."""

@@ -187,6 +187,24 @@ def test_storage_that_never_answers_is_given_up(
     assert bcp.load(tmp_path, state(0)).nbytes > 0
 
 
+def test_a_failure_whose_record_is_lost_leaves_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bcp")
+
+    def said(fault: Any) -> str:
+        broken = FaultyBackend(LocalBackend(tmp_path), "put", fault, key="telemetry")
+        backend = FaultyBackend(broken, "write_part", bcp.StorageError("the disk is gone"))
+        with captured_logs() as lines, pytest.raises(bcp.StorageError, match="the disk is gone"):
+            bcp.save(backend, state())
+        (line,) = (line["event"] for line in lines if " record" in line["event"])
+        return str(line)
+
+    assert "a failure was not recorded" in said(bcp.StorageError("still gone"))
+    monkeypatch.setattr(_record, "STORE_SECONDS", 0.05)
+    assert "the record of a failure took too long" in said(lambda _: anyio.sleep_forever())
+
+
 @pytest.mark.anyio
 async def test_a_save_that_is_cancelled_while_it_is_recorded_is_committed(tmp_path: Path) -> None:
     begun = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import bcp
+from bcp.backends.local import LocalBackend
 from bcp.backends.objects import ObjectBackend, RequestError
+from bcp.events import PhaseEvent
 from bcp.telemetry.columns import covered
 from bcp.telemetry.findings import Summary
 from bcp.telemetry.recording import EVENTS, RankRecord, Recording
 from bcp.telemetry.store import decode
 from bcp.telemetry.summary import summary_of, trends_of
+from bcp.testing import FaultyBackend
 
 MIB = 1 << 20
 SLOW = 0.2
@@ -99,6 +103,50 @@ def fail_on(path: Path, guilty: int) -> str:
     except bcp.BcpError as error:
         return type(error).__name__
     return "saved"
+
+
+def fail_once_the_others_have_written(path: Path, marks: Path) -> str:
+    """Let rank 0 fail while the others wait for the commit; rank 1 is so slow that it lists an empty directory.
+
+    Rank 0 puts its own record last, so that nothing else is in the directory then.
+    """
+    rank = dist.get_rank()
+
+    async def fail(part: Any) -> Any:
+        if rank == 0:
+            await until(lambda: len([*marks.glob("written-*")]) == 3)
+            raise ValueError("boom")
+        return part
+
+    def tell(event: bcp.Event) -> None:
+        if isinstance(event, PhaseEvent) and event.phase == "write" and not event.error:
+            (marks / f"written-{rank}").touch()
+
+    async def be_late(_: str) -> None:
+        await until((marks / "ended-1").exists if rank == 0 else lambda: not names(path))
+
+    late = {0: ("put", "telemetry"), 1: ("list", "")}
+    verb, key = late.get(rank, ("list", "none"))
+    backend = FaultyBackend(LocalBackend(path), verb, be_late, key=key)
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", fail)), observe=tell)
+    try:
+        bcp.save(backend, own(rank), options=options)
+    except bcp.BcpError as error:
+        return type(error).__name__
+    finally:
+        (marks / f"ended-{rank}").touch()
+    return "saved"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for other processes."""
+    while not condition():  # noqa: ASYNC110
+        await anyio.sleep(0.001)
+
+
+def names(path: Path) -> list[Path]:
+    """Return all files below a directory."""
+    return [file for file in path.rglob("*") if file.is_file()]
 
 
 def refuse_on_rank_1(path: Path) -> str:
@@ -179,6 +227,20 @@ def test_the_guilty_rank_and_one_more_tell_of_a_failure(
     assert [failure.rank for failure in joined.failures] == [guilty, *(rank for rank in telling if rank != guilty)]
     assert [rank.rank for rank in joined.ranks] == telling
     assert f"Failure of rank {guilty} in phase write, stage mine" in report.text().splitlines()[2]
+
+
+@pytest.mark.dist
+def test_a_rank_tells_of_a_failure_after_rank_0_has_removed_all_files(ranks4: Ranks, tmp_path: Path) -> None:
+    path, marks = tmp_path / "checkpoint", tmp_path / "marks"
+    marks.mkdir()
+    outcomes = ranks4.run(fail_once_the_others_have_written, path, marks)
+    assert outcomes == ["StageError", "PeerError", "PeerError", "PeerError"]
+    (joined,) = bcp.report(path).recordings
+    assert [(failure.rank, failure.guilty, failure.phase) for failure in joined.failures] == [
+        (0, 0, "write"),
+        (1, 0, "commit"),
+    ]
+    assert {file.parent.name for file in names(path)} == {"telemetry"}
 
 
 @pytest.mark.dist
