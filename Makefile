@@ -11,7 +11,7 @@ ifeq ($(origin TORCH), undefined)
 TORCH := $(shell grep '^torch==' constraints.txt)
 PINS := -c constraints.txt
 endif
-# More arguments, as in `make test ARGS='tests/plan -k divide'` or `make bench ARGS='--quick'`.
+# More arguments, as in `make test ARGS='tests/unit/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
 
 VENV := .venv

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +14,12 @@ import torch
 from checkpoints import MIB, entries, equal, files, metadata, model, tensors, train, training
 from ranks import Ranks
 from safetensors import safe_open
+from stranger import read_checkpoint, read_others
 from torch import nn
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
 from bcp.format.layout_file import encode_layout
-
-if "stranger" not in sys.modules:  # it lives beside the format's own tests, and is no part of a package
-    spec = importlib.util.spec_from_file_location("stranger", Path(__file__).parents[1] / "metadata" / "stranger.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["stranger"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["stranger"])
-read_checkpoint, read_others = sys.modules["stranger"].read_checkpoint, sys.modules["stranger"].read_others
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

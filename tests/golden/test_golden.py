@@ -19,8 +19,8 @@ from golden import jobs
 from golden.cases import CASES, FRAMEWORKS, MEGATRON, STORE, codecs_of, copy_in, seeded
 from golden.described import described, text_of
 from golden.expected import DATA, Record, check_plain, flat_bytes, read
-from metadata.stranger import KINDS, read_checkpoint, read_others, read_tables
 from ranks import Ranks
+from stranger import KINDS, read_checkpoint, read_others, read_tables
 
 import bcp
 from bcp.backends import MemoryBackend

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from metadata.stranger import read_checkpoint, read_others
+from stranger import read_checkpoint, read_others
 
 __all__ = ["State", "differences", "hyper", "logical", "same"]
 

@@ -1,6 +1,6 @@
 """Forged checkpoints: structured, random, with valid checksums. Run as a program, it tries as many as it is told to.
 
-python tests/metadata/forging.py COUNT [SEED]
+python tests/unit/format/forging.py COUNT [SEED]
 """
 
 from __future__ import annotations
