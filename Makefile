@@ -34,9 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets,otel,prometheus]'
 	touch $@
 
-test: venv  ## Run the tests: all of them in three processes, those that ARGS chooses in one. Needs root, g++, Java, /dev/fuse.
+test: venv  ## Run all tests, or those that ARGS chooses, in one process more than cores. Needs root, g++, Java, /dev/fuse.
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
-	$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),-n 3)
+	$(BIN)/python -m pytest $(ARGS)
 
 sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages, and compare docs/coverage.md with the results.
 	$(BIN)/python -m pytest -m sweep -n 2 tests/sweep $(ARGS)
@@ -46,10 +46,10 @@ sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
 	$(BIN)/python tests/servers/prepare.py rgw
-	$(BIN)/python -m pytest -m rgw tests/storage $(ARGS)
+	$(BIN)/python -m pytest -m rgw -n 0 tests/storage $(ARGS)
 
 gpu: venv  ## Run the tests that need CUDA devices, and print figures; eight minutes at most.
-	$(BIN)/python -m pytest -m gpu -s tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu -n 0 -s tests/gpu $(ARGS)
 
 check: venv  ## Lint, formatting, types and the layers; changes nothing.
 	$(BIN)/ruff check .

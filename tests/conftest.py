@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ FOLDERS = ("distributed", "frameworks")
 
 BUSY = 2
 """Processes of ``make test`` that run tests with ranks and whole jobs: as many as there are cores."""
+
+MOST = 8
+"""Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
 
 
 class _ByFile(LoadScopeScheduling):
@@ -53,6 +57,22 @@ def _has_ranks(scope: str) -> bool:
     return scope in FOLDERS or re.search(r"mark\.dist|torchrun", (TESTS.parent / scope).read_text()) is not None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run in one process more than cores, unless the command line says ``-n`` or needs one process.
+
+    One file needs one process. So does a debugger, and so do tests whose output is watched (``-s``).
+    """
+    option = config.option
+    if hasattr(config, "workerinput") or getattr(option, "numprocesses", 0) is not None or option.tx:
+        return
+    paths = {Path(each.partition("::")[0]) for each in config.args}
+    one_file = len(paths) == 1 and paths.pop().is_file()
+    if not (one_file or option.usepdb or option.trace or option.capture == "no" or option.collectonly):
+        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST) + 1
+
+
+@pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
     """Let xdist use it, in the order of collection. By itself xdist puts files with few tests last, long ones too."""
     config.option.loadscopereorder = False

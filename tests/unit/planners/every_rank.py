@@ -3,7 +3,9 @@
 Local tensors come from ``distribute_tensor``, whole ones from ``full_tensor``. Both are torch's code, but for the
 all-gather, which puts together the tensors that the ranks pass to it.
 
-``python tests/planners/every_rank.py`` compares them on all meshes of up to 4 dimensions and 12 ranks, for hours.
+As a program it compares them on all meshes of up to 4 dimensions and 12 ranks, for hours::
+
+    PYTHONPATH=tests/support python tests/unit/planners/every_rank.py
 """
 
 from __future__ import annotations

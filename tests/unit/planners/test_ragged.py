@@ -17,10 +17,8 @@ from ragged import (
     Shard,
     StridedRaggedShard,
     cut,
-    plan_uninitialised,
     ragged,
 )
-from ranks import Ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -42,15 +40,6 @@ VESCALE = VeScalePlanner()
 def test_the_stand_in_crashes_where_veScales_placement_does(ask):  # noqa: N802 -- its name
     with pytest.raises(CrashedError):
         ask(RaggedShard((0,), (1, 1)))
-
-
-@pytest.mark.dist
-def test_a_placement_whose_base_was_never_initialised_is_read():
-    process = Ranks(1)  # of its own, as what is wrong ends it
-    try:
-        assert process.run(plan_uninitialised) == [("vescale", [8, 1, 8, 8])]
-    finally:
-        process.close()
 
 
 # -- layouts of veScale's own tests, and the blocks of every rank, by hand --------------------------

@@ -16,7 +16,7 @@ from bcp.planners import PlainPlanner
 from bcp.protocols import States
 from bcp.testing import PlannerSuite
 
-DOCS = Path(__file__).parents[2] / "docs" / "extending.md"
+DOCS = Path(__file__).parents[3] / "docs" / "extending.md"
 
 
 def network(seed: int) -> nn.Module:
