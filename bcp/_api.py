@@ -17,7 +17,7 @@ from bcp._calls import Path, load_call, prepare_call, require_asyncio, save_call
 from bcp._pending import Pending
 from bcp._plain import plain, warn_if_nothing
 from bcp.errors import BcpError
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions
 from bcp.planners import Framework
 from bcp.protocols import Coordinator, States
@@ -45,7 +45,7 @@ async def asave(
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
     task_status: TaskStatus[None] = ...,
-) -> SaveReport: ...
+) -> SaveResult: ...
 @overload
 async def asave(
     path: Path,
@@ -60,7 +60,22 @@ async def asave(
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
     task_status: TaskStatus[None] = ...,
-) -> Pending[SaveReport]: ...
+) -> Pending[SaveResult]: ...
+@overload
+async def asave(
+    path: Path,
+    states: States,
+    *,
+    framework: Framework = ...,
+    role: str | None = ...,
+    async_checkpoint: bool,
+    overwrite: bool | None = ...,
+    progress: bool | None = ...,
+    snapshot: Snapshot = ...,
+    options: SaveOptions | None = ...,
+    coordinator: Coordinator | None = ...,
+    task_status: TaskStatus[None] = ...,
+) -> SaveResult | Pending[SaveResult]: ...
 async def asave(
     path: Path,
     states: States,
@@ -74,48 +89,32 @@ async def asave(
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-) -> SaveReport | Pending[SaveReport]:
+) -> SaveResult | Pending[SaveResult]:
     """Save a checkpoint from a coroutine.
 
-    The call is collective: every rank makes it, in the same order as its other saves and loads. It needs asyncio's
-    event loop; anyio on asyncio will do.
-
-    It returns when the checkpoint is committed and durable. A save that fails, is cancelled or is killed leaves an
-    older checkpoint at the same path unchanged.
+    The call is collective, as :func:`save`, whose arguments, promises and errors it has. It needs asyncio's event loop;
+    anyio on asyncio will do. It returns when the checkpoint is committed and durable.
 
     Args:
-        path: a directory, a URL, or a :class:`~bcp.protocols.Backend`.
-        states: ``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``, any subset. Values are
-            modules, optimizers, or nested dicts of tensors. Pass model and optimizer together: the names of optimizer
-            states come from the model.
-        framework: name of the training framework, a :class:`~bcp.protocols.Planner`, or None to detect it.
-        role: name of one of several models under one path, as in ``"actor"`` and ``"critic"``.
-        async_checkpoint: return a :class:`~bcp.Pending` once the snapshot is safe. Storage is written in the
-            background, on bcp's own event loop. :func:`bcp.save_async` is the same from ordinary code.
-        overwrite: replace a committed checkpoint at ``path`` atomically. Overrides ``options.overwrite``.
-        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
-        snapshot: ``"lazy"`` with ``async_checkpoint=True``: return at once and copy while forward and backward run.
-            The optimizer's next step waits for the copy. Overrides ``options.snapshot``.
-        options: options of the job's saves.
-        coordinator: agreement between the ranks. None: a tree over the default process group, or one rank alone.
+        path: as for :func:`save`.
+        states: as for :func:`save`.
+        framework: as for :func:`save`.
+        role: as for :func:`save`.
+        async_checkpoint: return a :class:`~bcp.Pending` once the snapshot is safe.
+        overwrite: as for :func:`save`.
+        progress: as for :func:`save`.
+        snapshot: as for :func:`save`.
+        options: as for :func:`save`.
+        coordinator: as for :func:`save`.
         task_status: for ``await tg.start(partial(bcp.asave, path, states))``, which returns once the snapshot is safe.
 
     Returns:
         The figures of the save on this rank, or the :class:`~bcp.Pending` save.
 
-    Raises:
-        InputError: states, options or path cannot be saved (:class:`StateError`, :class:`StateChangedError`); nothing
-            has been written. The other ranks raise :class:`PeerError` at once.
-        ExistsError: a committed checkpoint is at ``path`` and ``overwrite`` is not set; nothing has been written.
-        CoverageError: the ranks' shards of a tensor leave a gap or overlap; nothing has been written.
-        StageError: a stage failed; names stage and item.
-        StorageError: storage failed.
-        PeerError: another rank failed, died or fell silent.
-
     Example::
 
-        report = await bcp.asave("ckpt/step-200", states)
-        print(report.nbytes, report.seconds)
+        result = await bcp.asave("ckpt/step-200", states)
+        print(result.nbytes, result.seconds)
 
     """
     try:
@@ -153,52 +152,16 @@ async def aload(
     progress: bool | None = None,
     options: LoadOptions | None = None,
     coordinator: Coordinator | None = None,
-) -> LoadReport:
+) -> LoadResult:
     """Load a checkpoint of any parallel layout into live states, from a coroutine.
 
-    The call is collective, as :func:`asave`. Tensors are filled in place. Optimizer states that do not exist yet are
-    created, which changes no parameter and no hyper-parameter. Values that are not tensors are set when every rank has
-    all its tensors.
-
-    Args:
-        path: the path of the save.
-        states: the same kinds as for :func:`asave`; any subset of those that were saved.
-        framework: as for :func:`asave`.
-        role: as for :func:`asave`.
-        strict: names must be the same in checkpoint and states, and the checkpoint must have all keys of
-            ``extra_states`` and ``dataloader``. Overrides ``options.strict``.
-        overlap_loading: ranks that need the same bytes share the reading. Overrides ``options.overlap_loading``.
-        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
-        options: options of the job's loads.
-        coordinator: as for :func:`asave`.
-
-    Returns:
-        The figures of the load on this rank.
-
-    Raises:
-        InputError: an argument cannot be used; the target has not been touched. The other ranks raise
-            :class:`PeerError` at once.
-        NotACheckpointError: nothing that bcp wrote is at ``path``.
-        UncommittedError: a save began there and never committed.
-        FormatVersionError: the format is of another version.
-        MismatchError: names, shapes or dtypes differ (:class:`FqnMismatchError`, :class:`ShapeMismatchError`,
-            :class:`DtypeMismatchError`); the target has not been touched. Hyper-parameters that were saved as tensors,
-            and values of targets that share memory, are compared while they are loaded. A note then says that the
-            target is half loaded.
-        StateError: a leaf cannot be loaded into, as a tensor that has an element twice; the target has not been
-            touched.
-        CorruptError: stored bytes are not those that were saved; a note says if the target is half loaded.
-        MissingCodecError: the checkpoint needs a codec that ``options.codecs`` lacks.
-        StageError: a stage failed; names stage and item.
-        PeerError: another rank failed, died or fell silent.
-
-    Warns:
-        NothingLoadedWarning: with ``strict=False``, none of the names of a kind is in the checkpoint.
+    The call is collective, as :func:`load`, whose arguments, promises, results and errors it has. It needs asyncio's
+    event loop.
 
     Example::
 
-        report = await bcp.aload("ckpt/step-100", states)
-        print(report.read_nbytes, report.seconds)
+        result = await bcp.aload("ckpt/step-100", states)
+        print(result.read_nbytes, result.seconds)
 
     """
     try:
@@ -214,11 +177,11 @@ async def aload(
             overlap_loading=overlap_loading,
             progress=progress,
         )
-        report = await call.run()
+        result = await call.run()
     except BcpError as error:
         raise plain(error) from error.__cause__
-    warn_if_nothing(report, 2)
-    return report
+    warn_if_nothing(result, 2)
+    return result
 
 
 async def aprepare(
@@ -230,7 +193,7 @@ async def aprepare(
 ) -> Pending[None]:
     """Make the first asynchronous save of these states as fast as the later ones, from a coroutine.
 
-    The call is collective, as :func:`asave`. It does the one-time work of a first save: the ranks agree on a plan
+    The call is collective, as :func:`save`. It does the one-time work of a first save: the ranks agree on a plan
     (paper sec. 4.1), and this rank allocates and touches its staging memory. It writes nothing.
 
     It returns after some milliseconds, when the layout of this rank's state is known. The rest goes on in the
@@ -239,10 +202,10 @@ async def aprepare(
     Call it when the optimizer has its states, after the first step or a load. A state without them has another layout.
 
     Args:
-        states: the states of the saves to come, as for :func:`asave`.
-        framework: as for :func:`asave`.
+        states: the states of the saves to come, as for :func:`save`.
+        framework: as for :func:`save`.
         options: options of the saves to come; with ``budget_bytes``, only so much memory is prepared.
-        coordinator: as for :func:`asave`.
+        coordinator: as for :func:`save`.
 
     Returns:
         The preparation, which is not waited for.
@@ -256,7 +219,7 @@ async def aprepare(
 
         await bcp.aprepare(states)
         pending = await bcp.asave("ckpt/step-200", states, async_checkpoint=True)
-        report = await pending
+        result = await pending
 
     """
     try:
@@ -285,7 +248,7 @@ def save(
     snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
-) -> SaveReport: ...
+) -> SaveResult: ...
 @overload
 def save(
     path: Path,
@@ -299,7 +262,21 @@ def save(
     snapshot: Snapshot = ...,
     options: SaveOptions | None = ...,
     coordinator: Coordinator | None = ...,
-) -> Pending[SaveReport]: ...
+) -> Pending[SaveResult]: ...
+@overload
+def save(
+    path: Path,
+    states: States,
+    *,
+    framework: Framework = ...,
+    role: str | None = ...,
+    async_checkpoint: bool,
+    overwrite: bool | None = ...,
+    progress: bool | None = ...,
+    snapshot: Snapshot = ...,
+    options: SaveOptions | None = ...,
+    coordinator: Coordinator | None = ...,
+) -> SaveResult | Pending[SaveResult]: ...
 def save(
     path: Path,
     states: States,
@@ -312,16 +289,46 @@ def save(
     snapshot: Snapshot = None,
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
-) -> SaveReport | Pending[SaveReport]:
+) -> SaveResult | Pending[SaveResult]:
     """Save a checkpoint from ordinary code, from a notebook, or inside a running event loop, which it blocks.
 
-    It returns when the checkpoint is committed and durable. Ctrl-C cancels the save, and nothing is committed. With
-    ``async_checkpoint=True`` it is :func:`save_async`. Arguments and errors are those of :func:`asave`.
+    The call is collective: every rank makes it, in the same order as its other saves and loads.
+
+    It returns when the checkpoint is committed and durable. A save that fails, is cancelled or is killed leaves an
+    older checkpoint at the same path unchanged. Ctrl-C cancels the save, and nothing is committed.
+
+    Args:
+        path: a directory, a URL, or a :class:`~bcp.protocols.Backend`.
+        states: ``{"model": ..., "optimizer": ..., "dataloader": ..., "extra_states": ...}``, any subset. Values are
+            modules, optimizers, or nested dicts of tensors. Pass model and optimizer together: the names of optimizer
+            states come from the model.
+        framework: name of the training framework, a :class:`~bcp.protocols.Planner`, or None to detect it.
+        role: name of one of several models under one path, as in ``"actor"`` and ``"critic"``.
+        async_checkpoint: return a :class:`~bcp.Pending` once the snapshot is safe. Storage is written in the
+            background, on bcp's own event loop. :func:`save_async` is the same call.
+        overwrite: replace a committed checkpoint at ``path`` atomically. Overrides ``options.overwrite``.
+        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
+        snapshot: ``"lazy"`` with ``async_checkpoint=True``: return at once and copy while forward and backward run.
+            The optimizer's next step waits for the copy. Overrides ``options.snapshot``.
+        options: options of the job's saves.
+        coordinator: agreement between the ranks. None: a tree over the default process group, or one rank alone.
+
+    Returns:
+        The figures of the save on this rank, or the :class:`~bcp.Pending` save.
+
+    Raises:
+        InputError: states, options or path cannot be saved (:class:`StateError`, :class:`StateChangedError`); nothing
+            has been written. The other ranks raise :class:`PeerError` at once.
+        ExistsError: a committed checkpoint is at ``path`` and ``overwrite`` is not set; nothing has been written.
+        CoverageError: the ranks' shards of a tensor leave a gap or overlap; nothing has been written.
+        StageError: a stage failed; names stage and item.
+        StorageError: storage failed.
+        PeerError: another rank failed, died or fell silent.
 
     Example::
 
-        report = bcp.save("ckpt/step-200", states)
-        print(report.nbytes, report.seconds)
+        result = bcp.save("ckpt/step-200", states)
+        print(result.nbytes, result.seconds)
 
     """
     if async_checkpoint:
@@ -365,19 +372,19 @@ def save_async(
     snapshot: Snapshot = None,
     options: SaveOptions | None = None,
     coordinator: Coordinator | None = None,
-) -> Pending[SaveReport]:
+) -> Pending[SaveResult]:
     """Save a checkpoint in the background, from ordinary code.
 
     It blocks until the snapshot is safe: training may then change the states. A save without a waiter is finished
-    before the process exits. Arguments and errors are those of :func:`asave`; the :class:`~bcp.Pending` raises errors
-    of the background. ``bcp.save(..., async_checkpoint=True)`` is the same call, in the paper's spelling.
+    before the process exits. Arguments and errors are those of :func:`save`; the :class:`~bcp.Pending` raises errors of
+    the background. ``bcp.save(..., async_checkpoint=True)`` is the same call, in the paper's spelling.
 
     Example::
 
         pending = bcp.save_async("ckpt/step-200", states)
         model(torch.rand(2, 8)).sum().backward()
         optimizer.step()  # the checkpoint has the weights from before this step
-        report = pending.wait()
+        result = pending.wait()
 
     """
     try:
@@ -412,12 +419,51 @@ def load(
     progress: bool | None = None,
     options: LoadOptions | None = None,
     coordinator: Coordinator | None = None,
-) -> LoadReport:
-    """Load a checkpoint into live states, from ordinary code. Arguments and errors are those of :func:`aload`.
+) -> LoadResult:
+    """Load a checkpoint of any parallel layout into live states, from ordinary code.
+
+    The call is collective, as :func:`save`. Tensors are filled in place. Optimizer states that do not exist yet are
+    created, which changes no parameter and no hyper-parameter. Values that are not tensors are set when every rank has
+    all its tensors.
+
+    Args:
+        path: the path of the save.
+        states: the same kinds as for :func:`save`; any subset of those that were saved.
+        framework: as for :func:`save`.
+        role: as for :func:`save`.
+        strict: names must be the same in checkpoint and states, and the checkpoint must have all keys of
+            ``extra_states`` and ``dataloader``. Overrides ``options.strict``.
+        overlap_loading: ranks that need the same bytes share the reading. Overrides ``options.overlap_loading``.
+        progress: draw a progress bar on rank 0. Overrides ``options.progress``.
+        options: options of the job's loads.
+        coordinator: as for :func:`save`.
+
+    Returns:
+        The figures of the load on this rank.
+
+    Raises:
+        InputError: an argument cannot be used; the target has not been touched. The other ranks raise
+            :class:`PeerError` at once.
+        NotACheckpointError: nothing that bcp wrote is at ``path``.
+        UncommittedError: a save began there and never committed.
+        FormatVersionError: the format is of another version.
+        MismatchError: names, shapes or dtypes differ (:class:`FqnMismatchError`, :class:`ShapeMismatchError`,
+            :class:`DtypeMismatchError`); the target has not been touched. Hyper-parameters that were saved as tensors,
+            and values of targets that share memory, are compared while they are loaded. A note then says that the
+            target is half loaded.
+        StateError: a leaf cannot be loaded into, as a tensor that has an element twice; the target has not been
+            touched.
+        CorruptError: stored bytes are not those that were saved; a note says if the target is half loaded.
+        MissingCodecError: the checkpoint needs a codec that ``options.codecs`` lacks.
+        StageError: a stage failed; names stage and item.
+        PeerError: another rank failed, died or fell silent.
+
+    Warns:
+        NothingLoadedWarning: with ``strict=False``, none of the names of a kind is in the checkpoint.
 
     Example::
 
-        report = bcp.load("ckpt/step-100", states)
+        result = bcp.load("ckpt/step-100", states)
         bcp.load("ckpt/step-100", {"model": model})  # a subset
 
     """
@@ -433,11 +479,11 @@ def load(
             overlap_loading=overlap_loading,
             progress=progress,
         )
-        report = _bridge.run(call.run)
+        result = _bridge.run(call.run)
     except BcpError as error:
         raise plain(error) from error.__cause__
-    warn_if_nothing(report, 2)
-    return report
+    warn_if_nothing(result, 2)
+    return result
 
 
 def prepare(
@@ -455,7 +501,7 @@ def prepare(
 
         bcp.prepare(states)
         pending = bcp.save_async("ckpt/step-200", states)
-        report = pending.wait()
+        result = pending.wait()
 
     """
     try:

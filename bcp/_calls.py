@@ -23,7 +23,7 @@ from bcp.backends.local import absolute
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
 from bcp.planners import Framework
@@ -108,7 +108,7 @@ def save_call(
     permit: Permit | None = None,
     metrics: Mapping[str, float] | None = None,
     **overrides: object,
-) -> SaveCall[SaveReport]:
+) -> SaveCall[SaveResult]:
     """Take this rank's place in a save. Raises only if there is no way to tell the other ranks."""
     ranks = coordinator_for(given)
 
@@ -116,7 +116,7 @@ def save_call(
         chosen = with_overrides(SaveOptions, options, overrides)
         return _check_save("save", path, states, framework, role, chosen, ranks, background=background)
 
-    async def work(job: SaveJob) -> SaveReport:
+    async def work(job: SaveJob) -> SaveResult:
         return await asave(replace(job, permit=permit, metrics=metrics or {}))
 
     return _save_call(_take_place(ranks, "begin", options, check), work)
@@ -145,7 +145,7 @@ def load_call(
     options: LoadOptions | None,
     given: Coordinator | None,
     **overrides: object,
-) -> LoadCall[LoadReport]:
+) -> LoadCall[LoadResult]:
     """Take this rank's place in a load. Raises only if there is no way to tell the other ranks."""
     ranks = coordinator_for(given)
 
@@ -165,7 +165,7 @@ def load_call(
 
     place = _take_place(ranks, "open", options, check)
 
-    async def run() -> LoadReport:
+    async def run() -> LoadResult:
         return await _watched(await place.job(), aload)
 
     return LoadCall(place.name, run)
@@ -189,9 +189,9 @@ def _save_call(place: _Place[SaveJob], work: Callable[[SaveJob], Awaitable[T]]) 
 async def _watched(job: J, work: Callable[[J], Awaitable[T]]) -> T:
     """Do the work of a job on the caller's device, followed by its watch."""
     with with_thread_setup(job.caller.enter), job.watch.running():
-        report = await work(job)
-        job.watch.report = report if isinstance(report, SaveReport | LoadReport) else None
-        return report
+        result = await work(job)
+        job.watch.result = result if isinstance(result, SaveResult | LoadResult) else None
+        return result
 
 
 def _take_place(ranks: Coordinator, step: str, options: object, check: Callable[[], _Checked[J]]) -> _Place[J]:

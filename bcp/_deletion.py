@@ -88,7 +88,7 @@ async def pause(policy: RetryPolicy | None, number: int) -> None:
     """Wait before try ``number``: not before the first one, 0, and longer before each further one."""
     policy = policy or RetryPolicy()
     if number:
-        await anyio.sleep(min(policy.first_pause * 2 ** (number - 1), policy.longest_pause))
+        await anyio.sleep(min(policy.first_pause_seconds * 2 ** (number - 1), policy.longest_pause_seconds))
 
 
 async def read_committed(backend: Backend, policy: RetryPolicy | None = None) -> Committed:

@@ -29,7 +29,7 @@ class Pending(Generic[T]):
             optimizer.step()  # leaving the block waits for the save
 
         pending = bcp.save_async("ckpt/step-300", states)
-        report = pending.wait(timeout=600)
+        result = pending.wait(timeout=600)
         assert pending.done()
 
     """
@@ -42,7 +42,7 @@ class Pending(Generic[T]):
         return f"<Pending {self._background.name}: {state}>"
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the checkpoint is committed, and return the report.
+        """Block until the checkpoint is committed, and return the result.
 
         Args:
             timeout: seconds to wait; None for no limit.

@@ -13,7 +13,7 @@ from bcp.errors import (
     NothingLoadedWarning,
     PeerError,
 )
-from bcp.events import LoadReport
+from bcp.events import LoadResult
 
 __all__ = ["plain", "warn_if_nothing"]
 
@@ -34,19 +34,19 @@ def plain(error: BcpError) -> BcpError:
     return error.with_traceback(None) if isinstance(error, SAYS_ALL) else error
 
 
-def warn_if_nothing(report: LoadReport, stacklevel: int) -> None:
+def warn_if_nothing(result: LoadResult, stacklevel: int) -> None:
     """Warn of each kind without a loaded tensor.
 
     Args:
-        report: of the load.
+        result: of the load.
         stacklevel: as ``warnings.warn`` takes it, seen from the caller of this function.
 
     """
-    for kind in report.unmatched:
+    for kind in result.unmatched:
         warnings.warn(
-            f"nothing of {kind!r} was loaded from {report.path} on rank {report.rank}: the checkpoint has none of the "
-            f"names that the target wants ({len(report.missing)} missing, {len(report.unexpected)} unexpected); see "
-            "report.missing and report.unexpected, or pass strict=True to make this an error",
+            f"nothing of {kind!r} was loaded from {result.path} on rank {result.rank}: the checkpoint has none of the "
+            f"names that the target wants ({len(result.missing)} missing, {len(result.unexpected)} unexpected); see "
+            "result.missing and result.unexpected, or pass strict=True to make this an error",
             NothingLoadedWarning,
             stacklevel=stacklevel + 1,
         )

@@ -21,7 +21,7 @@ from bcp._deletion import delete_unnamed
 from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
-from bcp.events import LoadReport, SaveReport, ignore, observed_by
+from bcp.events import LoadResult, SaveResult, ignore, observed_by
 from bcp.format.metadata import METADATA_KEY
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS
@@ -88,19 +88,19 @@ class Record:
             elif job.rank == 0 and failed_phase(job.watch) == "commit":  # all ranks have written their files
                 self._is_gone = not await job.backend.list()
 
-    async def share(self, agreement: Agreement, report: SaveReport | LoadReport) -> None:
+    async def share(self, agreement: Agreement, result: SaveResult | LoadResult) -> None:
         """Give rank 0 this rank's record. Call it as the last of all steps, when the operation has succeeded."""
         self._is_settled = True
         if self._job.options.record is False:
             return
         with anyio.move_on_after(SHARE_SECONDS):
-            await agreement.gather_broadcast("telemetry", await self._packed(report), self._take)
+            await agreement.gather_broadcast("telemetry", await self._packed(result), self._take)
 
-    async def _packed(self, report: SaveReport | LoadReport) -> bytes:
+    async def _packed(self, result: SaveResult | LoadResult) -> bytes:
         """Return this rank's record; empty if it cannot be made."""
         job = self._job
         try:
-            return await in_thread(lambda: packed(job.watch, _place(job), _local_rank(), figures_of(report)))
+            return await in_thread(lambda: packed(job.watch, _place(job), _local_rank(), figures_of(result)))
         except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
             log.info("a rank was not recorded", path=job.path, rank=job.rank, error=repr(error))
             return b""

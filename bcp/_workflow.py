@@ -13,7 +13,7 @@ from bcp._agree import any_rank, capture_error, collective_operation, unwrap_sta
 from bcp._job import LoadJob, SaveJob
 from bcp._record import Record, recorded
 from bcp.errors import InputError
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.format.metadata import Metadata
 from bcp.options import Graph
 from bcp.pipeline import Pipeline, run_while_opening
@@ -34,7 +34,7 @@ __all__ = ["aload", "aprepare", "asave"]
 
 
 @collect_failure_garbage()
-async def asave(job: SaveJob) -> SaveReport:
+async def asave(job: SaveJob) -> SaveResult:
     """Plan, divide, run the graph, commit (paper Fig. 5). The checkpoint exists when this returns, or not at all."""
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with (
@@ -62,9 +62,9 @@ async def asave(job: SaveJob) -> SaveReport:
             with job.watch.phase("commit"):
                 all_nbytes = await saving.commit_save(agreement, planned, job.rank, written, undo)
             job.watch.all_nbytes = all_nbytes
-            report = saving.report(job, held, opening, receipt, items, snapshot)
-            await record.share(agreement, report)
-    return report
+            result = saving.result(job, held, opening, receipt, items, snapshot)
+            await record.share(agreement, result)
+    return result
 
 
 async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
@@ -131,12 +131,12 @@ class _LoadedTensors:
     reading: loading.LoadPlan
     context: LoadContext
 
-    def report(self, job: LoadJob) -> LoadReport:
-        return loading.report(job, self.metadata, self.wanted, self.reading, self.context)
+    def result(self, job: LoadJob) -> LoadResult:
+        return loading.result(job, self.metadata, self.wanted, self.reading, self.context)
 
 
 @collect_failure_garbage()
-async def aload(job: LoadJob) -> LoadReport:
+async def aload(job: LoadJob) -> LoadResult:
     """Open, intersect, share the reading, run the graph, agree that all is there (paper sec. 3.3, steps 1 to 6)."""
     async with job.opened, recorded(job) as record:
         async with record.forgiving(job.operation) as agreement:
@@ -144,10 +144,10 @@ async def aload(job: LoadJob) -> LoadReport:
             while loaded is None:  # a save may replace the checkpoint during the load, and delete its files
                 loaded = await _load_once(job, agreement, record, is_last=restarts == loading.RESTARTS)
                 restarts += 1
-            await record.share(agreement, loaded.report(job))
+            await record.share(agreement, loaded.result(job))
         with loading.say_if_half_loaded(loaded.context), job.watch.phase("finish"):
             await in_thread(loading.put_values, job, loaded.wanted)
-        return loaded.report(job)
+        return loaded.result(job)
 
 
 async def _load_once(job: LoadJob, agreement: Agreement, record: Record, *, is_last: bool) -> _LoadedTensors | None:

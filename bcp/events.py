@@ -1,4 +1,4 @@
-"""Events of saves and loads as frozen data, the way to their observer, and the reports at the end."""
+"""Events of saves and loads as frozen data, the way to their observer, and the results at the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = [
     "PHASES",
     "BudgetEvent",
     "Event",
-    "LoadReport",
+    "LoadResult",
     "Observer",
     "PhaseEvent",
     "RequestEvent",
     "RetryEvent",
-    "SaveReport",
+    "SaveResult",
     "StageEvent",
     "StageStart",
     "Status",
@@ -206,7 +206,7 @@ def told(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
+class SaveResult:
     """The figures of one save on one rank.
 
     Attributes:
@@ -218,8 +218,8 @@ class SaveReport:
         state_nbytes: bytes of the tensors that this rank holds, replicas included.
         dedup_saved_bytes: bytes that this rank holds and did not have to write, because another replica did.
         seconds: from the call until the checkpoint was committed.
-        blocking_seconds: from the call until training could go on, with ``async_checkpoint=True``. Without it, training
-            waits for all of ``seconds``.
+        blocking_seconds: from the call until training could go on, in a background save. Without it, training waits for
+            all of ``seconds``.
         step_wait_seconds: how long optimizer steps waited for a lazy snapshot, in addition.
         stage_seconds: wall seconds from the first start to the last end of each stage.
         budget_wait_seconds: how long parts waited for staging memory; 0.0 unless the budget is below the state.
@@ -232,8 +232,8 @@ class SaveReport:
 
     Example::
 
-        report = bcp.save("ckpt/step-200", states)
-        print(f"{report.nbytes} bytes in {report.seconds:.1f} s; stages: {dict(report.stage_seconds)}")
+        result = bcp.save("ckpt/step-200", states)
+        print(f"{result.nbytes} bytes in {result.seconds:.1f} s; stages: {dict(result.stage_seconds)}")
 
     """
 
@@ -263,7 +263,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
+class LoadResult:
     """The figures of one load on one rank.
 
     Attributes:
@@ -290,8 +290,8 @@ class LoadReport:
 
     Example::
 
-        report = bcp.load("ckpt/step-100", states)
-        print(f"{report.nbytes} bytes loaded, {report.read_nbytes} read, {report.received_nbytes} received")
+        result = bcp.load("ckpt/step-100", states)
+        print(f"{result.nbytes} bytes loaded, {result.read_nbytes} read, {result.received_nbytes} received")
 
     """
 

@@ -1,11 +1,12 @@
 """The door for third parties: stages, codecs, backends, planners, dataloaders, coordinators and observers.
 
 A class that has the methods of a protocol is enough; nothing has to be inherited from. ``docs/extending.md`` builds one
-of each with these names only. ``bcp.testing`` has a conformance suite for backends, planners and coordinators.
+of each with these names and those of ``bcp`` only; no name is in both. ``bcp.testing`` has a conformance suite for
+backends, planners and coordinators.
 
 **Stages** see every part of a save or load: :class:`Stage` is a named async function, :func:`tee` lets several stages
-see each item, and :class:`Pipeline` is the graph that ``SaveOptions(edit=...)`` gets and returns. A stage behind
-``d2h`` gets a :class:`HostPart`. A stage calls blocking code by :func:`in_thread`.
+see each item, and :class:`Pipeline` is the graph that ``SaveOptions(edit=...)`` gets and returns, a :data:`Graph`. A
+stage behind ``d2h`` gets a :class:`HostPart`. A stage calls blocking code by :func:`in_thread`.
 
 **Codecs** change bytes on their way to storage and back: :class:`Codec`.
 
@@ -17,7 +18,7 @@ is for storage without versions of its own, and :func:`flat_view` returns the by
 
 **Planners** read the state of a training framework: :class:`Planner`. It returns :class:`LocalShards` to save and
 :class:`LoadTargets` to load: tensors, and a :class:`ShardTable` of one :class:`ShardRow` each, with the
-:class:`TensorMeta` of its tensor and a :class:`Box` of it. A load tells it the :class:`CheckpointNames`.
+:class:`TensorMeta` of its tensor and a :class:`bcp.Box` of it. A load tells it the :class:`CheckpointNames`.
 :class:`Refused` has entries that a module does not take back. :func:`register_planner` makes a planner known as
 ``framework=name``.
 
@@ -27,7 +28,8 @@ is for storage without versions of its own, and :func:`flat_view` returns the by
 :data:`REFUSED` names an operation whose arguments were refused. :class:`FailureReporter` is optional.
 
 **Observers** get every :data:`Event` of one save or load: an :data:`Observer` is the function for
-``SaveOptions(observe=...)``.
+``SaveOptions(observe=...)``. Events are :class:`PhaseEvent`, :class:`StageStart`, :class:`StageEvent`,
+:class:`BudgetEvent`, :class:`RequestEvent` and :class:`RetryEvent`.
 
 Example::
 
@@ -43,9 +45,18 @@ Example::
 
 from bcp.backends import register as register_backend
 from bcp.backends.keys import Tiling, check_key, content_version
-from bcp.events import Event, Observer
+from bcp.events import (
+    BudgetEvent,
+    Event,
+    Observer,
+    PhaseEvent,
+    RequestEvent,
+    RetryEvent,
+    StageEvent,
+    StageStart,
+)
+from bcp.options import Graph
 from bcp.pipeline import Pipeline, Stage, tee
-from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.planners import register as register_planner
@@ -77,7 +88,7 @@ __all__ = [
     "REFUSED",
     "Agreement",
     "Backend",
-    "Box",
+    "BudgetEvent",
     "CheckpointNames",
     "Codec",
     "Coordinator",
@@ -85,20 +96,26 @@ __all__ = [
     "Event",
     "FailureReporter",
     "FolderLister",
+    "Graph",
     "HostPart",
     "LoadTargets",
     "LocalShards",
     "ObjectInfo",
     "Observer",
     "PartWriter",
+    "PhaseEvent",
     "Pipeline",
     "Planner",
     "Refused",
+    "RequestEvent",
+    "RetryEvent",
     "ScatterReader",
     "ShardRow",
     "ShardTable",
     "ShardedState",
     "Stage",
+    "StageEvent",
+    "StageStart",
     "Sweeper",
     "TensorMeta",
     "Tiling",

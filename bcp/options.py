@@ -114,8 +114,8 @@ class SaveOptions:
             are seen if they change a byte of a sample. The sample of a tensor has 2 to 64 blocks of 64 bytes, evenly
             spaced. An optimizer step is seen; a write to a few rows of a large tensor may go unseen. False: nothing is
             compared.
-        trust: pickle objects of any class in extra states, dataloader states and values. The load then needs
-            ``LoadOptions(trust=True)``. Without it such an object is a :class:`~bcp.errors.StateError`.
+        allow_pickle: pickle objects of any class in extra states, dataloader states and values. The load then needs
+            ``LoadOptions(allow_pickle=True)``. Without it such an object is a :class:`~bcp.errors.StateError`.
         storage_options: for the file system of a URL, by the names that fsspec and its packages give them, as in
             ``{"endpoint_url": ...}``. Environment variables and configuration files of these count without them. They
             may be secret, so they are shown nowhere.
@@ -150,7 +150,7 @@ class SaveOptions:
     timeout: float = field(default_factory=_timeout)
     replicas: Literal["warn", "error", "ignore"] = "warn"
     guard: bool = True
-    trust: bool = False
+    allow_pickle: bool = False
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
     record: bool = field(default_factory=_record)
@@ -158,7 +158,7 @@ class SaveOptions:
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
-        _true_or_false(self, "overwrite", "progress", "guard", "trust", "record")
+        _true_or_false(self, "overwrite", "progress", "guard", "allow_pickle", "record")
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
         _functions(self)
@@ -196,8 +196,8 @@ class LoadOptions:
             leaves the tensor out. Optimizer states and hyper-parameters follow. The same on every rank.
         cast: convert dtypes that differ. False: a different dtype is an error.
         verify: check the checksum of every block that is read.
-        trust: unpickle objects of any class, which may run code. Only for checkpoints that you wrote, with
-            ``SaveOptions(trust=True)``.
+        allow_pickle: unpickle objects of any class, which may run code. Only for checkpoints that you wrote, with
+            ``SaveOptions(allow_pickle=True)``.
         progress: draw a progress bar on rank 0 (needs ``bcp-checkpoint[cli]``).
         edit: takes the load graph and returns the one to run. The stages are ``read``, ``deserialize``,
             ``h2d`` and ``exchange``.
@@ -238,7 +238,7 @@ class LoadOptions:
     rename: Rename = None
     cast: bool = False
     verify: bool = True
-    trust: bool = False
+    allow_pickle: bool = False
     progress: bool = False
     edit: Callable[[Graph], Graph] = unchanged
     codecs: Sequence[Codec] = ()
@@ -256,7 +256,7 @@ class LoadOptions:
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
-        _true_or_false(self, "strict", "overlap_loading", "cast", "verify", "trust", "progress")
+        _true_or_false(self, "strict", "overlap_loading", "cast", "verify", "allow_pickle", "progress")
         if self.record is not None:
             _true_or_false(self, "record")
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
@@ -300,10 +300,12 @@ def _functions(options: SaveOptions | LoadOptions) -> None:
         if not callable(getattr(options, name)):
             raise InputError(f"{name}={getattr(options, name)!r} cannot be called; pass a function, or leave it out")
     if not isinstance(options.codecs, Iterable) or isinstance(options.codecs, str | bytes | Mapping):
-        raise InputError(f"codecs={options.codecs!r} is no sequence; pass a list of bcp.Codec, [] for none")
+        raise InputError(f"codecs={options.codecs!r} is no sequence; pass a list of bcp.extend.Codec, [] for none")
     for codec in options.codecs:
         if not isinstance(codec, Codec):
-            raise InputError(f"codecs has {codec!r}, which is no bcp.Codec; pass bcp.Codec(name, encode, decode)")
+            raise InputError(
+                f"codecs has {codec!r}, which is no bcp.extend.Codec; pass bcp.extend.Codec(name, encode, decode)"
+            )
     if options.step is not None and not _is_whole(options.step):
         raise InputError(f"step={options.step!r} is no whole number; pass the number of the step, or None")
 

@@ -441,43 +441,45 @@ class RetryPolicy:
     """How often, how long and how many requests are made.
 
     Attributes:
-        deadline: seconds after which a request that has failed so far is not made again.
-        attempt: seconds that one attempt may take, and a second more for each MiB that it moves.
-        first_pause: seconds before the second attempt, at most; doubles with each further one. The pause itself is
+        deadline_seconds: time after which a request that has failed so far is not made again.
+        attempt_seconds: time that one attempt may take, and a second more for each MiB that it moves.
+        first_pause_seconds: time before the second attempt, at most; doubles with each further one. The pause itself is
             random, so that a thousand ranks do not come back together.
-        longest_pause: most seconds of a pause, unless the server asks for more.
+        longest_pause_seconds: the longest pause, unless the server asks for more.
         allowance: attempts beyond the first ones that all requests of a backend may make together; every ten
             successes add one. A store that fails more often than that is broken, and more requests would not mend it.
         requests: requests at a time. Half as many whenever the server says that it is busy, and one more again for
             each round of successes.
-        hedge: seconds after which a read is also asked for a second time, and the first answer counts; None for never.
+        hedge_seconds: time after which a read is also asked for a second time, and the first answer counts; None for
+            never.
         on_retry: called with a :class:`~bcp.events.RetryEvent` before each pause, on the event loop.
 
     Example::
 
-        policy = bcp.RetryPolicy(deadline=60.0, hedge=2.0, on_retry=print)
+        policy = bcp.RetryPolicy(deadline_seconds=60.0, hedge_seconds=2.0, on_retry=print)
         options = bcp.SaveOptions(retries=policy)
 
     """
 
-    deadline: float = 300.0
-    attempt: float = 30.0
-    first_pause: float = 0.2
-    longest_pause: float = 15.0
+    deadline_seconds: float = 300.0
+    attempt_seconds: float = 30.0
+    first_pause_seconds: float = 0.2
+    longest_pause_seconds: float = 15.0
     allowance: int = 200
     requests: int = 32
-    hedge: float | None = None
+    hedge_seconds: float | None = None
     on_retry: Callable[[RetryEvent], None] = ignore
 
     def __post_init__(self) -> None:
-        for name in ("deadline", "attempt", "first_pause", "longest_pause", "requests"):
+        for name in ("deadline_seconds", "attempt_seconds", "first_pause_seconds", "longest_pause_seconds", "requests"):
             value = getattr(self, name)
             if not (_is_number(value) and value > 0):
                 raise InputError(f"RetryPolicy({name}={value!r}) must be positive: pass a number")
-        hedge = 1 if self.hedge is None else self.hedge
+        hedge = 1 if self.hedge_seconds is None else self.hedge_seconds
         if not (_is_number(self.allowance) and self.allowance >= 0 and _is_number(hedge) and hedge > 0):
             raise InputError(
-                f"RetryPolicy(allowance={self.allowance!r}, hedge={self.hedge!r}) must not be negative: pass numbers"
+                f"RetryPolicy(allowance={self.allowance!r}, hedge_seconds={self.hedge_seconds!r}) must not be "
+                "negative: pass numbers"
             )
         if not callable(self.on_retry):
             raise InputError(f"RetryPolicy(on_retry={self.on_retry!r}) cannot be called; pass a function of one event")
@@ -579,7 +581,7 @@ class Codec:
 
         import zlib
 
-        codec = bcp.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)
+        codec = bcp.extend.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)
         bcp.save("ckpt/step-200", states, options=bcp.SaveOptions(codecs=[codec]))
         bcp.load("ckpt/step-200", states, options=bcp.LoadOptions(codecs=[codec]))
 

@@ -43,9 +43,9 @@ STOPPED = 143
 RUNS: dict[str, dict[str, Any]] = {
     "run": {},
     "run-lazy": {"save_options": bcp.SaveOptions(snapshot="lazy")},
-    "run-standby": {"standby": 1},
+    "run-standby": {"standby_steps": 1},
     "run-skip": {"save": 1, "while_saving": "skip"},
-    "run-hung": {"save": bcp.policies.AtSteps([SAVE_EVERY, RUN_STEPS]), "standby": 1},
+    "run-hung": {"save": bcp.policies.AtSteps([SAVE_EVERY, RUN_STEPS]), "standby_steps": 1},
 }
 """Arguments of :class:`bcp.Run`. The steps of ``run-hung`` hang once SIGTERM has come."""
 WAYS = ("sync", "async", "lazy", "overwrite", *RUNS)
@@ -132,7 +132,7 @@ def train(training: Training, out: Path, way: str) -> None:
         pending.wait()
 
 
-def save(out: Path, step: int, states: dict[str, Any], way: str) -> bcp.Pending[bcp.SaveReport] | None:
+def save(out: Path, step: int, states: dict[str, Any], way: str) -> bcp.Pending[bcp.SaveResult] | None:
     """Save the step in one of the ways."""
     if way == "overwrite":
         bcp.save(out / "ckpt-0", states, overwrite=True)
@@ -154,7 +154,7 @@ def train_in_run(training: Training, out: Path, way: str) -> bool:
         "optimizer": training.optimizer,
         "extra_states": {"scheduler": training.scheduler},
     }
-    preemption, found, stopped = bcp.Preemption(grace=GRACE), committed(out), False
+    preemption, found, stopped = bcp.Preemption(grace_seconds=GRACE), committed(out), False
     arguments: dict[str, Any] = {"save": SAVE_EVERY, "keep": KEPT, "preemption": preemption, **RUNS[way]}
     with bcp.Run(str(out), states, **arguments) as run:
         first = run.resume() + 1

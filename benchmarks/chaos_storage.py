@@ -48,7 +48,9 @@ RATES = {
 }
 """Share of the requests that each kind of fault meets: failures have 5 %, hangs 1 %, delays 2 %."""
 
-POLICY = RetryPolicy(deadline=60.0, attempt=1.0, first_pause=0.02, longest_pause=0.5, allowance=1000)
+POLICY = RetryPolicy(
+    deadline_seconds=60.0, attempt_seconds=1.0, first_pause_seconds=0.02, longest_pause_seconds=0.5, allowance=1000
+)
 
 
 class Target(Protocol):
@@ -168,10 +170,10 @@ class Chaos:
         self._deleted.append(url)
 
     def _policy(self) -> RetryPolicy:
-        def count(event: bcp.RetryEvent) -> None:
+        def count(event: bcp.extend.RetryEvent) -> None:
             self.retries[event.said[:40]] += 1
 
-        return replace(POLICY, attempt=self.attempt, on_retry=count)
+        return replace(POLICY, attempt_seconds=self.attempt, on_retry=count)
 
     def left(self) -> list[str]:
         """Load all checkpoints once more, and return the names that belong to none of them."""
@@ -241,7 +243,7 @@ def main() -> int:
                 figures.add(f"{target.name}, faults: {kind}", count)
             figures.add(f"{target.name}, requests made again", chaos.retries.total())
             figures.add(f"{target.name}, all saves and loads", sum(chaos.seconds), "s")
-            figures.add(f"{target.name}, slowest save or load", max(chaos.seconds), "s", goal=POLICY.deadline)
+            figures.add(f"{target.name}, slowest save or load", max(chaos.seconds), "s", goal=POLICY.deadline_seconds)
             figures.add(f"{target.name}, names left over", len(left), goal=0)
             print(*left, sep="\n")
     return figures.close(chosen)

@@ -226,7 +226,7 @@ def _idle() -> None:
 def replay(none: Arm, arm: Arm, place: str, nbytes: int, figures: Figures) -> None:
     """Repeat the telemetry of a save alone, and compare its CPU seconds with those of the save."""
     states = equal_tensors(64, nbytes).states
-    events: list[bcp.Event] = []
+    events: list[bcp.extend.Event] = []
     none.switch()
     started = time.monotonic()
     report = bcp.save(place, states, options=none.options(observe=events.append))
@@ -251,18 +251,18 @@ def replay(none: Arm, arm: Arm, place: str, nbytes: int, figures: Figures) -> No
     figures.measure(f"{arm.name}: the same, {len(events)} events repeated alone", percent, "%", limit)
 
 
-def _repeat(place: str, started: float, events: Sequence[bcp.Event], report: bcp.SaveReport) -> Watch:
+def _repeat(place: str, started: float, events: Sequence[bcp.extend.Event], report: bcp.SaveResult) -> Watch:
     """Let telemetry follow a save that has been."""
     watch = Watch("save", place, started=started)
     with watch.running():
         watch.join(report.operation, watch.trace)
         for event in events:
             watch(event)
-        watch.report = report
+        watch.result = report
     return watch
 
 
-async def _record(backend: LocalBackend, watch: Watch, report: bcp.SaveReport) -> None:
+async def _record(backend: LocalBackend, watch: Watch, report: bcp.SaveResult) -> None:
     """Store the recording of a save by one rank."""
     message = await to_thread.run_sync(packed, watch, {}, 0, figures_of(report))
     data = await to_thread.run_sync(lambda: encode(merged(watch, [message])))

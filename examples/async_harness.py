@@ -49,8 +49,8 @@ async def main(root: Path) -> None:
     await train(trained, 30, root)
 
     states = build()
-    report = await bcp.aload(root / "step-20", states)
-    print(f"loaded step {states['extra_states']['step']}: {report.nbytes:,} bytes")
+    result = await bcp.aload(root / "step-20", states)
+    print(f"loaded step {states['extra_states']['step']}: {result.nbytes:,} bytes")
     for _ in range(10):
         train_step(states)
     assert torch.equal(states["model"].weight, trained["model"].weight)

@@ -14,7 +14,7 @@ from torch import nn
 
 import bcp
 
-ZSTD = bcp.Codec("zstd", encode=lambda data: zstandard.compress(data, 3), decode=zstandard.decompress)
+ZSTD = bcp.extend.Codec("zstd", encode=lambda data: zstandard.compress(data, 3), decode=zstandard.decompress)
 
 
 def main(root: Path) -> None:
@@ -24,10 +24,10 @@ def main(root: Path) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16().float()
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    report = bcp.save(root / "zstd", {"model": model}, options=bcp.SaveOptions(codecs=[ZSTD]))
-    print(f"{report.state_nbytes:,} bytes of state, {report.nbytes:,} bytes stored: ", end="")
-    print(f"ratio {report.state_nbytes / report.nbytes:.2f}")
-    assert report.nbytes < 0.8 * report.state_nbytes
+    result = bcp.save(root / "zstd", {"model": model}, options=bcp.SaveOptions(codecs=[ZSTD]))
+    print(f"{result.state_nbytes:,} bytes of state, {result.nbytes:,} bytes stored: ", end="")
+    print(f"ratio {result.state_nbytes / result.nbytes:.2f}")
+    assert result.nbytes < 0.8 * result.state_nbytes
 
     with torch.no_grad():
         for weight in model.parameters():

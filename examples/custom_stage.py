@@ -16,7 +16,7 @@ from torch import nn
 import bcp
 from bcp.stages.items import HostPart
 
-Graph = bcp.Pipeline[Any, Any]
+Graph = bcp.extend.Pipeline[Any, Any]
 
 
 async def log_norm(part: HostPart) -> HostPart:
@@ -36,7 +36,7 @@ async def refuse_nan(part: HostPart) -> HostPart:
 
 def watched(graph: Graph) -> Graph:
     """Put both behind the copy to the host; this is what ``SaveOptions(edit=...)`` wants."""
-    return graph.after("d2h", bcp.Stage("norm", log_norm)).after("norm", bcp.Stage("finite", refuse_nan))
+    return graph.after("d2h", bcp.extend.Stage("norm", log_norm)).after("norm", bcp.extend.Stage("finite", refuse_nan))
 
 
 def main(root: Path) -> None:

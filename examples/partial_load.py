@@ -42,14 +42,14 @@ def main(root: Path) -> None:
     model = trained(root)
 
     evaluated = Classifier(10)
-    report = bcp.load(root / "train", {"model": evaluated})  # kinds that are not asked for are not read
+    result = bcp.load(root / "train", {"model": evaluated})  # kinds that are not asked for are not read
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), evaluated.parameters(), strict=True))
-    print(f"evaluation: {report.nbytes:,} bytes, no optimizer states")
+    print(f"evaluation: {result.nbytes:,} bytes, no optimizer states")
 
     fine_tuned = Classifier(3, head="new_head")
-    report = bcp.load(root / "train", {"model": fine_tuned}, strict=False)  # what both have, by name
+    result = bcp.load(root / "train", {"model": fine_tuned}, strict=False)  # what both have, by name
     assert torch.equal(model.first.weight, fine_tuned.first.weight)
-    print(f"fine-tuning: not in the checkpoint {sorted(report.missing)}, not in the model {sorted(report.unexpected)}")
+    print(f"fine-tuning: not in the checkpoint {sorted(result.missing)}, not in the model {sorted(result.unexpected)}")
 
 
 if __name__ == "__main__":

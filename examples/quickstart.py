@@ -39,14 +39,14 @@ def main(root: Path) -> None:
     states = build()
 
     train(states, 10)
-    report = bcp.save(root / "step-10", states)  # durable when it returns
-    print(f"step-10: {report.nbytes:,} bytes in {report.seconds * 1e3:.0f} ms")
+    result = bcp.save(root / "step-10", states)  # durable when it returns
+    print(f"step-10: {result.nbytes:,} bytes in {result.seconds * 1e3:.0f} ms")
 
     train(states, 10)
-    pending = bcp.save(root / "step-20", states, async_checkpoint=True)  # returns once the snapshot is safe
+    pending = bcp.save_async(root / "step-20", states)  # returns once the snapshot is safe
     expected = train(states, 10)  # changes the weights while their snapshot is being written
-    report = pending.wait()
-    print(f"step-20: training stood still for {report.blocking_seconds * 1e3:.0f} of {report.seconds * 1e3:.0f} ms")
+    result = pending.wait()
+    print(f"step-20: training stood still for {result.blocking_seconds * 1e3:.0f} of {result.seconds * 1e3:.0f} ms")
 
     resumed = build()  # as a new process would
     bcp.load(root / "step-20", resumed)  # in place

@@ -89,13 +89,13 @@ def gather_samples(batch: Batch, group: dist.ProcessGroup) -> list[SampleId]:
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-def kill_before_upload(graph: bcp.Pipeline[Any, Any]) -> bcp.Pipeline[Any, Any]:
+def kill_before_upload(graph: bcp.extend.Pipeline[Any, Any]) -> bcp.extend.Pipeline[Any, Any]:
     """Edit a save graph so that the process dies, as by a power cut, when its first part is about to be written."""
 
     async def die(_part: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return graph.before("upload", bcp.Stage("die", die))
+    return graph.before("upload", bcp.extend.Stage("die", die))
 
 
 def save_options(args: argparse.Namespace) -> bcp.SaveOptions:
@@ -117,9 +117,9 @@ def log(file: TextIO | None, **record: object) -> None:
         print(json.dumps(record), file=file, flush=True)
 
 
-def log_save(file: TextIO | None, report: bcp.SaveReport) -> None:
+def log_save(file: TextIO | None, result: bcp.SaveResult) -> None:
     """Append the costs of a save."""
-    log(file, saved=Path(report.path).name, blocking_seconds=report.blocking_seconds, seconds=report.seconds)
+    log(file, saved=Path(result.path).name, blocking_seconds=result.blocking_seconds, seconds=result.seconds)
 
 
 def rate(step: int, steps: int) -> float:
@@ -142,12 +142,12 @@ def train(args: argparse.Namespace, file: TextIO | None) -> None:
         states,
         save=args.save_every,
         save_options=save_options(args),
-        on_commit=lambda _, report: log_save(file, report),
+        on_commit=lambda _, result: log_save(file, result),
     ) as run:
         first = run.resume()
         log(file, resumed=first)
         for step in range(first, args.steps):
-            bcp.prefetch_data_state(step, states, every=args.save_every)  # workers get ready for the save
+            bcp.prefetch_data_state(step, states, every_steps=args.save_every)  # workers get ready for the save
             batch = next(loader)
             tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

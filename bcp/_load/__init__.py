@@ -4,7 +4,7 @@ from bcp._load.objects import ask, put_values
 from bcp._load.opening import RESTARTS, asks_if_replaced, open_checkpoint, say_if_replaced
 from bcp._load.overlaps import put_shared
 from bcp._load.reads import LoadPlan, budget_of, contents, exchange, exchange_devices, found_items, plan_reads
-from bcp._load.report import lay_out, load_context, report, say_if_half_loaded
+from bcp._load.result import lay_out, load_context, result, say_if_half_loaded
 from bcp._load.targets import LoadRequest
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "plan_reads",
     "put_shared",
     "put_values",
-    "report",
+    "result",
     "say_if_half_loaded",
     "say_if_replaced",
 ]

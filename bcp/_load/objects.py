@@ -74,7 +74,7 @@ def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRe
 def _read_objects(
     rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
 ) -> dict[ObjectKey, Any]:
-    return decode_values(_texts(rows, layout, receipts), trust=options.trust)
+    return decode_values(_texts(rows, layout, receipts), allow_pickle=options.allow_pickle)
 
 
 def _texts(
@@ -142,7 +142,7 @@ async def read_extras(
 
 def _unpacked(job: LoadJob, stored: Stored) -> Any:
     image = bytes_of(checked(job, stored))
-    return unpack(image, trust=job.options.trust, where=stored.item.key)
+    return unpack(image, allow_pickle=job.options.allow_pickle, where=stored.item.key)
 
 
 def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, Any]) -> tuple[str, ...]:

@@ -185,7 +185,7 @@ class _Reader:
         return await in_thread(self._unpacked, stored)
 
     def _unpacked(self, stored: Stored) -> Any:
-        return unit_in(checked(self.job, stored), trust=self.job.options.trust, where=stored.item.name)
+        return unit_in(checked(self.job, stored), allow_pickle=self.job.options.allow_pickle, where=stored.item.name)
 
 
 def check_wanted(

@@ -54,8 +54,8 @@ def collect_local_state(job: SaveJob) -> LocalState:
         if job.caller.streams:
             values = list({id(value): value for value in shards.objects.values()}.values())
             job.caller.wait_for_copies_to([*shards.tensors, *leaves_of(values), *leaves_of(collected)])
-        extras = {kind: pack(value, kind, trust=job.options.trust) for kind, value in collected.items()}
-        units = collect_units(job.states, trust=job.options.trust)
+        extras = {kind: pack(value, kind, allow_pickle=job.options.allow_pickle) for kind, value in collected.items()}
+        units = collect_units(job.states, allow_pickle=job.options.allow_pickle)
     address = addresses(shards.tensors, shards.table) if shards.address is None else shards.address
     table = _with_extras(shards.table, sorted(extras), encode_claims(units.claims))
     return LocalState(planner.name, replace(shards, table=table), address, extras, units.images, units.shared_digests())

@@ -1,4 +1,4 @@
-"""Parts go out to files, receipts come in, and the report sums them up.
+"""Parts go out to files, receipts come in, and the result sums them up.
 
 Units of sharded states in this rank's dataloader file: one behind the other, before its opaque object.
 """
@@ -18,7 +18,7 @@ from bcp._save.leader import Opening, encode_written
 from bcp._save.local_state import LocalState
 from bcp._save.plan import SavePlan
 from bcp._save.snapshot import Snapshot
-from bcp.events import SaveReport
+from bcp.events import SaveResult
 from bcp.format.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.format.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.options import SaveOptions
@@ -34,7 +34,7 @@ from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.memcpy import addresses
 from bcp.state.values import encode_value, encode_values
 
-__all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "report", "write_items"]
+__all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "result", "write_items"]
 
 
 def unit_ends(held: LocalState, plan: SavePlan) -> list[int]:
@@ -59,7 +59,7 @@ def unit_rows(held: LocalState, plan: SavePlan) -> Iterator[tuple[str, torch.Ten
 def owned_values(job: SaveJob, held: LocalState, plan: SavePlan) -> dict[ObjectKey, str]:
     """Write down the values that this rank owns, as they are now: training will change them."""
     with job.caller.streams_in_use():
-        values = encode_values(held.shards.objects, plan.objects, trust=job.options.trust)
+        values = encode_values(held.shards.objects, plan.objects, allow_pickle=job.options.allow_pickle)
     return values | places(held, plan)
 
 
@@ -191,12 +191,12 @@ async def put_receipt(backend: Backend, receipt: Receipt) -> bytes:
     return encode_written(receipt, receipt_digest(data), len(data))
 
 
-def report(
+def result(
     job: SaveJob, held: LocalState, opening: Opening, receipt: Receipt, items: Sequence[WriteItem], snapshot: Snapshot
-) -> SaveReport:
+) -> SaveResult:
     """Sum up the save for the caller."""
     data_nbytes = sum(file.nbytes - file.data_start for file in receipt.files)
-    return SaveReport(
+    return SaveResult(
         path=job.path,
         operation=opening.operation,
         rank=job.rank,

@@ -17,7 +17,7 @@ from bcp.state.guard import torch_optimizers
 __all__ = ["check_arguments", "check_lazy", "place_of", "whole_step"]
 
 
-def place_of(url: object) -> str:
+def place_of(path: object) -> str:
     """Return a URL, or an absolute path without ``~``: the process may change its directory.
 
     Raises:
@@ -28,11 +28,11 @@ def place_of(url: object) -> str:
         's3://bucket/run-7'
 
     """
-    if not isinstance(url, str | os.PathLike):
-        raise InputError(f"url={url!r} is a {type(url).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
-    place = os.fspath(url)
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"path={path!r} is a {type(path).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
+    place = os.fspath(path)
     if not isinstance(place, str) or not place:
-        raise InputError(f"url={url!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
+        raise InputError(f"path={path!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
     return place if "://" in place else os.path.abspath(absolute(place))  # noqa: PTH100 -- links stay
 
 
@@ -58,7 +58,7 @@ def whole_step(step: SupportsIndex) -> int:
 
 def check_arguments(
     while_saving: object,
-    standby: object,
+    standby_steps: object,
     tolerate: object,
     preemption: object,
     framework: object,
@@ -72,12 +72,12 @@ def check_arguments(
     """
     if while_saving not in ("wait", "skip"):
         raise InputError(f"while_saving={while_saving!r}: pass 'wait' or 'skip'")
-    if standby is not None and not _is_whole(standby, 1):
-        raise InputError(f"standby={standby!r}: pass a whole number of steps of at least 1, or None")
+    if standby_steps is not None and not _is_whole(standby_steps, 1):
+        raise InputError(f"standby_steps={standby_steps!r}: pass a whole number of steps of at least 1, or None")
     if not _is_whole(tolerate, 0):
         raise InputError(f"tolerate={tolerate!r}: pass 0 or a whole number of failed saves in a row")
     if preemption is not None and not isinstance(preemption, Preemption):
-        raise InputError(f"preemption={preemption!r}: pass a bcp.Preemption, as bcp.Preemption(grace=30), or None")
+        raise InputError(f"preemption={preemption!r}: pass bcp.Preemption(grace_seconds=30), or None")
     if framework is not None and not isinstance(framework, str) and not hasattr(framework, "local_shards"):
         raise InputError(f"framework={framework!r} is neither a name nor a planner; pass None to detect it")
     for name, callback in callbacks.items():

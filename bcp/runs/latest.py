@@ -23,7 +23,7 @@ __all__ = ["alatest", "latest"]
 
 
 def latest(
-    url: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """Return the path of the newest committed checkpoint of a run, for :func:`bcp.load`; None if there is none.
 
@@ -36,7 +36,7 @@ def latest(
     run's ledger without its metadata.
 
     Args:
-        url: the run's folder, as for :class:`~bcp.Run`.
+        path: the run's folder, as for :class:`~bcp.Run`.
         trust: ``"any"``: all checkpoints but those that :meth:`Run.mark` called suspect. ``"verified"``: only those
             that it called verified.
         storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
@@ -56,21 +56,21 @@ def latest(
     """
     try:
         return _bridge.run(
-            partial(alatest, url, trust=trust, storage_options=storage_options), name=f"list {shown(str(url))}"
+            partial(alatest, path, trust=trust, storage_options=storage_options), name=f"list {shown(str(path))}"
         )
     except BcpError as error:
         raise plain(error) from error.__cause__
 
 
 async def alatest(
-    url: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """Do the same as :func:`latest` from a coroutine."""
     if trust not in ("any", "verified"):
         raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
-    if not isinstance(url, str | os.PathLike):
-        raise InputError(f"url={url!r} is a {type(url).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
-    place = os.fsdecode(url)
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"path={path!r} is a {type(path).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
+    place = os.fsdecode(path)
     if "://" not in place:
         place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
         if ".." in place.split("/"):

@@ -44,7 +44,7 @@ class Preemption:
 
     Example:
         >>> import bcp
-        >>> bcp.Preemption(grace=120.0).seconds_left()
+        >>> bcp.Preemption(grace_seconds=120.0).seconds_left()
         inf
 
     """
@@ -52,26 +52,26 @@ class Preemption:
     def __init__(
         self,
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
-        grace: float = 30.0,
+        grace_seconds: float = 30.0,
         notice: Notice | None = None,
-        notice_every: float = 1.0,
+        poll_seconds: float = 1.0,
     ) -> None:
         """Describe how the end announces itself.
 
         Args:
             signals: which signals announce it. SLURM sends SIGUSR1 where it is told to: ``--signal=USR1@300``.
-            grace: seconds from a signal to the kill. torchrun and Kubernetes have 30.
+            grace_seconds: time from a signal to the kill. torchrun and Kubernetes have 30.
             notice: asked again and again in a thread of its own. False and None are no notice, True is one with
-                ``grace`` seconds left, a number is one with that many.
-            notice_every: seconds between two questions.
+                ``grace_seconds`` left, a number is one with that many.
+            poll_seconds: time between two questions.
 
         Raises:
             InputError: a signal cannot be caught, or another argument cannot be used.
 
         """
         self._signals = _checked(signals)
-        self._grace = _seconds("grace", grace, least=0.0)
-        self._every = _seconds("notice_every", notice_every, least=_LEAST_EVERY)
+        self._grace = _seconds("grace_seconds", grace_seconds, least=0.0)
+        self._every = _seconds("poll_seconds", poll_seconds, least=_LEAST_EVERY)
         if notice is not None and not callable(notice):
             raise InputError(f"notice={notice!r} cannot be called; pass a function without arguments, or None")
         self._notice = notice

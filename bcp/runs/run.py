@@ -19,7 +19,7 @@ from bcp._pending import Pending
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
 from bcp.policies import Costs, KeepPolicy, SavePolicy, as_keep_policy, as_save_policy
@@ -75,7 +75,7 @@ class Run:
 
     def __init__(
         self,
-        url: str | os.PathLike[str],
+        path: str | os.PathLike[str],
         states: States,
         *,
         save: SavePolicy | int = 1_000,
@@ -83,7 +83,7 @@ class Run:
         run_id: str | None = None,
         preemption: Preemption | None = None,
         while_saving: Literal["wait", "skip"] = "wait",
-        standby: int | None = None,
+        standby_steps: int | None = None,
         tolerate: int = 0,
         framework: Framework = None,
         save_options: SaveOptions | None = None,
@@ -95,20 +95,20 @@ class Run:
         """Describe the run; touches no storage.
 
         Args:
-            url: the run's folder: a directory or a URL.
+            path: the run's folder: a directory or a URL.
             states: as for :func:`bcp.save`. Random states are added unless there are some; they are loaded last.
             save: when to save (:mod:`bcp.policies`); a number is every so many steps.
             keep: which checkpoints to keep; a number is the newest so many.
             run_id: name of the job. A folder of another job is refused. None accepts the name in the folder.
             preemption: signals and notices that end training early. None: SIGTERM and SIGUSR1.
             while_saving: a save that is due while another one runs waits for it, or is put off until it has ended.
-            standby: keep a snapshot of every so many steps in host memory. It is written if a stop signal comes and no
-                step ends. It takes one more copy of the state in host memory; None for none.
+            standby_steps: keep a snapshot of every so many steps in host memory. It is written if a stop signal comes
+                and no step ends. It takes one more copy of the state in host memory; None for none.
             tolerate: so many failed saves in a row are logged, not raised.
             framework: as for :func:`bcp.save`.
             save_options: how to save.
             load_options: how to load.
-            on_commit: called with step and report in a thread, on every rank, once a checkpoint is durable.
+            on_commit: called with step and result in a thread, on every rank, once a checkpoint is durable.
             on_failure: called with step and error in a thread, when a save has failed.
             coordinator: as for :func:`bcp.save`.
 
@@ -117,13 +117,13 @@ class Run:
 
         """
         check_arguments(
-            while_saving, standby, tolerate, preemption, framework, on_commit=on_commit, on_failure=on_failure
+            while_saving, standby_steps, tolerate, preemption, framework, on_commit=on_commit, on_failure=on_failure
         )
-        self._url, self._framework, self._given = place_of(url), framework, coordinator
+        self._url, self._framework, self._given = place_of(path), framework, coordinator
         self._states, self._pid = RunStates(states), os.getpid()
         self._closed = self._is_over = False
         self._keep = as_keep_policy(keep)
-        self._run_id, self._standby_every = run_id, standby
+        self._run_id, self._standby_steps = run_id, standby_steps
         self._save_options = with_overrides(SaveOptions, save_options, {})
         self._load_options = with_overrides(LoadOptions, load_options, {})
         check_lazy(self._save_options, states)
@@ -235,12 +235,12 @@ class Run:
         options = self._save_options
         return Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
 
-    async def _load(self, step: int, name: str) -> LoadReport:
+    async def _load(self, step: int, name: str) -> LoadResult:
         options = replace(self._load_options, step=step)
         states = self._states.now()
         call = load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given)
         try:
-            report = await call.run()
+            result = await call.run()
         except UncommittedError as error:
             if self._keeper is not None and self._keeper.has(step):
                 raise UncommittedError(lost_metadata(f"{shown(self._url)}/{name}")) from error
@@ -249,11 +249,11 @@ class Run:
             error.add_note(f"in the load of {shown(self._url)}/{name}")
             raise
         self._states.take(states, tells=self._ranks.rank == 0)
-        return report
+        return result
 
     # -- save --------------------------------------------------------------------------------------
 
-    def maybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveReport] | None:
+    def maybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
         """Save in the background if the policy says so, or if the run is about to stop.
 
         Args:
@@ -274,12 +274,12 @@ class Run:
         background = drive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
         return None if background is None else Pending(background)
 
-    async def amaybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveReport] | None:
+    async def amaybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
         """Do the same from a coroutine."""
         background = await adrive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
         return None if background is None else Pending(background)
 
-    def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveReport] | None]:
+    def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveResult] | None]:
         step = whole_step(step)
         self._refuse_in_callback("maybe_save")
         self._saves.raise_failure()
@@ -298,7 +298,7 @@ class Run:
             self._saver.metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
             self._schedule.forget()
             background = yield from self._saver.save(step)
-        elif self._standby_every is not None and step % self._standby_every == 0:
+        elif self._standby_steps is not None and step % self._standby_steps == 0:
             yield from self._saver.hold(step)
         self._schedule.renew(self._ranks, step)
         return background
@@ -329,8 +329,8 @@ class Run:
         """Return whether training ends after this step, on all ranks alike; then its checkpoint is durable.
 
         It costs less than a microsecond until a rank is asked to stop. The answer for a step never changes: a signal
-        that comes after it was given ends training at a later step. ``standby`` covers the time until then. Nothing is
-        saved if no step was made yet.
+        that comes after it was given ends training at a later step. ``standby_steps`` covers the time until then.
+        Nothing is saved if no step was made yet.
 
         Raises:
             BcpError: the last save failed; ``tolerate`` does not cover the last save.
@@ -376,7 +376,7 @@ class Run:
             return meetings.at(step)
         return bool((yield partial(in_thread, meetings.at, step)))  # it may wait for the other ranks
 
-    def _save_last(self, step: int) -> Body[Background[SaveReport] | None]:
+    def _save_last(self, step: int) -> Body[Background[SaveResult] | None]:
         """Save for the last time, or let a running save be the last one if the notice is too short for another."""
         self._last = step
         if step in (0, self._saves.step):
@@ -396,7 +396,7 @@ class Run:
 
     def _alarmed(self) -> None:
         """Watch over the end of the step; called in a thread when a stop signal is heard."""
-        if self._standby_every is not None and self._meetings is not None:
+        if self._standby_steps is not None and self._meetings is not None:
             meetings = self._meetings
             self._watchdog = Watchdog(self._standby.release, lambda: meetings.deadline, self._saves.durable)
 

@@ -9,7 +9,7 @@ from functools import partial
 from bcp._calls import SaveCall, save_call
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import BcpError
-from bcp.events import SaveReport
+from bcp.events import SaveResult
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.protocols import Coordinator
@@ -54,7 +54,7 @@ class Saver:
         """Remember the folders that were there, on all ranks alike."""
         self._there = in_order(resumed.folders)
 
-    def save(self, step: int) -> Body[Background[SaveReport]]:
+    def save(self, step: int) -> Body[Background[SaveResult]]:
         """Begin a save, once the one before has ended; return when training may go on."""
         yield from self._replace_standby(step)
         yield self._saves.ended
@@ -103,7 +103,7 @@ class Saver:
             self._place = step, free_name(step, there, beside=stays)
         return self._place[1]
 
-    def _call(self, step: int, name: str, options: SaveOptions) -> SaveCall[SaveReport]:
+    def _call(self, step: int, name: str, options: SaveOptions) -> SaveCall[SaveResult]:
         """Take this rank's place in a save, in the caller's thread. A checkpoint in the folder is replaced."""
         keeper = self._keeper()
         return save_call(

@@ -2,10 +2,10 @@
 
 The standby snapshot is a save whose upload waits until a step end fails to come.
 
-After a stop signal, training may hang in an evaluation, a compilation or a collective until the process is killed.
-A run with ``standby=`` keeps a recent snapshot in host memory for this case. It is a whole save, divided and staged,
-whose parts wait before the stage ``upload``. The next save drops it. The watchdog releases it when the notice is nearly
-over and no step has ended.
+After a stop signal, training may hang in an evaluation, a compilation or a collective until the process is killed. A
+run with ``standby_steps=`` keeps a recent snapshot in host memory for this case. It is a whole save, divided and
+staged, whose parts wait before the stage ``upload``. The next save drops it. The watchdog releases it when the notice
+is nearly over and no step has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import anyio
 from bcp._calls import SaveCall
 from bcp._log import log
 from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
-from bcp.events import SaveReport
+from bcp.events import SaveResult
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
 from bcp.runtime import bridge as _bridge
@@ -37,7 +37,7 @@ from bcp.runtime.threads import in_thread
 
 __all__ = ["OnCommit", "OnFailure", "Saves", "Standby", "Watchdog", "nothing"]
 
-OnCommit = Callable[[int, SaveReport], object]
+OnCommit = Callable[[int, SaveResult], object]
 OnFailure = Callable[[int, BaseException], object]
 
 TELL_SECONDS = 10.0
@@ -84,7 +84,7 @@ class Saves:
         self._housekeeping, self._on_commit, self._on_failure = housekeeping, on_commit, on_failure
         self._tolerate, self._failed_in_a_row = tolerate, 0
         self._tolerated: BaseException | None = None
-        self._newest: Background[SaveReport] | None = None
+        self._newest: Background[SaveResult] | None = None
         self._keeping: set[Background[None]] = set()
         self._order = anyio.Lock()
         self._taken: RunTakenError | None = None
@@ -107,7 +107,7 @@ class Saves:
         now = time.monotonic()
         return max(now, self.begun + self.durable) + self.durable < deadline
 
-    def begin(self, step: int, call: SaveCall[SaveReport]) -> Background[SaveReport]:
+    def begin(self, step: int, call: SaveCall[SaveResult]) -> Background[SaveResult]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun, self._tolerated = step, time.monotonic(), None
         self._newest = _bridge.start(partial(self._save, step, call), name=call.name)
@@ -191,29 +191,29 @@ class Saves:
         async with self._order:
             await work()
 
-    async def _save(self, step: int, call: SaveCall[SaveReport], started: Callable[[], None]) -> SaveReport:
+    async def _save(self, step: int, call: SaveCall[SaveResult], started: Callable[[], None]) -> SaveResult:
         """Save, begin the housekeeping, and call the callbacks."""
         try:
-            report = await call.run(started)
+            result = await call.run(started)
         except BaseException as error:
             if isinstance(error, RunTakenError):
                 self._taken = error
             await self.failed(step, error)
             raise
-        self.stall, self.durable = report.blocking_seconds + report.step_wait_seconds, report.seconds
-        await self.committed(step, report)
-        return report
+        self.stall, self.durable = result.blocking_seconds + result.step_wait_seconds, result.seconds
+        await self.committed(step, result)
+        return result
 
     async def failed(self, step: int, error: BaseException) -> None:
         """Call the user's callback for a failed save."""
         with anyio.CancelScope(shield=True):
             await self._tell(self._on_failure, step, error)
 
-    async def committed(self, step: int, report: SaveReport) -> None:
+    async def committed(self, step: int, result: SaveResult) -> None:
         """Begin the housekeeping after a commit, and call the user's callback."""
         keeping = _bridge.start(lambda _: self._keep(step), name=f"housekeeping after step {step}")
         self._keeping = {background for background in self._keeping if not background.done()} | {keeping}
-        await self._tell(self._on_commit, step, report)
+        await self._tell(self._on_commit, step, result)
 
     async def _keep(self, step: int) -> None:
         """Do the housekeeping, one commit after the other. Its failure costs no checkpoint, so training goes on."""
@@ -261,7 +261,7 @@ class Standby:
 
     def __init__(self) -> None:
         self._gate: Future[None] = Future()
-        self._held: Background[SaveReport] | None = None
+        self._held: Background[SaveResult] | None = None
         self._lock = process_lock()
         self.step: int | None = None
         self.released = False
@@ -286,19 +286,19 @@ class Standby:
         """Whether there is a snapshot that was not given up; the same on all ranks at one step."""
         return self._held is not None
 
-    def begin(self, step: int, call: SaveCall[SaveReport], saves: Saves) -> Background[SaveReport]:
+    def begin(self, step: int, call: SaveCall[SaveResult], saves: Saves) -> Background[SaveResult]:
         """Begin to hold a snapshot; once it is written, it counts among the saves."""
         self.step, self.released = step, False
 
-        async def hold(started: Callable[[], None]) -> SaveReport:
+        async def hold(started: Callable[[], None]) -> SaveResult:
             try:
-                report = await call.run(started)
+                result = await call.run(started)
             except Exception as error:
                 if self.released:
                     await saves.failed(step, error)
                 raise
-            await saves.committed(step, report)
-            return report
+            await saves.committed(step, result)
+            return result
 
         self._held = _bridge.start(hold, name=call.name, daemon=True)
         return self._held

@@ -301,8 +301,8 @@ def h2d(context: LoadContext, workers: int) -> Stage[Loaded, Loaded]:
         if data.dtype != torch.uint8 or data.shape != (item.chunk.nbytes,) or not data.is_cpu:
             raise BcpError(
                 f"{item.name} is {data.dtype}{list(data.shape)} on {data.device} where {item.chunk.nbytes} bytes were "
-                f"read (rank {context.rank}): a custom stage changed them; use LoadOptions(codecs=[bcp.Codec(...)]) "
-                "for stages that do"
+                f"read (rank {context.rank}): a custom stage changed them; use "
+                "LoadOptions(codecs=[bcp.extend.Codec(...)]) for stages that do"
             )
         loaded = replace(loaded, data=data.contiguous())
         if context.device is not None and item.round >= 0:  # one copy to the device, for this rank and for all others

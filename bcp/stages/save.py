@@ -165,7 +165,7 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
         if blob.nbytes != planned:
             raise BcpError(
                 f"{part.name} has {blob.nbytes} bytes where {planned} were planned: a custom stage changed its "
-                "length; use SaveOptions(codecs=[bcp.Codec(...)]) for stages that do"
+                "length; use SaveOptions(codecs=[bcp.extend.Codec(...)]) for stages that do"
             )
         writer = await context.writers.of(blob.part.item.key)
         if not isinstance(writer, CpuAwareWriter) or writer.uses_cpu:

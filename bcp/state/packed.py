@@ -67,17 +67,17 @@ _WITHOUT_MEMORY = frozenset({"FakeTensor", "FunctionalTensor"})
 
 
 def pack(
-    obj: Any, where: str = "extra_states", *, trust: bool = False, outside: list[torch.Tensor] | None = None
+    obj: Any, where: str = "extra_states", *, allow_pickle: bool = False, outside: list[torch.Tensor] | None = None
 ) -> bytes:
     """Serialize a value into one byte object, with its types, bit by bit; ``where`` is its name in messages.
 
     Tensors become plain tensors of the CPU without autograd history: neither ``requires_grad`` nor the class
-    ``Parameter`` is kept. Two references to one object become two objects. ``trust`` pickles objects of any class as
-    well, which only :func:`unpack` with ``trust`` reads. ``outside`` takes the large tensors, contiguous ones of the
-    CPU, without a copy; the bytes then lack these. Raises StateError, which names the value, if anything cannot be
-    serialized, or could not be read again.
+    ``Parameter`` is kept. Two references to one object become two objects. ``allow_pickle`` pickles objects of any
+    class as well, which only :func:`unpack` with ``allow_pickle`` reads. ``outside`` takes the large tensors,
+    contiguous ones of the CPU, without a copy; the bytes then lack these. Raises StateError, which names the value, if
+    anything cannot be serialized, or could not be read again.
     """
-    packer = _Packer(trust=trust, outside=outside)
+    packer = _Packer(allow_pickle=allow_pickle, outside=outside)
     try:
         data = _saved({"value": packer.plain(obj, where)})
     except StateError:
@@ -92,20 +92,22 @@ def pack(
 
 
 def unpack(
-    data: bytes | bytearray | memoryview, *, trust: bool, where: str, outside: Sequence[torch.Tensor] = ()
+    data: bytes | bytearray | memoryview, *, allow_pickle: bool, where: str, outside: Sequence[torch.Tensor] = ()
 ) -> Any:
     """Read an image that :func:`pack` wrote; tensors are on the CPU. ``outside`` has the tensors that it left outside.
 
-    ``trust`` unpickles anything, which may run code: only for checkpoints that you wrote. Raises CheckpointError if the
-    bytes are damaged, or hold objects that only ``trust=True`` reads.
+    ``allow_pickle`` unpickles anything, which may run code: only for checkpoints that you wrote. Raises CheckpointError
+    if the bytes are damaged, or hold objects that only ``allow_pickle=True`` reads.
     """
     try:
-        return _Reader(len(data), outside).whole(_loaded(data, trust=trust))
+        return _Reader(len(data), outside).whole(_loaded(data, allow_pickle=allow_pickle))
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
-        refused = isinstance(error, UnpicklingError) and not trust
-        advice = "; if you wrote this checkpoint yourself, trust=True reads objects of any class" if refused else ""
+        refused = isinstance(error, UnpicklingError) and not allow_pickle
+        advice = (
+            "; if you wrote this checkpoint yourself, allow_pickle=True reads objects of any class" if refused else ""
+        )
         raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {reason}{advice}") from error
 
 
@@ -129,18 +131,18 @@ def _saved(value: Any) -> bytes:
     return out.getvalue()
 
 
-def _loaded(data: bytes | bytearray | memoryview, *, trust: bool) -> Any:
+def _loaded(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
     stream = io.BytesIO(data)
     check_archive(stream)
     stream.seek(0)
-    return torch.load(stream, map_location="cpu", weights_only=not trust)
+    return torch.load(stream, map_location="cpu", weights_only=not allow_pickle)
 
 
 class _Packer:
     """Makes values plain, and remembers those of which it is not known whether they can be serialized and read."""
 
-    def __init__(self, *, trust: bool, outside: list[torch.Tensor] | None) -> None:
-        self._trust = trust
+    def __init__(self, *, allow_pickle: bool, outside: list[torch.Tensor] | None) -> None:
+        self._allow_pickle = allow_pickle
         self._outside = outside
         self._doubtful: list[tuple[str, Any]] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
@@ -168,9 +170,9 @@ class _Packer:
 
     def check(self) -> None:
         """Check that untrusted values can be read again. Raises StateError, which names the value and its class."""
-        for where, value in () if self._trust else self._doubtful:
+        for where, value in () if self._allow_pickle else self._doubtful:
             try:
-                kind = type(_loaded(_saved(value), trust=False))
+                kind = type(_loaded(_saved(value), allow_pickle=False))
             except Exception as error:
                 raise _unreadable(value, where) from error
             if kind is not type(value):
@@ -244,7 +246,7 @@ class _Packer:
         """Return a value that is pickled by itself, if at all."""
         if isinstance(value, torch.UntypedStorage):
             raise StateError(f"{where} is an UntypedStorage, which torch loads as a TypedStorage; pass a tensor of it")
-        if not self._trust and isinstance(value, np.ndarray):
+        if not self._allow_pickle and isinstance(value, np.ndarray):
             raise _unreadable(value, where)
         self._doubtful.append((where, value))
         return value
@@ -311,7 +313,7 @@ def _too_short(tensor: torch.Tensor) -> bool:
 LOADERS = "torchdata's StatefulDataLoader or a bcp.data.TokenLoader, which have a state"
 """What to save in place of torch's ``DataLoader``, in the words of messages."""
 
-_TRUST = "save with SaveOptions(trust=True) and load with LoadOptions(trust=True)"
+_ALLOW_PICKLE = "save with SaveOptions(allow_pickle=True) and load with LoadOptions(allow_pickle=True)"
 
 
 def _name_of(value: object) -> str:
@@ -321,18 +323,19 @@ def _name_of(value: object) -> str:
 
 
 def _unreadable(value: object, where: str) -> StateError:
-    """Return the error for a value that only ``trust=True`` would read."""
+    """Return the error for a value that only ``allow_pickle=True`` would read."""
     if isinstance(value, np.ma.MaskedArray):
-        return StateError(f"{where} is a masked array; pass its data and its mask, or {_TRUST}")
+        return StateError(f"{where} is a masked array; pass its data and its mask, or {_ALLOW_PICKLE}")
     if isinstance(value, np.ndarray):
         return StateError(
-            f"{where} is a {_name_of(value)} of dtype {value.dtype}, which only trust=True would read again; pass a "
-            f"numpy.ndarray of numbers or text, or {_TRUST}"
+            f"{where} is a {_name_of(value)} of dtype {value.dtype}, which only allow_pickle=True would read again; "
+            f"pass a numpy.ndarray of numbers or text, or {_ALLOW_PICKLE}"
         )
     if isinstance(value, DataLoader):
         return StateError(f"{where} is a {_name_of(value)}, which has no state; pass {LOADERS}")
     return StateError(
-        f"{where} is a {_name_of(value)}, which only trust=True would read again; pass plain values, or {_TRUST}"
+        f"{where} is a {_name_of(value)}, which only allow_pickle=True would read again; pass plain values, "
+        f"or {_ALLOW_PICKLE}"
     )
 
 

@@ -67,14 +67,14 @@ class UnitImage:
         return state.hexdigest()
 
 
-def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
+def image_of(state: Any, where: str, *, allow_pickle: bool) -> UnitImage:
     """Make the image of a unit's state, whose tensors nobody may change until they are written.
 
-    The state is nested Python values and tensors; ``trust`` is as for :func:`~bcp.state.packed.pack`. Raises
+    The state is nested Python values and tensors; ``allow_pickle`` is as for :func:`~bcp.state.packed.pack`. Raises
     StateError, which names the value, if something in it cannot be serialized, or not be read again.
     """
     outside: list[torch.Tensor] = []
-    packed = pack(state, where, trust=trust, outside=outside)
+    packed = pack(state, where, allow_pickle=allow_pickle, outside=outside)
     order = sorted(range(len(outside)), key=lambda number: -outside[number].itemsize)
     tensors = [outside[number] for number in order]
     rows = [[number, dtype_name(outside[number].dtype), list(outside[number].shape)] for number in order]
@@ -84,10 +84,10 @@ def image_of(state: Any, where: str, *, trust: bool) -> UnitImage:
     return UnitImage(tensors, head + packed + padding + _END.pack(start, len(head), len(packed)))
 
 
-def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
+def unit_in(image: torch.Tensor, *, allow_pickle: bool, where: str) -> Any:
     """Return the state of a unit; its large tensors are in the memory of the image: uint8, aligned to 64 bytes.
 
-    Raises CheckpointError if the image is damaged, or holds objects that only ``trust=True`` reads.
+    Raises CheckpointError if the image is damaged, or holds objects that only ``allow_pickle=True`` reads.
     """
     data = image.numpy().data
     try:
@@ -95,7 +95,7 @@ def unit_in(image: torch.Tensor, *, trust: bool, where: str) -> Any:
         tensors = _tensors(image[:start], json.loads(bytes(data[start : start + head])))
     except (struct.error, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{where} cannot be read: {error}; load another checkpoint") from error
-    return unpack(data[start + head : start + head + packed], trust=trust, where=where, outside=tensors)
+    return unpack(data[start + head : start + head + packed], allow_pickle=allow_pickle, where=where, outside=tensors)
 
 
 def _tensors(memory: torch.Tensor, rows: Sequence[tuple[int, str, list[int]]]) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ def remember(named_states: Mapping[str, ShardedState]) -> None:
     _latest[:] = [weakref.ref(state) for state in named_states.values() if type(state).__weakrefoffset__]
 
 
-def prefetch_data_state(step: int, states: States | None = None, *, every: int = 1) -> bool:
+def prefetch_data_state(step: int, states: States | None = None, *, every_steps: int = 1) -> bool:
     """Let the dataloaders gather their states now, during the step before a save (paper sec. 4.5).
 
     The save then finds them gathered, and takes off the samples that the loop has consumed meanwhile. Without this call
@@ -197,27 +197,27 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
     Args:
         step: the number of the step that begins now.
         states: those that will be saved. None: those of the latest save or load of this process.
-        every: a save follows each step whose number plus one is a multiple of it; at all other steps nothing is done.
-            So it may be called at every step.
+        every_steps: a save follows each step whose number plus one is a multiple of it; at all other steps nothing is
+            done. So it may be called at every step.
 
     Returns:
         Whether any state was told to prepare.
 
     Raises:
-        InputError: ``every`` is not positive.
+        InputError: ``every_steps`` is not positive.
 
     Example::
 
         for step in range(1000):
-            bcp.prefetch_data_state(step, states, every=100)
+            bcp.prefetch_data_state(step, states, every_steps=100)
             train(next(loader))
             if (step + 1) % 100 == 0:
-                bcp.save(f"run/{step + 1}", states, async_checkpoint=True)
+                bcp.save_async(f"run/{step + 1}", states)
 
     """
-    if every < 1:
-        raise InputError(f"prefetch_data_state(every={every}): pass after how many steps a save follows")
-    if (step + 1) % every:
+    if every_steps < 1:
+        raise InputError(f"prefetch_data_state(every_steps={every_steps}): pass after how many steps a save follows")
+    if (step + 1) % every_steps:
         return False
     alive = [reference() for reference in _latest] if states is None else list(sharded_states(states).values())
     live_states = [state for state in alive if state is not None]
@@ -226,7 +226,7 @@ def prefetch_data_state(step: int, states: States | None = None, *, every: int =
     return bool(live_states)
 
 
-def collect_units(states: States, *, trust: bool) -> Units:
+def collect_units(states: States, *, allow_pickle: bool) -> Units:
     """Ask the sharded states for their units.
 
     Raises InputError if an id is no text, is empty, or has a slash. Raises StateError if a state raised, or if a value
@@ -243,9 +243,9 @@ def collect_units(states: States, *, trust: bool) -> Units:
                 raise InputError(f"{where}: {unit!r} is no id of a unit; ids are texts without a slash")
         claim = Claim(name, int(state.reader), int(state.readers), tuple(units))
         claims.append(claim)
-        images[unit_path(name)] = image_of(shared, f"{where}: its shared state", trust=trust)
+        images[unit_path(name)] = image_of(shared, f"{where}: its shared state", allow_pickle=allow_pickle)
         for unit, value in units.items():
-            images[unit_path(name, unit)] = image_of(value, f"{where}, unit {unit!r}", trust=trust)
+            images[unit_path(name, unit)] = image_of(value, f"{where}, unit {unit!r}", allow_pickle=allow_pickle)
     return Units(claims, images)
 
 

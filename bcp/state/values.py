@@ -23,8 +23,8 @@ _DIGITS = 18
 _MOST_SHOWN = 200
 
 
-def encode_value(value: Any, *, where: str = "a value", trust: bool = False) -> str:
-    """Return the value as JSON text; ``trust`` pickles objects of any class as well.
+def encode_value(value: Any, *, where: str = "a value", allow_pickle: bool = False) -> str:
+    """Return the value as JSON text; ``allow_pickle`` pickles objects of any class as well.
 
     None, bools, ints, finite floats, strings and lists of them are themselves. Any other type is an object with one
     key, its type: nan and infinities, huge ints, bytes, tuples, dicts, dtypes, devices, sizes. Other types are stored
@@ -32,13 +32,13 @@ def encode_value(value: Any, *, where: str = "a value", trust: bool = False) -> 
     itself, or could not be serialized or read again. Integers of more than 65,536 hexadecimal digits raise it too.
     """
     try:
-        return json.dumps(_encoded(value, where, trust), separators=(",", ":"))
+        return json.dumps(_encoded(value, where, allow_pickle), separators=(",", ":"))
     except RecursionError as error:
         raise StateError(f"{where} contains itself or is nested too deep; pass plain values") from error
 
 
 def encode_values(
-    values: Mapping[ObjectKey, Any], keys: Iterable[ObjectKey], *, trust: bool = False
+    values: Mapping[ObjectKey, Any], keys: Iterable[ObjectKey], *, allow_pickle: bool = False
 ) -> dict[ObjectKey, str]:
     """Return the values of these keys as :func:`encode_value` does; a value under many keys is encoded once.
 
@@ -50,20 +50,20 @@ def encode_values(
         value = values[key]
         known = texts.get(id(value))
         if known is None:
-            known = texts[id(value)] = value, encode_value(value, where=" ".join(key), trust=trust)
+            known = texts[id(value)] = value, encode_value(value, where=" ".join(key), allow_pickle=allow_pickle)
         encoded[key] = known[1]
     return encoded
 
 
-def decode_value(text: str, *, trust: bool, where: str) -> Any:
+def decode_value(text: str, *, allow_pickle: bool, where: str) -> Any:
     """Return the value that :func:`encode_value` was given; ``where`` is its key, for messages.
 
-    ``trust`` unpickles objects of any class, which may run code: only for checkpoints that you wrote. Raises
-    CheckpointError if the text is damaged, or holds an object that only ``trust=True`` reads, or an integer of more
-    digits than a save writes.
+    ``allow_pickle`` unpickles objects of any class, which may run code: only for checkpoints that you wrote. Raises
+    CheckpointError if the text is damaged, or holds an object that only ``allow_pickle=True`` reads, or an integer of
+    more digits than a save writes.
     """
     try:
-        return _decoded(json.loads(text), trust, where)
+        return _decoded(json.loads(text), allow_pickle, where)
     except CheckpointError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, struct.error) as error:
@@ -73,7 +73,7 @@ def decode_value(text: str, *, trust: bool, where: str) -> Any:
         ) from error
 
 
-def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -> dict[ObjectKey, Any]:
+def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, allow_pickle: bool) -> dict[ObjectKey, Any]:
     """Return the values of (key, text, name in messages); equal texts of constants give one object."""
     constants: dict[str, Any] = {}
     values = {}
@@ -81,7 +81,7 @@ def decode_values(texts: Iterable[tuple[ObjectKey, str, str]], *, trust: bool) -
         if text in constants:
             values[key] = constants[text]
             continue
-        values[key] = decode_value(text, trust=trust, where=where)
+        values[key] = decode_value(text, allow_pickle=allow_pickle, where=where)
         if _is_constant(values[key]):
             constants[text] = values[key]
     return values
@@ -99,7 +99,7 @@ def same_value(value: object, other: object) -> bool:
         return struct.pack("d", value) == struct.pack("d", other)
     if kind in (bool, int, str, bytes):
         return value == other
-    return encode_value(value, trust=True) == encode_value(other, trust=True)
+    return encode_value(value, allow_pickle=True) == encode_value(other, allow_pickle=True)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _is_constant(value: Any) -> bool:
 _CONSTANTS = frozenset({bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size})
 
 
-def _encoded(value: Any, where: str, trust: bool) -> Any:  # noqa: FBT001, PLR0911 -- private; one line a type
+def _encoded(value: Any, where: str, allow_pickle: bool) -> Any:  # noqa: FBT001, PLR0911 -- private; one line a type
     """Return JSON data for a value. Subclasses (an IntEnum, a namedtuple) are not their base: they are pickled."""
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -126,12 +126,13 @@ def _encoded(value: Any, where: str, trust: bool) -> Any:  # noqa: FBT001, PLR09
     if kind is float:
         return value if math.isfinite(value) else {"float": _float_text(value)}
     if kind in (list, tuple):
-        items = [_encoded(child, f"{where}.{index}", trust) for index, child in enumerate(value)]
+        items = [_encoded(child, f"{where}.{index}", allow_pickle) for index, child in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if kind is dict and all(type(key) in (str, int) for key in value):
         return {
             "dict": [
-                [_encoded(key, where, trust), _encoded(child, f"{where}.{key}", trust)] for key, child in value.items()
+                [_encoded(key, where, allow_pickle), _encoded(child, f"{where}.{key}", allow_pickle)]
+                for key, child in value.items()
             ]
         }
     if kind is bytes:
@@ -140,21 +141,23 @@ def _encoded(value: Any, where: str, trust: bool) -> Any:  # noqa: FBT001, PLR09
         return {kind.__name__: str(value).removeprefix("torch.")}
     if kind is torch.Size:
         return {"size": list(value)}
-    return {"torch": base64.b64encode(pack(value, where, trust=trust)).decode()}
+    return {"torch": base64.b64encode(pack(value, where, allow_pickle=allow_pickle)).decode()}
 
 
-def _decoded(data: Any, trust: bool, where: str) -> Any:  # noqa: FBT001 -- private, two call sites
+def _decoded(data: Any, allow_pickle: bool, where: str) -> Any:  # noqa: FBT001 -- private, two call sites
     """Return the value of JSON data."""
     if isinstance(data, list):
-        return [_decoded(child, trust, where) for child in data]
+        return [_decoded(child, allow_pickle, where) for child in data]
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
     if kind in ("tuple", "dict"):
-        items = [_decoded(child, trust, where) for child in content]
+        items = [_decoded(child, allow_pickle, where) for child in content]
         return tuple(items) if kind == "tuple" else dict(items)
     if kind == "torch":
-        return unpack(base64.b64decode(content, validate=True), trust=trust, where=f"the value of {where}")
+        return unpack(
+            base64.b64decode(content, validate=True), allow_pickle=allow_pickle, where=f"the value of {where}"
+        )
     return _SCALARS[kind](content)
 
 

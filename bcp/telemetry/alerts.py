@@ -17,7 +17,7 @@ from opentelemetry import metrics
 
 from bcp._log import log
 from bcp.errors import InputError
-from bcp.events import Event, LoadReport, RequestEvent, SaveReport, StageEvent
+from bcp.events import Event, LoadResult, RequestEvent, SaveResult, StageEvent
 from bcp.runtime import event_loop as _loop
 from bcp.telemetry.watch import Watch
 
@@ -142,28 +142,28 @@ class Alerts:
     def ended(self, watch: Watch) -> None:
         """Judge the save or load."""
         self._slow_requests.discard(watch)
-        report = watch.report
-        if report is None:
+        result = watch.result
+        if result is None:
             return
         self._judge_stages(watch)
-        self._judge_throughput(watch, report)
-        if isinstance(report, SaveReport):
-            self._judge_save(watch, report)
+        self._judge_throughput(watch, result)
+        if isinstance(result, SaveResult):
+            self._judge_save(watch, result)
         if self._timer is not None:
             self._durable(watch.started, watch.path, watch.step)
 
-    def _judge_throughput(self, watch: Watch, report: SaveReport | LoadReport) -> None:
+    def _judge_throughput(self, watch: Watch, result: SaveResult | LoadResult) -> None:
         limit = self.min_throughput
-        if limit is not None and report.nbytes >= SMALL_NBYTES and report.throughput < limit:
+        if limit is not None and result.nbytes >= SMALL_NBYTES and result.throughput < limit:
             sentence = (
-                f"the {watch.kind} moved {report.throughput / 1e6:.4g} MB/s on this rank; see the stage that takes "
+                f"the {watch.kind} moved {result.throughput / 1e6:.4g} MB/s on this rank; see the stage that takes "
                 "longest in bcp.report, and the storage's load"
             )
-            self._tell_of(watch, "min_throughput", report.throughput, limit, sentence)
+            self._tell_of(watch, "min_throughput", result.throughput, limit, sentence)
 
-    def _judge_save(self, watch: Watch, report: SaveReport) -> None:
-        waited = report.blocking_seconds if watch.background else report.seconds
-        stall = waited + report.step_wait_seconds
+    def _judge_save(self, watch: Watch, result: SaveResult) -> None:
+        waited = result.blocking_seconds if watch.background else result.seconds
+        stall = waited + result.step_wait_seconds
         if self.max_stall is not None and stall > self.max_stall:
             remedy = (
                 "see which phase blocks in bcp.report; bcp.prepare and a larger budget_bytes shorten it"
@@ -171,11 +171,11 @@ class Alerts:
                 else "async_checkpoint=True waits for the snapshot only"
             )
             self._tell_of(watch, "max_stall", stall, self.max_stall, f"training waited {stall:.3g} s; {remedy}")
-        if self.max_durable is not None and report.seconds > self.max_durable:
+        if self.max_durable is not None and result.seconds > self.max_durable:
             sentence = (
-                f"the save was durable after {report.seconds:.3g} s; see the slowest stage and rank in bcp.report"
+                f"the save was durable after {result.seconds:.3g} s; see the slowest stage and rank in bcp.report"
             )
-            self._tell_of(watch, "max_durable", report.seconds, self.max_durable, sentence)
+            self._tell_of(watch, "max_durable", result.seconds, self.max_durable, sentence)
 
     def _judge_stages(self, watch: Watch) -> None:
         limit = self.straggler_ratio

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from bcp._version import __version__
-from bcp.events import BudgetEvent, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent
+from bcp.events import BudgetEvent, LoadResult, PhaseEvent, RequestEvent, SaveResult, StageEvent
 from bcp.plan.arrow import arrow_array, numbers_of
 from bcp.telemetry.failures import host_name
 from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
@@ -50,9 +50,9 @@ Row = tuple[str, str, str, int, float, float, float, int, str, str]
 _COLUMNS = pa.schema(list(EVENTS)[1:])
 
 
-def figures_of(report: SaveReport | LoadReport) -> dict[str, float]:
+def figures_of(result: SaveResult | LoadResult) -> dict[str, float]:
     """Return the fields of a report that are numbers."""
-    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
     return {
         name: round(value, 6)
         for name, value in values.items()

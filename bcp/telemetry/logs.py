@@ -13,7 +13,7 @@ from structlog.typing import EventDict, Processor
 
 from bcp._log import log, mark_logged
 from bcp._text import printable
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.runtime.process import process_rlock
 from bcp.telemetry.failures import failure_of
 from bcp.telemetry.watch import Watch
@@ -35,9 +35,9 @@ class OperationLines:
 
     def ended(self, watch: Watch) -> None:
         """Log how it ended: at info level on rank 0, at debug level on others, at error level if it failed."""
-        if watch.report is not None:
+        if watch.result is not None:
             tell = log.info if watch.rank == 0 else log.debug
-            tell("saved" if watch.kind == "save" else "loaded", **_figures(watch, watch.report))
+            tell("saved" if watch.kind == "save" else "loaded", **_figures(watch, watch.result))
         elif isinstance(watch.error, Exception):
             log.error(f"{watch.kind} failed", **_failure(watch, watch.error))
             mark_logged(watch.error)
@@ -45,25 +45,25 @@ class OperationLines:
             log.warning(f"{watch.kind} was cancelled", seconds=round(watch.seconds, 3), error=repr(watch.error))
 
 
-def _figures(watch: Watch, report: SaveReport | LoadReport) -> Mapping[str, object]:
+def _figures(watch: Watch, result: SaveResult | LoadResult) -> Mapping[str, object]:
     """Return the values of the line of a save or load that went well. Throughput is this rank's."""
     common = {
-        "seconds": round(report.seconds, 3),
-        "throughput": round(report.throughput),
-        "retries": report.retries,
-        "world_size": report.world_size,
+        "seconds": round(result.seconds, 3),
+        "throughput": round(result.throughput),
+        "retries": result.retries,
+        "world_size": result.world_size,
     }
-    if isinstance(report, LoadReport):
-        read = {"read_nbytes": report.read_nbytes, "received_nbytes": report.received_nbytes}
-        return {"rank_nbytes": report.nbytes, **read, **common, "saved_world_size": report.saved_world_size}
+    if isinstance(result, LoadResult):
+        read = {"read_nbytes": result.read_nbytes, "received_nbytes": result.received_nbytes}
+        return {"rank_nbytes": result.nbytes, **read, **common, "saved_world_size": result.saved_world_size}
     nbytes = {} if watch.all_nbytes is None else {"nbytes": watch.all_nbytes}
-    blocking = (report.blocking_seconds if watch.background else report.seconds) + report.step_wait_seconds
+    blocking = (result.blocking_seconds if watch.background else result.seconds) + result.step_wait_seconds
     return {
         **nbytes,
-        "rank_nbytes": report.nbytes,
+        "rank_nbytes": result.nbytes,
         **common,
         "blocking_seconds": round(blocking, 3),
-        "plan_cached": report.plan_cached,
+        "plan_cached": result.plan_cached,
     }
 
 

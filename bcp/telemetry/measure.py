@@ -28,10 +28,10 @@ class measure:  # noqa: N801 -- read as a function: `with measure("tokenize"):`
     """Measure a block, or every call of a function; as ``with``, ``async with`` or a decorator.
 
     Inside a save or load (in a stage of your own, a dataloader's state, a codec) the block becomes a
-    :class:`~bcp.PhaseEvent`. Traces, recordings and reports contain it. Anywhere, if the group ``measure`` is among the
-    spans of :func:`bcp.telemetry.configure`, it becomes an OpenTelemetry span ``bcp.measure.<name>``, which is the
-    parent of spans made inside. An error that ends the block is recorded, and passes. Blocks nest. Without a listener,
-    a block costs less than two microseconds.
+    :class:`~bcp.extend.PhaseEvent`. Traces, recordings and reports contain it. Anywhere, if the group ``measure`` is
+    among the spans of :func:`bcp.telemetry.configure`, it becomes an OpenTelemetry span ``bcp.measure.<name>``, which
+    is the parent of spans made inside. An error that ends the block is recorded, and passes. Blocks nest. Without a
+    listener, a block costs less than two microseconds.
 
     Args:
         name: of the block; the same for all blocks of one kind.

@@ -18,11 +18,11 @@ from bcp.errors import CorruptError, StageError
 from bcp.events import (
     BudgetEvent,
     Event,
-    LoadReport,
+    LoadResult,
     PhaseEvent,
     RequestEvent,
     RetryEvent,
-    SaveReport,
+    SaveResult,
     StageEvent,
     StageStart,
 )
@@ -179,26 +179,26 @@ class Metrics:
             return
         if watch.error is not None:
             self._record_failure(watch, watch.error, live)
-        elif watch.report is not None:
+        elif watch.result is not None:
             labels = {"kind": watch.kind}
-            self._to.nbytes.add(watch.report.nbytes, labels)
-            for stage, seconds in watch.report.stage_seconds.items():
+            self._to.nbytes.add(watch.result.nbytes, labels)
+            for stage, seconds in watch.result.stage_seconds.items():
                 self._to.stage.record(seconds, {**labels, "stage": stage})
-            if isinstance(watch.report, LoadReport):
-                self._to.load.record(watch.report.seconds)
+            if isinstance(watch.result, LoadResult):
+                self._to.load.record(watch.result.seconds)
             else:
-                self._record_save(watch, watch.report, live)
+                self._record_save(watch, watch.result, live)
 
-    def _record_save(self, watch: Watch, report: SaveReport, live: _Live) -> None:
+    def _record_save(self, watch: Watch, result: SaveResult, live: _Live) -> None:
         labels = {"background": watch.background}
-        blocking = report.seconds if watch.blocking is None else watch.blocking
+        blocking = result.seconds if watch.blocking is None else watch.blocking
         self._to.blocking.record(blocking, labels)
-        self._to.stall.record(blocking + report.step_wait_seconds, labels)
+        self._to.stall.record(blocking + result.step_wait_seconds, labels)
         if "commit" in live.ends:
             self._to.durable.record(live.ends["commit"] - watch.started, labels)
         if {"commit", "snapshot"} <= live.ends.keys():
             self._to.lag.record(live.ends["commit"] - live.ends["snapshot"], labels)
-        self._to.dedup.add(max(report.dedup_saved_bytes, 0))
+        self._to.dedup.add(max(result.dedup_saved_bytes, 0))
 
     def _record_failure(self, watch: Watch, error: BaseException, live: _Live) -> None:
         """Count a failure by its stage, or its phase, and the type of its first cause."""
@@ -211,7 +211,7 @@ class Metrics:
 
     def _remember(self, watch: Watch, live: _Live) -> None:
         """Take note of a checkpoint that is durable, unless a newer one is known."""
-        if watch.report is None:
+        if watch.result is None:
             return
         now = time.time()
         if watch.kind == "save":

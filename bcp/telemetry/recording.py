@@ -38,7 +38,7 @@ class RankRecord:
         local_rank: its number on that host.
         coordinates: its place in the parallel topology, as in ``{"pp": 0, "dp": 3, "tp": 1}``; empty if unknown.
         started: ``time.time()`` at its call, in seconds.
-        figures: the fields of its :class:`~bcp.events.SaveReport` or :class:`~bcp.events.LoadReport` that are numbers.
+        figures: the fields of its :class:`~bcp.events.SaveResult` or :class:`~bcp.events.LoadResult` that are numbers.
     """
 
     rank: int

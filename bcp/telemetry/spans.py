@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bcp._version import __version__
 from bcp.errors import PeerError, StageError
-from bcp.events import PHASES, LoadReport, PhaseEvent, RequestEvent, SaveReport, StageEvent, told
+from bcp.events import PHASES, LoadResult, PhaseEvent, RequestEvent, SaveResult, StageEvent, told
 from bcp.telemetry.settings import is_sdk, settings
 from bcp.telemetry.watch import Watch
 
@@ -116,7 +116,7 @@ class _Trace:
         common = _common(watch)
         links = self._links("blocking", blocking)
         left_out = _Parts(self._tracer, self._groups, watch, self.span, links, common).make()
-        self.span.set_attributes({**common, "bcp.background": watch.background, **_figures(watch.report), **left_out})
+        self.span.set_attributes({**common, "bcp.background": watch.background, **_figures(watch.result), **left_out})
         _fail(self.span, watch.error, _clock(watch, end))
         self.span.end(_clock(watch, end))
 
@@ -303,11 +303,11 @@ def _common(watch: Watch) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value not in (None, "")}
 
 
-def _figures(report: SaveReport | LoadReport | None) -> Attributes:
+def _figures(result: SaveResult | LoadResult | None) -> Attributes:
     """Return the attributes of an operation's span that tell of its success."""
-    if report is None:
+    if result is None:
         return {}
-    return {"bcp.operation": report.operation, "bcp.bytes": report.nbytes, "bcp.retries": report.retries}
+    return {"bcp.operation": result.operation, "bcp.bytes": result.nbytes, "bcp.retries": result.retries}
 
 
 def _fail(span: Span, error: BaseException | None, timestamp: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol, runtime_checkable
 
 from bcp._log import bound, log
-from bcp.events import Event, LoadReport, Observer, PhaseEvent, SaveReport, StageEvent, ignore, observed_by, told
+from bcp.events import Event, LoadResult, Observer, PhaseEvent, SaveResult, StageEvent, ignore, observed_by, told
 from bcp.runtime.process import process_lock
 from bcp.telemetry.amounts import bytes_words, duration_words
 from bcp.telemetry.settings import settings
@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Take note that all ranks have met: :attr:`Watch.operation` and :attr:`Watch.trace` are rank 0's."""
 
     def ended(self, watch: Watch) -> None:
-        """Take note of its end: either :attr:`Watch.report` or :attr:`Watch.error` is set."""
+        """Take note of its end: either :attr:`Watch.result` or :attr:`Watch.error` is set."""
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ class Watch:
         events: all that happened, in the order in which it ended; at most 200,000.
         dropped: how many more there were.
         all_nbytes: bytes that all ranks wrote into data files; known on rank 0, once a save is committed.
-        report: of an operation that ended well.
+        result: of an operation that ended well.
         error: the error that ended it.
         nbytes: bytes of all items of this rank; None until they are known.
         contents: finds file and tensors of an item by its name, for failures; knows none once the operation has ended.
@@ -127,7 +127,7 @@ class Watch:
         self.events: list[Event] = []
         self.dropped = 0
         self.all_nbytes: int | None = None
-        self.report: SaveReport | LoadReport | None = None
+        self.result: SaveResult | LoadResult | None = None
         self.error: BaseException | None = None
         self.nbytes: int | None = None
         self.contents: Contents = _unknown

@@ -20,7 +20,9 @@ from benchmarks.commit_table.cells import Answer, Cell, Fault
 __all__ = ["POLICY", "Outcome", "Store", "Wire", "requests_of", "try_cell"]
 
 MIB = 1 << 20
-POLICY = RetryPolicy(deadline=20.0, attempt=5.0, first_pause=0.002, longest_pause=0.01, allowance=12)
+POLICY = RetryPolicy(
+    deadline_seconds=20.0, attempt_seconds=5.0, first_pause_seconds=0.002, longest_pause_seconds=0.01, allowance=12
+)
 """A store that never answers well is given up after a dozen requests, without long pauses."""
 
 OLD, NEW, NEXT = 1, 2, 3

@@ -94,8 +94,8 @@ class Gate:
         self.opened = threading.Event()
         self._stage = stage
 
-    def __call__(self, graph: bcp.Graph) -> bcp.Graph:
-        return graph.before(self._stage, bcp.Stage("gate", self._wait))
+    def __call__(self, graph: bcp.extend.Graph) -> bcp.extend.Graph:
+        return graph.before(self._stage, bcp.extend.Stage("gate", self._wait))
 
     async def _wait(self, item: Any) -> Any:
         self.reached.set()

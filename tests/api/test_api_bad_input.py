@@ -100,7 +100,7 @@ def test_a_state_that_changes_during_its_snapshot_is_refused(tmp_path: Path, *, 
         states["model"]["w"].add_(1)
         return item
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("train", train)), part_bytes=MIB)
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.extend.Stage("train", train)), part_bytes=MIB)
     with pytest.raises(
         bcp.StateChangedError, match=r"model tensor 'w' was written to \d times on rank 0 while its snap"
     ):
@@ -116,7 +116,7 @@ def test_without_the_guard_nobody_looks(tmp_path: Path) -> None:
         states["model"]["w"].add_(1)
         return item
 
-    edit = {"edit": lambda graph: graph.before("d2h", bcp.Stage("train", train))}
+    edit = {"edit": lambda graph: graph.before("d2h", bcp.extend.Stage("train", train))}
     bcp.save(tmp_path, states, options=bcp.SaveOptions(guard=False, **edit))
 
 
@@ -220,15 +220,15 @@ def test_misspelt_options_are_refused() -> None:
         bcp.SaveOptions(overwrit=True)  # type: ignore[call-arg]
 
 
-NONE = bcp.Codec("none", encode=bytes, decode=bytes)
+NONE = bcp.extend.Codec("none", encode=bytes, decode=bytes)
 BAD_EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown stage": (
-        {"edit": lambda graph: graph.after("nowhere", bcp.Stage("x", anyio.sleep))},
+        {"edit": lambda graph: graph.after("nowhere", bcp.extend.Stage("x", anyio.sleep))},
         r"no stage named 'nowhere'; there are \[d2h, serialize, upload, checksum",
     ),
-    "same name": ({"edit": lambda graph: graph.then(bcp.Stage("d2h", anyio.sleep))}, "two stages named 'd2h'"),
+    "same name": ({"edit": lambda graph: graph.then(bcp.extend.Stage("d2h", anyio.sleep))}, "two stages named 'd2h'"),
     "nothing": ({"edit": lambda _: None}, r"options.edit returned None; it has to return the graph to run"),
-    "codec named as a stage": ({"codecs": [bcp.Codec("upload", bytes, bytes)]}, "two stages named 'upload'"),
+    "codec named as a stage": ({"codecs": [bcp.extend.Codec("upload", bytes, bytes)]}, "two stages named 'upload'"),
     "codec twice": ({"codecs": [NONE, NONE]}, "two stages named 'none'"),
 }
 
@@ -278,5 +278,5 @@ def test_a_scheme_in_capitals_is_a_scheme(tmp_path: Path) -> None:
 def test_places_and_roles_of_other_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(bcp.InputError, match="role=3 cannot name"):
         bcp.save(tmp_path, model(), role=3)  # type: ignore[arg-type]  # what is tested
-    with pytest.raises(bcp.InputError, match="url=None is a NoneType"):
+    with pytest.raises(bcp.InputError, match="path=None is a NoneType"):
         bcp.latest(None)  # type: ignore[arg-type]  # the same

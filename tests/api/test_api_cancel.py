@@ -112,7 +112,7 @@ def test_a_cancelled_load_says_that_the_target_is_half_loaded(tmp_path: Path) ->
         await anyio.sleep_forever()
         return loaded
 
-    options = bcp.LoadOptions(edit=lambda graph: graph.after("h2d", bcp.Stage("hang", hang)), read_bytes=MIB)
+    options = bcp.LoadOptions(edit=lambda graph: graph.after("h2d", bcp.extend.Stage("hang", hang)), read_bytes=MIB)
 
     async def work() -> list[str]:
         task = asyncio.create_task(bcp.aload(tmp_path, {"model": target}, options=options))

@@ -95,7 +95,7 @@ def test_an_error_of_somebody_else_keeps_its_traceback_and_cause(tmp_path: Path)
     async def stage(item: Any) -> Any:
         return broken(item)
 
-    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", stage)))
+    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", stage)))
     with pytest.raises(bcp.StageError, match="stage 'mine' failed on") as caught:
         bcp.save(tmp_path, model(), options=edit)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -198,7 +198,7 @@ def test_a_load_of_nothing_warns_at_the_callers_line(tmp_path: Path, how: str) -
     target = {"model": {"v": torch.zeros(3)}}
     reports = []
 
-    async def load() -> bcp.LoadReport:
+    async def load() -> bcp.LoadResult:
         return await bcp.aload(tmp_path, target, strict=False)
 
     with pytest.warns(bcp.NothingLoadedWarning, match="nothing of 'model' .*1 missing, 1 unexpected") as seen:

@@ -77,7 +77,7 @@ class Held:
         tensors = {"w": torch.arange(PARTS * MIB // 4, dtype=torch.int32)}
         chosen = bcp.SaveOptions(
             part_bytes=MIB,
-            edit=lambda graph: graph.before("d2h", bcp.Stage("held", self.run)),
+            edit=lambda graph: graph.before("d2h", bcp.extend.Stage("held", self.run)),
             observe=self.observe,
             **options,
         )
@@ -111,12 +111,12 @@ def test_writers_without_a_core_write_beside_the_copies_and_checksums_wait() -> 
 
 def test_codecs_wait_for_the_copies() -> None:
     held = Held(Store(uses_cpu=False), all_but_one_are_serialized)
-    same = bcp.Codec("same", encode=bytes, decode=bytes)
+    same = bcp.extend.Codec("same", encode=bytes, decode=bytes)
     tensors = {"w": torch.arange(PARTS * MIB // 4, dtype=torch.int32)}
     options = bcp.SaveOptions(
         part_bytes=MIB,
         codecs=[same],
-        edit=lambda graph: graph.before("d2h", bcp.Stage("held", held.run)),
+        edit=lambda graph: graph.before("d2h", bcp.extend.Stage("held", held.run)),
         observe=held.observe,
     )
     bcp.save(held.store, {"model": tensors}, async_checkpoint=True, options=options).wait()

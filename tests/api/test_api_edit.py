@@ -20,13 +20,13 @@ import bcp
 SAVE_STAGES = ["d2h", "serialize", "zlib", "place", "upload", "checksum"]
 LOAD_STAGES = ["read", "deserialize", "h2d", "exchange"]
 
-ZSTD = bcp.Codec(
+ZSTD = bcp.extend.Codec(
     "zstd",
     encode=lambda data: zstandard.ZstdCompressor(level=1).compress(data),
     decode=lambda data: zstandard.ZstdDecompressor().decompress(data),
 )
-ZLIB = bcp.Codec("zlib", encode=lambda data: zlib.compress(data, 1), decode=zlib.decompress, workers=3)
-INVERT = bcp.Codec(
+ZLIB = bcp.extend.Codec("zlib", encode=lambda data: zlib.compress(data, 1), decode=zlib.decompress, workers=3)
+INVERT = bcp.extend.Codec(
     "invert", encode=lambda data: bytes(255 - b for b in data), decode=lambda data: bytes(255 - b for b in data)
 )
 
@@ -55,28 +55,28 @@ class Eye:
         return item
 
 
-def put_before(graph: bcp.Graph, name: str, eye: Eye) -> bcp.Graph:
-    return graph.before(name, bcp.Stage("eye", eye))
+def put_before(graph: bcp.extend.Graph, name: str, eye: Eye) -> bcp.extend.Graph:
+    return graph.before(name, bcp.extend.Stage("eye", eye))
 
 
-def put_after(graph: bcp.Graph, name: str, eye: Eye) -> bcp.Graph:
-    return graph.after(name, bcp.Stage("eye", eye, workers=3))
+def put_after(graph: bcp.extend.Graph, name: str, eye: Eye) -> bcp.extend.Graph:
+    return graph.after(name, bcp.extend.Stage("eye", eye, workers=3))
 
 
-def put_beside(graph: bcp.Graph, name: str, eye: Eye) -> bcp.Graph:
-    return graph.after(name, bcp.tee(bcp.Stage("one", eye), bcp.Stage("other", eye)))
+def put_beside(graph: bcp.extend.Graph, name: str, eye: Eye) -> bcp.extend.Graph:
+    return graph.after(name, bcp.extend.tee(bcp.extend.Stage("one", eye), bcp.extend.Stage("other", eye)))
 
 
-def put_around(graph: bcp.Graph, name: str, eye: Eye) -> bcp.Graph:
+def put_around(graph: bcp.extend.Graph, name: str, eye: Eye) -> bcp.extend.Graph:
     (old,) = [stage for stage in graph.stages if stage.name == name]
 
     async def run(item: Any) -> Any:
         return await old.run(await eye(item))
 
-    return graph.replacing(name, bcp.Stage(name, run, workers=old.workers, ordered=old.ordered))
+    return graph.replacing(name, bcp.extend.Stage(name, run, workers=old.workers, ordered=old.ordered))
 
 
-Edit = Callable[[bcp.Graph, str, Eye], bcp.Graph]
+Edit = Callable[[bcp.extend.Graph, str, Eye], bcp.extend.Graph]
 edits = pytest.mark.parametrize("edit", [put_before, put_after, put_beside, put_around])
 
 
@@ -103,7 +103,7 @@ def test_every_place_of_the_load_graph(tmp_path: Path, edit: Edit, name: str) ->
 def test_the_names_of_the_stages(tmp_path: Path) -> None:
     names: list[tuple[str, ...]] = []
 
-    def look(graph: bcp.Graph) -> bcp.Graph:
+    def look(graph: bcp.extend.Graph) -> bcp.extend.Graph:
         names.append(graph.names)
         return graph
 
@@ -117,13 +117,13 @@ def test_the_names_of_the_stages(tmp_path: Path) -> None:
 def test_a_stage_behind_d2h_changes_what_is_saved_and_not_what_is_trained(tmp_path: Path) -> None:
     live = weights()
 
-    async def halve(part: bcp.HostPart) -> bcp.HostPart:
+    async def halve(part: bcp.extend.HostPart) -> bcp.extend.HostPart:
         for name, tensor in part.tensors.items():
             if name.startswith("big"):
                 tensor.mul_(0.5)
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("halve", halve)), part_bytes=MIB)
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("halve", halve)), part_bytes=MIB)
     bcp.save(tmp_path, {"model": live}, options=options)
     assert equal(live, weights())
     found = loaded(tmp_path, bcp.LoadOptions())
@@ -137,7 +137,7 @@ def test_a_stage_that_changes_lengths_is_told_of_codecs(tmp_path: Path) -> None:
 
         return dataclasses.replace(blob, data=blob.data[:-1])
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("shorten", shorten)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("shorten", shorten)))
     with pytest.raises(bcp.BcpError, match=r"custom stage changed its length; use SaveOptions\(codecs="):
         bcp.save(tmp_path, {"model": weights()}, options=options)
     assert files(tmp_path) == {}
@@ -148,7 +148,7 @@ def test_a_stage_that_fails_is_named_and_nothing_is_left(tmp_path: Path, name: s
     async def fail(_: Any) -> Any:
         raise ZeroDivisionError("a bug")
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.Stage("mine", fail)), codecs=[ZLIB])
+    options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.extend.Stage("mine", fail)), codecs=[ZLIB])
     with pytest.raises(bcp.StageError, match=r"stage 'mine' failed on model part 0.*ZeroDivisionError") as caught:
         bcp.save(tmp_path, {"model": weights()}, options=options)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -160,7 +160,7 @@ def test_a_generator_that_is_closed_in_a_stage_is_a_failure_of_bcp(tmp_path: Pat
     async def fail(_: Any) -> Any:
         raise GeneratorExit("a generator inside was closed")
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("mine", fail)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("mine", fail)))
     with pytest.raises(bcp.StageError, match=r"stage 'mine' failed on model part 0.*GeneratorExit"):
         bcp.save(tmp_path, {"model": weights()}, options=options)
     assert [entry for entry in entries(tmp_path) if "." in entry] == []
@@ -170,7 +170,7 @@ def test_a_generator_that_is_closed_in_a_stage_is_a_failure_of_bcp(tmp_path: Pat
 
 
 @pytest.mark.parametrize("codecs", [[ZSTD], [INVERT, ZSTD], [ZSTD, ZLIB]], ids=["zstd", "invert,zstd", "zstd,zlib"])
-def test_codecs_are_undone_whatever_order_the_load_has_them_in(tmp_path: Path, codecs: list[bcp.Codec]) -> None:
+def test_codecs_are_undone_whatever_order_the_load_has_them_in(tmp_path: Path, codecs: list[bcp.extend.Codec]) -> None:
     states = {"model": weights(), "extra_states": {"step": 3}}
     report = bcp.save(tmp_path, states, options=bcp.SaveOptions(codecs=codecs, part_bytes=MIB))
     assert report.nbytes < 0.75 * report.state_nbytes
@@ -193,7 +193,7 @@ def test_a_missing_codec_is_named(tmp_path: Path) -> None:
 
 def test_a_codec_that_is_no_inverse_is_noticed(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": weights()}, options=bcp.SaveOptions(codecs=[ZLIB]))
-    wrong = bcp.Codec("zlib", encode=zlib.compress, decode=lambda data: zlib.decompress(data)[:-1])
+    wrong = bcp.extend.Codec("zlib", encode=zlib.compress, decode=lambda data: zlib.decompress(data)[:-1])
     with pytest.raises(bcp.CorruptError, match=r"decoded part 0 to \d+ bytes, \d+ were encoded"):
         loaded(tmp_path, bcp.LoadOptions(codecs=[wrong]))
 
@@ -202,7 +202,7 @@ def test_a_codec_that_fails_is_named(tmp_path: Path) -> None:
     def fail(_: Any) -> bytes:
         raise RuntimeError("no key")
 
-    broken = bcp.Codec("crypt", encode=fail, decode=bytes)
+    broken = bcp.extend.Codec("crypt", encode=fail, decode=bytes)
     with pytest.raises(bcp.StageError, match="stage 'crypt' failed on model part 0"):
         bcp.save(tmp_path, {"model": weights()}, options=bcp.SaveOptions(codecs=[broken]))
     assert files(tmp_path) == {}
@@ -211,7 +211,7 @@ def test_a_codec_that_fails_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "UPPER", "a b", "a/b"])
 def test_a_codec_has_a_sound_name(name: str) -> None:
     with pytest.raises(bcp.InputError, match="lower-case letters, digits"):
-        bcp.Codec(name, encode=bytes, decode=bytes)
+        bcp.extend.Codec(name, encode=bytes, decode=bytes)
 
 
 @pytest.mark.parametrize("where", ["every other byte", "on another device", "of two dimensions"])
@@ -226,7 +226,7 @@ def test_a_stage_may_hand_on_bytes_in_any_order_of_memory_but_not_elsewhere(tmp_
         }
         return replace(chunk, data=ways[where](chunk.data))
 
-    options = bcp.LoadOptions(edit=lambda graph: graph.after("deserialize", bcp.Stage("change", change)))
+    options = bcp.LoadOptions(edit=lambda graph: graph.after("deserialize", bcp.extend.Stage("change", change)))
     if where == "every other byte":
         assert equal(loaded(tmp_path, options), weights())
         return
@@ -245,6 +245,6 @@ def test_a_stage_may_hand_on_bytes_in_any_order_of_memory_but_not_elsewhere(tmp_
     ids=["two dimensions", "int8", "items of two bytes", "bytearray"],
 )
 def test_a_codec_may_return_any_contiguous_buffer(tmp_path: Path, shape: Callable[[Any], Any]) -> None:
-    bcp.save(tmp_path, {"model": weights()}, options=bcp.SaveOptions(codecs=[bcp.Codec("odd", shape, bytes)]))
-    decode = bcp.Codec("odd", shape, lambda data: memoryview(bytes(data)).cast("B", (1, len(data))))
+    bcp.save(tmp_path, {"model": weights()}, options=bcp.SaveOptions(codecs=[bcp.extend.Codec("odd", shape, bytes)]))
+    decode = bcp.extend.Codec("odd", shape, lambda data: memoryview(bytes(data)).cast("B", (1, len(data))))
     assert equal(loaded(tmp_path, bcp.LoadOptions(codecs=[decode])), weights())

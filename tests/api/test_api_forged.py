@@ -25,7 +25,7 @@ from bcp.format.receipt import Blocks, FileReceipt, Receipt, decode_receipt, enc
 from bcp.runtime.staging import Lease
 
 GIB = 1 << 30
-ZLIB = bcp.Codec("zlib", zlib.compress, zlib.decompress)
+ZLIB = bcp.extend.Codec("zlib", zlib.compress, zlib.decompress)
 
 
 def forge(
@@ -180,7 +180,7 @@ def test_a_part_that_claims_to_decode_to_terabytes_takes_no_memory(tmp_path: Pat
 @pytest.mark.parametrize("saved", [(), (ZLIB,)])
 @pytest.mark.parametrize("kind", ["model", "extra_states"])
 def test_codecs_of_which_the_commit_record_knows_nothing_are_refused(
-    tmp_path: Path, kind: str, saved: Sequence[bcp.Codec]
+    tmp_path: Path, kind: str, saved: Sequence[bcp.extend.Codec]
 ) -> None:
     states = {"model": {"w": torch.ones(8)}} if kind == "model" else {"extra_states": {"step": 7}}
     bcp.save(tmp_path, states, options=bcp.SaveOptions(codecs=saved))

@@ -31,7 +31,7 @@ class Brake:
 
     @property
     def options(self) -> bcp.SaveOptions:
-        return bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("brake", self)))
+        return bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.extend.Stage("brake", self)))
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def test_steps_go_on_when_the_save(tmp_path: Path, how: str) -> None:
         await in_thread(threading.Event().wait, 1)
         return item
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("stop", stop)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.extend.Stage("stop", stop)))
     states = {"model": model, "optimizer": optimizer}
     pending = bcp.save(tmp_path, states, async_checkpoint=True, snapshot="lazy", options=options)
     assert begun.wait(60)

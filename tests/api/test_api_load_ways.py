@@ -17,7 +17,7 @@ from bcp.backends import LocalBackend
 from bcp.runtime import staging
 from bcp.testing.storage_fakes import CountingBackend
 
-ZSTD = bcp.Codec(
+ZSTD = bcp.extend.Codec(
     "zstd",
     encode=lambda data: zstandard.ZstdCompressor(level=1).compress(data),
     decode=lambda data: zstandard.ZstdDecompressor().decompress(data),
@@ -208,7 +208,7 @@ def test_stages_that_the_caller_puts_in_see_the_bytes(tmp_path: Path) -> None:
         return loaded
 
     target, backend = {"w": torch.zeros_like(weight)}, Scattering(tmp_path)
-    options = bcp.LoadOptions(edit=lambda graph: graph.before("h2d", bcp.Stage("look", look)))
+    options = bcp.LoadOptions(edit=lambda graph: graph.before("h2d", bcp.extend.Stage("look", look)))
     bcp.load(backend, {"model": target}, options=options)
     assert seen == [weight.numpy().tobytes()]
     assert torch.equal(target["w"], weight)

@@ -51,10 +51,10 @@ def test_async_save_is_not_synchronous(tmp_path: Path) -> None:
 
 
 def test_save_returns_something_to_wait_for(tmp_path: Path) -> None:
-    assert isinstance(bcp.save(tmp_path / "a", model()), bcp.SaveReport)
+    assert isinstance(bcp.save(tmp_path / "a", model()), bcp.SaveResult)
     pending = bcp.save(tmp_path / "b", model(), async_checkpoint=True)
     assert isinstance(pending, bcp.Pending)
-    assert isinstance(pending.wait(SECONDS), bcp.SaveReport)
+    assert isinstance(pending.wait(SECONDS), bcp.SaveResult)
 
 
 def test_background_failure_reaches_the_caller(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_no_code_runs_from_a_hostile_checkpoint(tmp_path: Path, where: str) -> N
     states["extra_states"] = {"step": 1, **({"bomb": Bomb(marker)} if where == "extra state" else {})}
     if where == "value":
         states["model"]["bomb"] = Bomb(marker)
-    bcp.save(path, states, options=bcp.SaveOptions(trust=True))
+    bcp.save(path, states, options=bcp.SaveOptions(allow_pickle=True))
     assert not marker.exists()
     places = {"metadata": "metadata.arrow", "receipt": "receipts/*", "data": "extra_states/*"}
     for file in path.glob(places[where]) if where in places else ():

@@ -186,7 +186,7 @@ def test_a_crash_while_saving_again_leaves_the_old_checkpoint(tmp_path: Path) ->
         import os, sys, torch, bcp
         async def die(receipt):
             os._exit(77)
-        options = bcp.SaveOptions(edit=lambda g: g.after("upload", bcp.Stage("die", die)), part_bytes=1 << 20)
+        options = bcp.SaveOptions(edit=lambda g: g.after("upload", bcp.extend.Stage("die", die)), part_bytes=1 << 20)
         bcp.save(sys.argv[1], {"model": {"w": torch.full((1 << 20,), 2.0)}}, overwrite=True, options=options)
     """
     run = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]

@@ -47,7 +47,7 @@ async def test_operations_stay_in_step_after_refusals(
             assert "states has ['modle']; its keys are" in str(error)
     assert files(tmp_path) == {}
     saved = await outcomes(ranks, lambda rank: bcp.asave(tmp_path, model(), options=options, coordinator=rank))
-    assert all(isinstance(each, bcp.SaveReport) for each in saved)
+    assert all(isinstance(each, bcp.SaveResult) for each in saved)
 
 
 @pytest.mark.anyio
@@ -69,8 +69,8 @@ async def test_two_refused_calls_under_way_at_once(tmp_path: Path) -> None:
         return found
 
     first, second = await outcomes(ranks, both)
-    assert [type(each) for each in first] == [bcp.PeerError, bcp.InputError, bcp.SaveReport]
-    assert [type(each) for each in second] == [bcp.InputError, bcp.PeerError, bcp.SaveReport]
+    assert [type(each) for each in first] == [bcp.PeerError, bcp.InputError, bcp.SaveResult]
+    assert [type(each) for each in second] == [bcp.InputError, bcp.PeerError, bcp.SaveResult]
 
 
 @pytest.mark.anyio

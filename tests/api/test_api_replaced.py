@@ -21,7 +21,7 @@ PLACE = "replaced"
 WORDS = 3 << 18
 """Of a tensor of three blocks, which ranks read for each other in several rounds."""
 
-CODEC = bcp.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)
+CODEC = bcp.extend.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)
 pytestmark = pytest.mark.anyio
 
 
@@ -44,7 +44,7 @@ async def ranks_do(count: int, call: Callable[[Coordinator], Awaitable[Any]]) ->
     return results
 
 
-async def save(value: float, codecs: list[bcp.Codec]) -> None:
+async def save(value: float, codecs: list[bcp.extend.Codec]) -> None:
     options = SaveOptions(overwrite=True, codecs=codecs, record=False, part_bytes=1 << 20)
     await ranks_do(
         2, lambda ranks: bcp.asave(MemoryBackend(PLACE), states(value, ranks.rank), coordinator=ranks, options=options)
@@ -54,7 +54,7 @@ async def save(value: float, codecs: list[bcp.Codec]) -> None:
 class Overtaken(CountingBackend):
     """Lets another job replace the checkpoint before its request ``number``."""
 
-    def __init__(self, number: int, codecs: list[bcp.Codec]) -> None:
+    def __init__(self, number: int, codecs: list[bcp.extend.Codec]) -> None:
         super().__init__(MemoryBackend(PLACE))
         self.number, self.codecs = number, codecs
         self.count = 0
@@ -84,7 +84,9 @@ async def load(backends: list[Overtaken], options: LoadOptions) -> set[float]:
 @pytest.mark.parametrize("codecs", [[], [CODEC]], ids=["plain", "codec"])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
-async def test_a_save_at_any_request_of_a_load(world_size: int, codecs: list[bcp.Codec], *, verify: bool) -> None:
+async def test_a_save_at_any_request_of_a_load(
+    world_size: int, codecs: list[bcp.extend.Codec], *, verify: bool
+) -> None:
     options = LoadOptions(codecs=codecs, verify=verify, record=False, read_bytes=1 << 20, exchange_bytes=4096)
     try:
         await save(1.0, codecs)

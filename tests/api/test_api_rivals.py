@@ -109,7 +109,7 @@ def test_the_directory_is_moved_away_during_the_commit(
                 if file.is_file() and file.name != "metadata.arrow":
                     file.unlink()
 
-    options = bcp.SaveOptions(overwrite=overwrite, retries=bcp.RetryPolicy(first_pause=0.001))
+    options = bcp.SaveOptions(overwrite=overwrite, retries=bcp.RetryPolicy(first_pause_seconds=0.001))
     with pytest.raises(bcp.StorageError, match="moved"):
         bcp.save(during(path, operation, key, move), model(2), options=options)
     if not again:

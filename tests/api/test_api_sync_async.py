@@ -26,7 +26,7 @@ from bcp.testing.storage_fakes import FaultyBackend
 def test_from_a_coroutine(tmp_path: Path, run: Callable[..., Any]) -> None:
     states, target = training(), training(seed=1)
 
-    async def work() -> tuple[bcp.SaveReport, bcp.LoadReport]:
+    async def work() -> tuple[bcp.SaveResult, bcp.LoadResult]:
         return await bcp.asave(tmp_path, states), await bcp.aload(tmp_path, target)
 
     saved, loaded = run(work())
@@ -38,7 +38,7 @@ def test_from_a_coroutine(tmp_path: Path, run: Callable[..., Any]) -> None:
 def test_in_the_background_from_a_coroutine(tmp_path: Path, run: Callable[..., Any]) -> None:
     gate = Gate()
 
-    async def work() -> bcp.SaveReport:
+    async def work() -> bcp.SaveResult:
         states = model(1)
         pending = await bcp.asave(tmp_path, states, async_checkpoint=True, options=gate.options)
         states["model"]["w"].zero_()
@@ -47,7 +47,7 @@ def test_in_the_background_from_a_coroutine(tmp_path: Path, run: Callable[..., A
         return await pending
 
     report = run(work())
-    assert isinstance(report, bcp.SaveReport)
+    assert isinstance(report, bcp.SaveResult)
     assert loads(tmp_path, 1)
 
 
@@ -182,8 +182,8 @@ def test_awaiting_it_twice_and_in_two_tasks(tmp_path: Path) -> None:
     gate = Gate()
     pending = bcp.save(tmp_path, model(), async_checkpoint=True, options=gate.options)
 
-    async def work() -> list[bcp.SaveReport]:
-        async def wait() -> bcp.SaveReport:
+    async def work() -> list[bcp.SaveResult]:
+        async def wait() -> bcp.SaveResult:
             return await pending
 
         waiting = [asyncio.create_task(wait()) for _ in range(2)]

@@ -272,8 +272,10 @@ def test_memory_that_is_given_back_after_it_is_copied(tmp_path: Path) -> None:
             copied.set()
         return part
 
-    def edit(graph: bcp.Graph) -> bcp.Graph:
-        return graph.before("d2h", bcp.Stage("wait", wait)).after("d2h", bcp.Stage("give back", give_back))
+    def edit(graph: bcp.extend.Graph) -> bcp.extend.Graph:
+        return graph.before("d2h", bcp.extend.Stage("wait", wait)).after(
+            "d2h", bcp.extend.Stage("give back", give_back)
+        )
 
     with pytest.raises(bcp.StateChangedError, match=r"memory of model tensor 'a' was replaced on rank 0"):
         bcp.save(tmp_path, {"model": state}, options=bcp.SaveOptions(part_bytes=1 << 20, edit=edit))

@@ -89,12 +89,12 @@ class Counting(LocalBackend):
         await super().read_into(key, offset, out)
 
 
-def save(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.SaveReport]:
+def save(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.SaveResult]:
     """Save on as many ranks as there are states."""
     return on_all_ranks(bcp.asave, path, states, **options)
 
 
-def load(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.LoadReport]:
+def load(path: Any, states: Sequence[Any], **options: Any) -> list[bcp.LoadResult]:
     """Load on as many ranks as there are states."""
     return on_all_ranks(bcp.aload, path, states, **options)
 
@@ -152,7 +152,9 @@ def test_the_shelf_is_a_sharded_state() -> None:
     assert isinstance(Shelf(), ShardedState)
 
 
-@pytest.mark.parametrize("codecs", [(), (bcp.Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress),)])
+@pytest.mark.parametrize(
+    "codecs", [(), (bcp.extend.Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress),)]
+)
 def test_units_move_between_any_number_of_readers(tmp_path: Path, codecs: Any) -> None:
     for step, readers in enumerate((4, 2, 8, 3, 1, 5), 1):
         path = tmp_path / f"step-{step}"
@@ -241,8 +243,8 @@ def test_an_unchanged_set_of_units_is_planned_once(tmp_path: Path) -> None:
 def test_training_does_not_wait_until_units_are_copied(tmp_path: Path) -> None:
     copied: list[str] = []
 
-    def watch(event: bcp.Event) -> None:
-        if isinstance(event, bcp.StageEvent) and event.stage == "d2h":
+    def watch(event: bcp.extend.Event) -> None:
+        if isinstance(event, bcp.extend.StageEvent) and event.stage == "d2h":
             copied.append(event.item)
 
     async def run() -> None:
@@ -276,7 +278,7 @@ def test_states_prepare_in_the_step_before_a_save(tmp_path: Path) -> None:
 
     train, val = Prepared(), Prepared(count=2)
     states = {"dataloader": {"train": train, "more": {"val": val}}}
-    told = [bcp.prefetch_data_state(step, states, every=4) for step in range(9)]
+    told = [bcp.prefetch_data_state(step, states, every_steps=4) for step in range(9)]
     assert [step for step, was in enumerate(told) if was] == [3, 7]
     assert train.steps == val.steps == (4, 8)
     bcp.save(tmp_path, states)
@@ -289,8 +291,8 @@ def test_states_prepare_in_the_step_before_a_save(tmp_path: Path) -> None:
     del other
     gc.collect()
     assert not bcp.prefetch_data_state(13)
-    with pytest.raises(bcp.InputError, match="every=0"):
-        bcp.prefetch_data_state(13, every=0)
+    with pytest.raises(bcp.InputError, match="every_steps=0"):
+        bcp.prefetch_data_state(13, every_steps=0)
 
 
 # -- refused -----------------------------------------------------------------------------------------

@@ -132,13 +132,13 @@ def test_values_that_would_change_are_refused_by_name(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_objects_of_any_class_are_saved_and_loaded_with_trust(tmp_path: Path, way: Any) -> None:
-    trusting = bcp.SaveOptions(trust=True)
+def test_objects_of_any_class_are_saved_and_loaded_with_allow_pickle(tmp_path: Path, way: Any) -> None:
+    trusting = bcp.SaveOptions(allow_pickle=True)
     bcp.save(tmp_path, way([Config(0.5), np.ma.masked_array([1, 2], mask=[0, 1])])[0], options=trusting)
     states, found = way([0, 0])
-    with pytest.raises(bcp.CheckpointError, match="trust=True"):
+    with pytest.raises(bcp.CheckpointError, match="allow_pickle=True"):
         bcp.load(tmp_path, states, strict=False)
-    bcp.load(tmp_path, states, strict=False, options=bcp.LoadOptions(trust=True))
+    bcp.load(tmp_path, states, strict=False, options=bcp.LoadOptions(allow_pickle=True))
     config, masked = found()
     assert (config.rate, masked.mask.tolist()) == (0.5, [False, True])
 

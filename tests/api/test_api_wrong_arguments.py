@@ -42,7 +42,7 @@ def test_a_field_of_options_takes_the_value_or_names_itself(kind: type[Any]) -> 
 NONES = {
     bcp.SaveOptions: {"budget_bytes", "pinned_bytes", "io_workers", "ionice", "retries", "step"},
     bcp.LoadOptions: {"rename", "io_workers", "retries", "record", "step"},
-    bcp.RetryPolicy: {"hedge"},
+    bcp.RetryPolicy: {"hedge_seconds"},
 }
 
 
@@ -72,7 +72,7 @@ def test_a_save_with_it_writes_nothing(tmp_path: Path, name: str, value: Any) ->
 
 
 def test_arguments_of_a_run_are_refused_before_it_begins(tmp_path: Path) -> None:
-    arguments = [name for name in inspect.signature(bcp.Run).parameters if name not in ("url", "states")]
+    arguments = [name for name in inspect.signature(bcp.Run).parameters if name not in ("path", "states")]
     for name in arguments:
         for value in (object(), 1.5, b"bytes"):
             with pytest.raises(bcp.InputError), bcp.Run(tmp_path / "run", states(), **{name: value}) as run:

@@ -17,7 +17,7 @@ from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import RetryPolicy, Version
 
-POLICY = RetryPolicy(deadline=60.0, first_pause=0.001, longest_pause=0.002)
+POLICY = RetryPolicy(deadline_seconds=60.0, first_pause_seconds=0.001, longest_pause_seconds=0.002)
 
 
 class Store(FakeStore):
@@ -66,7 +66,7 @@ def states(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((5,), value)}, "extra_states": {"value": value}}
 
 
-def save(store: FakeStore, value: float) -> bcp.SaveReport:
+def save(store: FakeStore, value: float) -> bcp.SaveResult:
     return bcp.save(ObjectBackend(store, POLICY), states(value), options=SaveOptions(overwrite=True, retries=POLICY))
 
 

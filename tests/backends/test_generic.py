@@ -22,7 +22,7 @@ from bcp.protocols import Backend, RetryPolicy
 from bcp.testing.backend_suite import BackendSuite
 
 pytestmark = pytest.mark.anyio
-QUICK = RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
 
 class Generic(BackendSuite):

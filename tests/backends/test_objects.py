@@ -24,7 +24,7 @@ from bcp.testing.backend_suite import BackendSuite
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
-QUICK = RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
 
 class TestOnMemory(BackendSuite):
@@ -56,13 +56,17 @@ class TestWithTransientFaults(TestOnMemory):
                 raise ConnectionResetError("reset by peer")
 
         store.fail, store.lose = fail, lose
-        return ObjectBackend(store, RetryPolicy(first_pause=1e-5, longest_pause=1e-4, allowance=100_000))
+        return ObjectBackend(
+            store, RetryPolicy(first_pause_seconds=1e-5, longest_pause_seconds=1e-4, allowance=100_000)
+        )
 
 
 def backend_that(fail: Callable[[str], None], **policy: float) -> tuple[ObjectBackend, FakeStore]:
     store = FakeStore()
     store.fail = fail
-    return ObjectBackend(store, RetryPolicy(**{"first_pause": 1e-4, "longest_pause": 1e-3, **policy})), store
+    return ObjectBackend(
+        store, RetryPolicy(**{"first_pause_seconds": 1e-4, "longest_pause_seconds": 1e-3, **policy})
+    ), store
 
 
 def failing(count: int, error: Exception, *whats: str) -> Callable[[str], None]:
@@ -91,7 +95,7 @@ async def test_each_retry_is_an_event() -> None:
     seen: list[RetryEvent] = []
     store = FakeStore()
     store.fail = failing(2, RequestError("503 slow down", slow_down=True), "put")
-    backend = ObjectBackend(store, RetryPolicy(first_pause=1e-4, on_retry=seen.append))
+    backend = ObjectBackend(store, RetryPolicy(first_pause_seconds=1e-4, on_retry=seen.append))
     await backend.put("a", b"1")
     assert [(event.attempt, event.said, event.slow_down) for event in seen] == [
         (1, "503 slow down", True),
@@ -139,7 +143,11 @@ async def test_after_the_deadline_the_error_says_how_often_it_was_tried() -> Non
     async def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    retries = Retries(RetryPolicy(deadline=60, first_pause=1, longest_pause=8), sleep=sleep, clock=lambda: now[0])
+    retries = Retries(
+        RetryPolicy(deadline_seconds=60, first_pause_seconds=1, longest_pause_seconds=8),
+        sleep=sleep,
+        clock=lambda: now[0],
+    )
 
     async def attempt() -> None:
         now[0] += 1
@@ -166,7 +174,7 @@ async def test_a_server_that_nobody_reaches_is_given_up_early_unless_it_was_reac
     async def answered() -> None:
         return
 
-    retries = Retries(RetryPolicy(deadline=1000, allowance=10**6), sleep=sleep, clock=lambda: now[0])
+    retries = Retries(RetryPolicy(deadline_seconds=1000, allowance=10**6), sleep=sleep, clock=lambda: now[0])
     if is_known:
         await retries("asking", answered)
     with pytest.raises(StorageError, match="connection refused") as caught:
@@ -181,7 +189,7 @@ async def test_the_server_says_how_long_to_wait() -> None:
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    retries, left = Retries(RetryPolicy(first_pause=0.1), sleep=sleep), [1]
+    retries, left = Retries(RetryPolicy(first_pause_seconds=0.1), sleep=sleep), [1]
 
     async def attempt() -> int:
         if left:
@@ -339,7 +347,7 @@ async def test_many_small_buffers_are_filled_by_few_reads() -> None:
 
 
 async def test_a_slow_read_is_asked_for_twice() -> None:
-    backend, store = backend_that(lambda _: None, hedge=0.05)
+    backend, store = backend_that(lambda _: None, hedge_seconds=0.05)
     store.store("a", b"12345")
     slow = [True]
 
@@ -373,7 +381,7 @@ async def test_a_failed_page_or_deletion_repeats_itself_alone() -> None:
     for number in range(100):
         await store.begin(f"half{number}", None)
     store.fail = fail
-    backend = ObjectBackend(store, RetryPolicy(first_pause=1e-5, longest_pause=1e-4, allowance=2000))
+    backend = ObjectBackend(store, RetryPolicy(first_pause_seconds=1e-5, longest_pause_seconds=1e-4, allowance=2000))
     assert [info.key for info in await backend.list()] == keys
     await backend.delete(keys)
     await backend.discard(await backend.unfinished())
@@ -506,7 +514,9 @@ async def test_a_waiter_that_is_cancelled_gives_its_turn_away() -> None:
     assert inside == ["next"]
 
 
-@pytest.mark.parametrize("wrong", [{"deadline": 0}, {"requests": 0}, {"allowance": -1}, {"hedge": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"deadline_seconds": 0}, {"requests": 0}, {"allowance": -1}, {"hedge_seconds": -1.0}]
+)
 def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         RetryPolicy(**wrong)

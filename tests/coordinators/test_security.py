@@ -175,7 +175,7 @@ async def test_a_stage_may_change_bytes_that_other_ranks_get(
         return replace(loaded, data=~loaded.data)
 
     def edit(graph: Any) -> Any:
-        return graph.before("h2d", bcp.Stage("invert", invert))
+        return graph.before("h2d", bcp.extend.Stage("invert", invert))
 
     coordinators, _ = job(2)
     for found in await load_on_all(coordinators, saved, edit=edit):

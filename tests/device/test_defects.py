@@ -69,7 +69,7 @@ def paused(name: str, at: threading.Event, begun: threading.Event | None = None)
         await in_thread(at.wait, 20.0)
         return item
 
-    return lambda graph: graph.before(name, bcp.Stage("pause", run))
+    return lambda graph: graph.before(name, bcp.extend.Stage("pause", run))
 
 
 # -- A1

@@ -165,7 +165,7 @@ def test_a_rank_that_fails_aborts_the_group_on_all(tmp_path: Path, nccl: Nccl) -
             raise RuntimeError("a bug in a stage")
         return loaded
 
-    bad = options(edit=lambda graph: graph.after("h2d", bcp.Stage("mine", fail)))
+    bad = options(edit=lambda graph: graph.after("h2d", bcp.extend.Stage("mine", fail)))
     with accelerators(devices=SIZE, seed=1) as machine:
         targets = [model(f"cuda:{rank}", 0.0) for rank in range(SIZE)]
         outcomes = anyio.run(load, tmp_path, targets, options(), bad)

@@ -174,7 +174,7 @@ class Case:
                 raise OSError("injected")
             return item
 
-        stage = bcp.Stage("fail", fail)
+        stage = bcp.extend.Stage("fail", fail)
         return lambda graph: graph.after(name, stage) if after else graph.before(name, stage)
 
     def saved(self, path: Any, states: Any, options: bcp.SaveOptions, then: Callable[[], None]) -> None:

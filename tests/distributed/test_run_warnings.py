@@ -24,7 +24,7 @@ def warnings_of_a_run(path: Path, guilty: int) -> list[str]:
 
     states = {"model": {f"w{dist.get_rank()}": torch.ones(8)}}
     bcp.save(path / "step-1", states)
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", fail)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", fail)))
     with captured_logs() as lines:
         run = bcp.Run(path, states, save=1, tolerate=2, save_options=options)
         run.resume()

@@ -23,7 +23,15 @@ from bcp.runs import latest, run
 MODULES = [bcp, _api, _pending, _report, errors, events, extend, options, protocols, latest]
 BLOCK = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 CALLS = [bcp.save, bcp.save_async, bcp.load, bcp.prepare, bcp.asave, bcp.aload, bcp.aprepare, bcp.report, bcp.latest]
-CLASSES = [bcp.SaveOptions, bcp.LoadOptions, bcp.Pending, bcp.RetryPolicy, bcp.Codec, bcp.SaveReport, bcp.LoadReport]
+CLASSES = [
+    bcp.SaveOptions,
+    bcp.LoadOptions,
+    bcp.Pending,
+    bcp.RetryPolicy,
+    bcp.extend.Codec,
+    bcp.SaveResult,
+    bcp.LoadResult,
+]
 
 
 def documented() -> Iterator[tuple[str, str]]:

@@ -93,7 +93,7 @@ def _unmarked(data: Any) -> bytes:
     return whole[6:]
 
 
-def codecs_of(names: tuple[str, ...] | list[str]) -> list[bcp.Codec]:
+def codecs_of(names: tuple[str, ...] | list[str]) -> list[bcp.extend.Codec]:
     """Return codecs by name."""
     import zstandard  # noqa: PLC0415 -- one case needs it
 
@@ -102,7 +102,7 @@ def codecs_of(names: tuple[str, ...] | list[str]) -> list[bcp.Codec]:
         "reversed": (_turned, _turned),
         "marked": (_marked, _unmarked),
     }
-    return [bcp.Codec(name, encode=known[name][0], decode=known[name][1]) for name in names]
+    return [bcp.extend.Codec(name, encode=known[name][0], decode=known[name][1]) for name in names]
 
 
 # -- one process -------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def many_ranks(path: Path, _: Pool) -> Written:
     """Save from 1002 ranks, the last two of which have hashes in their names; it takes minutes."""
     tensors = {f"model/of.{rank}": numbers(f"rank {rank}", (3, rank % 5 + 1)) for rank in (0, 500, 1000, 1001)}
 
-    async def save(rank: int, coordinator: bcp.Coordinator) -> None:
+    async def save(rank: int, coordinator: bcp.extend.Coordinator) -> None:
         own = {name.removeprefix("model/"): each for name, each in tensors.items() if name.endswith(f".{rank}")}
         states = {"model": nested(own.items())}
         await bcp.asave(path, states, framework="plain", coordinator=coordinator, options=jobs.options(timeout=500.0))

@@ -179,7 +179,7 @@ def _leaf(root: Any, name: str) -> Any:
     return root
 
 
-def check_plain(path: Path | str, part: Expected, codecs: Sequence[bcp.Codec] = ()) -> None:
+def check_plain(path: Path | str, part: Expected, codecs: Sequence[bcp.extend.Codec] = ()) -> None:
     """Load a checkpoint into nested dicts of zeros in this process, and compare every byte with the expectation.
 
     The names have to be the same on both sides, as the load is strict.

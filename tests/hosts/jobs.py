@@ -180,7 +180,7 @@ class Job(Ranks):
         self._folder.cleanup()
 
 
-def halt(marks: Path) -> bcp.Stage:
+def halt(marks: Path) -> bcp.extend.Stage:
     """Return a stage that shows that this rank has come so far, and goes on when there is a file ``go``."""
 
     async def run(item: object) -> object:
@@ -189,7 +189,7 @@ def halt(marks: Path) -> bcp.Stage:
             await anyio.sleep(0.02)
         return item
 
-    return bcp.Stage("halt", run)
+    return bcp.extend.Stage("halt", run)
 
 
 def _mark(marks: Path) -> None:

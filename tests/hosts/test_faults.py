@@ -41,7 +41,7 @@ async def _slowly(part):
 def saved_slowly(path: Path, timeout: float = TIMEOUT) -> float:
     """Save, and take seconds for it; return how long it took until the error came."""
     started = time.monotonic()
-    edit = bcp.SaveOptions(timeout=timeout, edit=lambda graph: graph.after("d2h", bcp.Stage("slow", _slowly)))
+    edit = bcp.SaveOptions(timeout=timeout, edit=lambda graph: graph.after("d2h", bcp.extend.Stage("slow", _slowly)))
     try:
         bcp.save(path, {"model": {"w": torch.zeros(1000)}}, options=edit, overwrite=True)
     except bcp.PeerError as error:

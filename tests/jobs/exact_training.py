@@ -123,7 +123,7 @@ def train(job: Job, loader: TokenLoader, log: Any) -> None:
     pending = None
     while step != job.end:
         if job.dies and step == SAVED - 1:
-            bcp.prefetch_data_state(step, states, every=SAVED)
+            bcp.prefetch_data_state(step, states, every_steps=SAVED)
         if job.dies and step == SAVED:
             states["extra_states"]["step"] = step
             pending = bcp.save(job.path / "checkpoint", states, async_checkpoint=True)

@@ -55,12 +55,12 @@ def load(path: Path, operation: str, key: str) -> tuple[str, str, list[str], flo
 def stage(path: Path, name: str) -> tuple[str, str, list[str], float]:
     """Save with a custom stage that fails on one rank."""
 
-    async def fail(part: bcp.HostPart) -> bcp.HostPart:
+    async def fail(part: bcp.extend.HostPart) -> bcp.extend.HostPart:
         if dist.get_rank() == GUILTY:
             raise RuntimeError("a bug in a stage")
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.Stage("mine", fail)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.after(name, bcp.extend.Stage("mine", fail)))
     return outcome(lambda: bcp.save(path, {"model": state()}, options=options))
 
 

@@ -70,7 +70,7 @@ def killer(point: Point) -> Callable[[Any], Any]:
             kill()
         return item
 
-    return lambda graph: graph.after(point.stage, bcp.Stage("killer", run))
+    return lambda graph: graph.after(point.stage, bcp.extend.Stage("killer", run))
 
 
 async def akill(_: str) -> None:

@@ -147,7 +147,7 @@ class Brake:
 
     @property
     def options(self) -> bcp.SaveOptions:
-        return bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.Stage("brake", self)))
+        return bcp.SaveOptions(edit=lambda graph: graph.before("d2h", bcp.extend.Stage("brake", self)))
 
 
 def assert_lazy_is_eager(ranks: Ranks, path: Path, case: Case) -> list[float]:
@@ -188,7 +188,7 @@ def _train(path: Path | None, case: Case, job: Training) -> Seen:
     return Seen(losses, before, _digest(job.states), at_once, waited)
 
 
-def _save_twice(path: Path, job: Training, moment: str) -> bcp.Pending[bcp.SaveReport]:
+def _save_twice(path: Path, job: Training, moment: str) -> bcp.Pending[bcp.SaveResult]:
     bcp.save(path / "eager", job.states)
     if moment == "step":
         brake = Brake([steps._gate(one) for one in steps.torch_optimizers(job.states["optimizer"])[0]])

@@ -59,7 +59,7 @@ def _round(life: str, chance: random.Random) -> Round:
     told, after = chance.sample(range(size), chance.choice([1, 1, size])), chance.uniform(0.0, 0.05)
     number, stride = chance.choice([signal.SIGTERM, signal.SIGUSR1]), chance.choice([1, 7])
     seen = Round()
-    preemption = Preemption(grace=20.0)
+    preemption = Preemption(grace_seconds=20.0)
     meetings = Meetings(rank, size, meeting_place(size), life, preemption, on_alarm=lambda: _now(seen, "heard"))
     assert meetings._connected.wait(60)  # it takes seconds where a name server is slow
     dist.barrier()

@@ -218,7 +218,9 @@ def fail_and_save_again(path: Path) -> list[str]:
         raise RuntimeError("a bug in a stage")
 
     edit = (
-        (lambda graph: graph.after("d2h", bcp.Stage("mine", fail))) if dist.get_rank() == 1 else (lambda graph: graph)
+        (lambda graph: graph.after("d2h", bcp.extend.Stage("mine", fail)))
+        if dist.get_rank() == 1
+        else (lambda graph: graph)
     )
     said = []
     for _ in range(3):

@@ -100,13 +100,13 @@ def options(way: str, exchange: str) -> bcp.LoadOptions:
     """Return the options of one way to load."""
     more: dict[str, Any] = {}
     if way == "codecs":
-        more["codecs"] = [bcp.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)]
+        more["codecs"] = [bcp.extend.Codec("zlib", encode=zlib.compress, decode=zlib.decompress)]
     if way == "edited":
 
         async def look(loaded: Any) -> Any:
             return loaded
 
-        more["edit"] = lambda graph: graph.after("h2d", bcp.Stage("look", look))
+        more["edit"] = lambda graph: graph.after("h2d", bcp.extend.Stage("look", look))
     return bcp.LoadOptions(
         exchange=exchange,  # type: ignore[arg-type]  # a literal, as a string
         read_bytes=MIB,
@@ -211,7 +211,7 @@ def cancelled(path: Path) -> tuple[str, bool]:
 def _with(name: str, stage: Callable[[Any], Any]) -> bcp.LoadOptions:
     """Return options with a custom stage behind that one, and a short timeout."""
     return replace(
-        options("plain", "gloo"), edit=lambda graph: graph.after(name, bcp.Stage("mine", stage)), timeout=TIMEOUT
+        options("plain", "gloo"), edit=lambda graph: graph.after(name, bcp.extend.Stage("mine", stage)), timeout=TIMEOUT
     )
 
 

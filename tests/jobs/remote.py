@@ -150,7 +150,7 @@ class Killer:
                 self.kill()
             return item
 
-        return graph.after("upload", bcp.Stage("deadly", deadly))
+        return graph.after("upload", bcp.extend.Stage("deadly", deadly))
 
     def _after_half_a_part(self) -> None:
         """Kill when half of this rank's second part is written."""

@@ -118,14 +118,14 @@ def signal_step(situation: str, first: int) -> int:
     return at + (situation == "hang" and at % SAVE_EVERY == 1)  # else the step before it is saved, not held
 
 
-def slow_upload(graph: bcp.Graph) -> bcp.Graph:
+def slow_upload(graph: bcp.extend.Graph) -> bcp.extend.Graph:
     """Let the upload take a while."""
 
     async def wait(part: Any) -> Any:
         await anyio.sleep(UPLOAD_SECONDS)
         return part
 
-    return graph.before("upload", bcp.Stage("slow", wait, workers=100))
+    return graph.before("upload", bcp.extend.Stage("slow", wait, workers=100))
 
 
 def batches(situation: str, first: int, last: int) -> Iterator[Tensor]:
@@ -162,7 +162,7 @@ def train(out: Path, steps: int, situation: str) -> dict[str, Any]:
     if situation == "save":
         options = {"save_options": bcp.SaveOptions(edit=slow_upload)}
     elif situation == "hang":
-        options = {"standby": 1, "preemption": bcp.Preemption(grace=GRACE_SECONDS)}
+        options = {"standby_steps": 1, "preemption": bcp.Preemption(grace_seconds=GRACE_SECONDS)}
     stopped = False
     with bcp.Run(str(out), {"model": model, "optimizer": optimizer}, save=SAVE_EVERY, **options) as run:
         first = step = run.resume()

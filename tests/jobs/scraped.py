@@ -79,18 +79,18 @@ class Rounds:
         loaded = bcp.load(run / f"step-{number}2", self.state())
         failed = [self.fails(run), self.corrupt(run / f"step-{number}1")]
         Flaky.left = RETRIES
-        options = bcp.SaveOptions(retries=bcp.RetryPolicy(first_pause=1e-3, longest_pause=1e-3))
+        options = bcp.SaveOptions(retries=bcp.RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-3))
         saved.append(bcp.save(f"flaky://{run}/step-{number}3", self.state(), options=options))
         return {"saved": [asdict(report) for report in saved], "loaded": [asdict(loaded)], "failed": failed}
 
-    def waiting(self, number: int) -> bcp.Stage[Any, Any]:
+    def waiting(self, number: int) -> bcp.extend.Stage[Any, Any]:
         """Return a stage that waits for a file."""
 
         async def wait(item: Any) -> Any:
             await asyncio.to_thread(wait_until, (self.folder / f"release-{number}").exists)
             return item
 
-        return bcp.Stage("wait", wait)
+        return bcp.extend.Stage("wait", wait)
 
     def fails(self, run: Path) -> str:
         """Fail on rank 1 in a stage of its own; return the type of this rank's error."""
@@ -100,7 +100,7 @@ class Rounds:
                 raise RuntimeError("out of order")
             return item
 
-        options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("compress", fail)))
+        options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("compress", fail)))
         try:
             bcp.save(run / "fails", self.state(), options=options)
         except bcp.BcpError as error:

@@ -33,7 +33,7 @@ from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 
 pytestmark = pytest.mark.anyio
 URL = "s3://bucket/pretrain"
-QUICK = RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 OBJECTS = ("metadata.arrow", "receipts/00000-1.arrow", "model/00000-1.safetensors", "model/00001-1.safetensors")
 
 

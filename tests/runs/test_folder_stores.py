@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["servers.gcs_fixtures", "servers.hdfs_fixtures"]
 pytestmark = pytest.mark.anyio
-QUICK = RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_a_single_rank_stops_after_the_step_that_follows() -> None:
 
 def test_a_single_rank_stops_of_a_signal() -> None:
     heard = threading.Event()
-    with closing(Meetings(0, 1, None, "life", Preemption(grace=9.0), on_alarm=heard.set)) as meetings:
+    with closing(Meetings(0, 1, None, "life", Preemption(grace_seconds=9.0), on_alarm=heard.set)) as meetings:
         signal.raise_signal(signal.SIGTERM)
         assert heard.wait(LONG)
         step = 0

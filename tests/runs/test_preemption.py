@@ -78,7 +78,7 @@ def test_making_one_changes_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_told_in_a_thread_with_the_seconds_that_are_left(number: signal.Signals) -> None:
     told: queue.Queue[tuple[str, threading.Thread]] = queue.Queue()
-    preemption = Preemption(grace=600.0)
+    preemption = Preemption(grace_seconds=600.0)
     preemption.install(lambda reason: told.put((reason, threading.current_thread())))
     before = time.monotonic()
     send(number)
@@ -495,7 +495,7 @@ def test_a_dataloader_still_hears_of_a_worker_that_was_killed(installed: Preempt
 @pytest.mark.parametrize(("answer", "seconds"), [(True, 20.0), (120, 120.0), (90.5, 90.5), (0.0, 0.0), (-3, 0.0)])
 def test_a_notice_is_told_with_its_seconds(heard: Heard, answer: float, seconds: float) -> None:
     answers: Iterator[float | bool | None] = iter([None, False, answer])
-    preemption = Preemption(signals=(), grace=20.0, notice=lambda: next(answers), notice_every=0.001)
+    preemption = Preemption(signals=(), grace_seconds=20.0, notice=lambda: next(answers), poll_seconds=0.001)
     before = time.monotonic()
     preemption.install(heard.put)
     assert heard.next() == f"spot notice: {seconds:.0f} s left"
@@ -513,7 +513,7 @@ def test_errors_of_a_notice_are_logged_once_and_it_is_asked_again(heard: Heard) 
             raise answer
         return answer
 
-    preemption = Preemption(notice=notice, notice_every=0.001)
+    preemption = Preemption(notice=notice, poll_seconds=0.001)
     with captured_logs() as lines:
         preemption.install(heard.put)
         assert heard.next() == "spot notice: 5 s left"
@@ -523,7 +523,7 @@ def test_errors_of_a_notice_are_logged_once_and_it_is_asked_again(heard: Heard) 
 
 
 def test_a_signal_shortens_the_time_of_a_notice(heard: Heard) -> None:
-    preemption = Preemption(grace=30.0, notice=lambda: 120)
+    preemption = Preemption(grace_seconds=30.0, notice=lambda: 120)
     preemption.install(heard.put)
     assert heard.next() == "spot notice: 120 s left"
     send()
@@ -553,11 +553,11 @@ def test_a_notice_that_hangs_does_not_hold_up_a_signal(heard: Heard) -> None:
         ({"signals": [999]}, "signal 999 of .* cannot be caught"),
         ({"signals": ["SIGTERM"]}, "are no signals"),
         ({"signals": 15}, "are no signals"),
-        ({"grace": -1}, "grace=-1; pass a number of seconds, 0 or more"),
-        ({"grace": math.nan}, "grace=nan"),
-        ({"grace": "30"}, "grace='30'"),
-        ({"grace": True}, "grace=True"),
-        ({"notice_every": 0}, "notice_every=0; pass a number of seconds, 0.001 or more"),
+        ({"grace_seconds": -1}, "grace_seconds=-1; pass a number of seconds, 0 or more"),
+        ({"grace_seconds": math.nan}, "grace_seconds=nan"),
+        ({"grace_seconds": "30"}, "grace_seconds='30'"),
+        ({"grace_seconds": True}, "grace_seconds=True"),
+        ({"poll_seconds": 0}, "poll_seconds=0; pass a number of seconds, 0.001 or more"),
         ({"notice": 5}, "notice=5 cannot be called"),
     ],
 )

@@ -268,7 +268,7 @@ class _Failing:
     def __init__(self, steps: int, stage: str = "checksum") -> None:
         self.left, self.stage = steps, stage
 
-    def edit(self, graph: bcp.Graph) -> bcp.Graph:
+    def edit(self, graph: bcp.extend.Graph) -> bcp.extend.Graph:
         self.left -= 1
         if self.left < 0:
             return graph
@@ -276,7 +276,7 @@ class _Failing:
         async def fail(_part: Any) -> Any:
             raise OSError("the disk is gone")
 
-        return graph.before(self.stage, bcp.Stage("fail", fail))
+        return graph.before(self.stage, bcp.extend.Stage("fail", fail))
 
 
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
@@ -319,7 +319,9 @@ def test_some_failed_saves_in_a_row_are_tolerated(tmp_path: Path, stage: str, fa
 
 def test_the_standby_snapshot_is_written_if_no_step_ends(tmp_path: Path, reference: torch.Tensor) -> None:
     training = Training()
-    with bcp.Run(str(tmp_path), training.states, save=100, standby=1, preemption=bcp.Preemption(grace=1.0)) as run:
+    with bcp.Run(
+        str(tmp_path), training.states, save=100, standby_steps=1, preemption=bcp.Preemption(grace_seconds=1.0)
+    ) as run:
         run.resume()
         for step in range(1, 6):
             training.step()
@@ -334,7 +336,7 @@ def test_the_standby_snapshot_is_written_if_no_step_ends(tmp_path: Path, referen
 
 
 def test_a_standby_snapshot_leaves_nothing(tmp_path: Path) -> None:
-    trained(tmp_path, 8, save=4, standby=1)
+    trained(tmp_path, 8, save=4, standby_steps=1)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(4), step_name(8)]
 
 
@@ -358,11 +360,11 @@ def test_calls_in_a_wrong_order_are_refused(tmp_path: Path) -> None:
         {"save": 0},
         {"keep": 0},
         {"save": "often"},
-        {"standby": 0},
+        {"standby_steps": 0},
         {"tolerate": -1},
         {"while_saving": "never"},
         {"keep": policies.Latest},
-        {"standby": 1.5},
+        {"standby_steps": 1.5},
         {"tolerate": None},
         {"preemption": 30},
         {"on_commit": None},
@@ -448,7 +450,7 @@ def test_a_standby_snapshot_that_is_given_up_takes_no_checkpoint_with_it(tmp_pat
     with bcp.Run(str(tmp_path), Training().states) as run:
         run.resume()
         run.mark(2, "verified")
-    with bcp.Run(str(tmp_path), Training().states, save=100, standby=1) as run:
+    with bcp.Run(str(tmp_path), Training().states, save=100, standby_steps=1) as run:
         assert run.resume(trust="verified") == 2
         for step in (3, 4, 5):
             run.maybe_save(step)
@@ -458,7 +460,7 @@ def test_a_standby_snapshot_that_is_given_up_takes_no_checkpoint_with_it(tmp_pat
 def test_a_standby_snapshot_that_is_written_is_told(tmp_path: Path) -> None:
     commits: list[int] = []
     with bcp.Run(
-        str(tmp_path), Training().states, standby=1, on_commit=lambda step, _report: commits.append(step)
+        str(tmp_path), Training().states, standby_steps=1, on_commit=lambda step, _report: commits.append(step)
     ) as run:
         run.resume()
         run.maybe_save(1)
@@ -672,7 +674,7 @@ def test_a_signal_during_the_end_of_a_run_stops_no_save(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("slow", slow)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("slow", slow)))
     heard: list[int] = []
     earlier = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     try:

@@ -34,7 +34,7 @@ def test_callbacks_of_the_last_checkpoint_may_mark_and_pin_it(tmp_path: Path, en
     closing = threading.Event()
     errors: list[BaseException] = []
 
-    def mark(step: int, _report: bcp.SaveReport) -> None:
+    def mark(step: int, _report: bcp.SaveResult) -> None:
         if ends != "should_stop":  # which begins the save itself
             closing.wait(60)
         try:
@@ -48,7 +48,7 @@ def test_callbacks_of_the_last_checkpoint_may_mark_and_pin_it(tmp_path: Path, en
             await in_thread(closing.wait, 60)
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("wait", wait)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("wait", wait)))
     run = bcp.Run(str(tmp_path), states(), save=1, on_commit=mark, save_options=options)
     run.resume()
     if ends == "should_stop":
@@ -104,7 +104,7 @@ def test_calls_that_would_wait_for_themselves_are_errors_at_once(tmp_path: Path,
             raise OSError("the disk is gone")
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("fail", fail)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.extend.Stage("fail", fail)))
     run = bcp.Run(str(tmp_path), states(), save=1, on_commit=callback, on_failure=callback, save_options=options)
     run.resume()
     pendings.append(run.maybe_save(1))
@@ -122,7 +122,7 @@ def test_calls_that_would_wait_for_themselves_are_errors_at_once(tmp_path: Path,
 
 
 def test_a_callback_may_save_elsewhere_and_stop_the_run(tmp_path: Path) -> None:
-    def copy(step: int, _report: bcp.SaveReport) -> None:
+    def copy(step: int, _report: bcp.SaveResult) -> None:
         bcp.save(tmp_path / "copy" / str(step), states())
         run.stop("enough")
 
@@ -175,7 +175,7 @@ def hang_if(hangs):
             print("saving", flush=True)
             await asyncio.sleep(3600)
         return part
-    return bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.Stage("wait", wait)))
+    return bcp.SaveOptions(edit=lambda graph: graph.before("checksum", bcp.extend.Stage("wait", wait)))
 
 states = {"model": {"w": torch.ones(4)}}
 begun, returned = [], []

@@ -654,7 +654,7 @@ def test_a_job_that_is_displaced_during_its_save_does_not_commit(tmp_path: Path)
             await runs[1].aresume()
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.Stage("displace", displace)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("displace", displace)))
     runs.append(bcp.Run(str(tmp_path), states(), save=1, save_options=options))
     runs[0].resume()
     pending = runs[0].maybe_save(1)

@@ -124,7 +124,7 @@ def test_the_last_save_before_a_stop_and_a_standby_snapshot_lose_nothing(run: Pa
     for step in (2, 3):
         bcp.Run(str(run), {}).pin(step)
     model = {"w": torch.zeros(8)}
-    with bcp.Run(str(run), {"model": model}, save=100, standby=1) as training:
+    with bcp.Run(str(run), {"model": model}, save=100, standby_steps=1) as training:
         assert training.resume(step=1) == 1
         model["w"].fill_(NEW)
         training.maybe_save(2)  # a snapshot, which is given up

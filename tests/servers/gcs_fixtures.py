@@ -13,7 +13,7 @@ from bcp.backends.objects import ObjectBackend
 from bcp.backends.objects.gcs import GcsStore, open_gcs
 from bcp.protocols import RetryPolicy
 
-QUICK = RetryPolicy(first_pause=1e-3, longest_pause=1e-2, allowance=100_000)
+QUICK = RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-2, allowance=100_000)
 
 
 class Gcs:

@@ -10,7 +10,7 @@ from bcp.backends.hdfs.store import HdfsStore
 from bcp.backends.objects import ObjectBackend
 from bcp.protocols import RetryPolicy
 
-QUICK = RetryPolicy(deadline=60, attempt=10, first_pause=0.05, longest_pause=0.5)
+QUICK = RetryPolicy(deadline_seconds=60, attempt_seconds=10, first_pause_seconds=0.05, longest_pause_seconds=0.5)
 
 
 def backend_of(url: str, policy: RetryPolicy = QUICK, **options: Any) -> tuple[ObjectBackend, Hdfs]:

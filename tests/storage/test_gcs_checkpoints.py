@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["servers.gcs_fixtures"]
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
-ZLIB = bcp.Codec("zlib", encode=lambda data: zlib.compress(data, 1), decode=zlib.decompress)
+ZLIB = bcp.extend.Codec("zlib", encode=lambda data: zlib.compress(data, 1), decode=zlib.decompress)
 FAULTS = (
     {"match": ".", "rate": 0.05, "status": 503},
     {"match": ".", "rate": 0.02, "drop": "before"},
@@ -43,7 +43,7 @@ def is_same(one: dict[str, object], other: dict[str, object]) -> bool:
 @pytest.mark.parametrize("codecs", [[], [ZLIB]], ids=["plain", "zlib"])
 @pytest.mark.parametrize("faults", [(), FAULTS], ids=["ordinary", "faults"])
 async def test_a_checkpoint_comes_back(
-    gcs: Gcs, codecs: list[bcp.Codec], faults: tuple[dict[str, object], ...]
+    gcs: Gcs, codecs: list[bcp.extend.Codec], faults: tuple[dict[str, object], ...]
 ) -> None:
     gcs.server.faults(*faults)
     options = bcp.SaveOptions(codecs=codecs, part_bytes=4 * MIB)

@@ -82,7 +82,7 @@ async def test_a_request_whose_answer_is_lost_is_recognized(gcs: Gcs, what: str)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("fault", [{"drop": "after"}, {"status": 500, "acted": True}, {"mute": True}], ids=str)
 async def test_a_commit_whose_answer_is_lost_is_no_lost_race(gcs: Gcs, fault: dict[str, object], times: int) -> None:
-    backend = gcs(policy=RetryPolicy(attempt=0.5, first_pause=0.01))
+    backend = gcs(policy=RetryPolicy(attempt_seconds=0.5, first_pause_seconds=0.01))
     found = None
     for data in (b"1", b"2"):
         gcs.server.faults({"match": MEDIA, "times": times, **fault})
@@ -140,7 +140,7 @@ async def test_many_deletions_end_although_some_requests_fail(gcs: Gcs) -> None:
         for key in keys:
             group.start_soon(fast.put, key, b"1")
     gcs.server.faults({"match": "DELETE", "rate": 0.05, "status": 500}, seed=1)
-    backend = gcs(policy=RetryPolicy(first_pause=1e-3, longest_pause=1e-2, allowance=100))
+    backend = gcs(policy=RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-2, allowance=100))
     await backend.delete(keys)
     assert backend.retry_count > 0
     assert await gcs.names() == []
@@ -275,7 +275,7 @@ async def test_a_server_that_is_not_there(gcs: Gcs) -> None:
 
 
 async def test_a_server_that_hangs_is_given_up(gcs: Gcs) -> None:
-    backend = gcs(policy=RetryPolicy(attempt=0.3, first_pause=0.01))
+    backend = gcs(policy=RetryPolicy(attempt_seconds=0.3, first_pause_seconds=0.01))
     await backend.version("key")
     gcs.server.faults({"match": MEDIA, "times": 1, "delay": 60})
     await backend.put("key", b"1")
@@ -298,7 +298,7 @@ async def test_no_token_is_in_any_text(gcs: Gcs, caplog: pytest.LogCaptureFixtur
     """Servers and clients repeat tokens in their errors."""
     caplog.set_level("DEBUG", logger="bcp")
     secret = "ya29.not-for-logs"  # noqa: S105 -- not one
-    backend = gcs(token=Credentials(secret), policy=RetryPolicy(deadline=0.2, first_pause=0.01))
+    backend = gcs(token=Credentials(secret), policy=RetryPolicy(deadline_seconds=0.2, first_pause_seconds=0.01))
     texts = [repr(backend), repr(backend.store), repr(backend.store._api), repr(backend.store._api.http)]
     for status in (400, 401, 403, 500):
         gcs.server.faults({"match": MEDIA, "status": status, "message": f"I do not like {secret}, dear"})
@@ -315,7 +315,7 @@ async def test_no_token_is_in_the_error_of_an_unanswered_check(gcs: Gcs, monkeyp
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     secret = "ya29.not-for-logs"  # noqa: S105 -- not one
-    backend = gcs(token=secret, policy=RetryPolicy(deadline=0.2, first_pause=0.01))
+    backend = gcs(token=secret, policy=RetryPolicy(deadline_seconds=0.2, first_pause_seconds=0.01))
     with pytest.raises(StorageError, match="gcsfs did not start") as caught:
         await backend.put("key", b"1")
     assert secret not in "".join(traceback.format_exception(caught.value))

@@ -233,7 +233,7 @@ async def test_large_data_does_not_pass_the_callers_event_loop(url: str, threads
 async def test_a_write_that_hangs_in_hdfs_native_ends_at_its_deadline_and_holds_up_no_thread(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, _ = backend_of(url, RetryPolicy(deadline=1.0, longest_pause=0.1), seconds=0.5)
+    backend, _ = backend_of(url, RetryPolicy(deadline_seconds=1.0, longest_pause_seconds=0.1), seconds=0.5)
     goes_on = threading.Event()
     write = hdfs_native.FileWriter.write
 

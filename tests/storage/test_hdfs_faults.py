@@ -86,11 +86,17 @@ class Faults:
     def patient(self, *mends: Callable[[], Any]) -> RetryPolicy:
         """Return a policy with which a save outlives a fault, and that mends it at the first retry."""
         self._mends = mends
-        return RetryPolicy(deadline=90, attempt=10, first_pause=0.05, longest_pause=0.5, on_retry=self._retry)
+        return RetryPolicy(
+            deadline_seconds=90,
+            attempt_seconds=10,
+            first_pause_seconds=0.05,
+            longest_pause_seconds=0.5,
+            on_retry=self._retry,
+        )
 
     def impatient(self) -> RetryPolicy:
         """Return a policy with which a save soon fails."""
-        return RetryPolicy(deadline=1.5, attempt=1, first_pause=0.05, longest_pause=0.2)
+        return RetryPolicy(deadline_seconds=1.5, attempt_seconds=1, first_pause_seconds=0.05, longest_pause_seconds=0.2)
 
     def _retry(self, _event: RetryEvent) -> None:
         if not self._threads:

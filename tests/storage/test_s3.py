@@ -29,7 +29,7 @@ from bcp.testing.backend_suite import BackendSuite
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
-QUICK = RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,9 @@ class TestBehindFaults(TestOnMoto):
         front.fail("", None, share=0.1, refuse=True)
         front.fail("", None, share=0.1, lose=True)
         front.fail("GET ", None, share=0.1, cut=3)
-        return self.opened(server, front.url, RetryPolicy(first_pause=1e-5, longest_pause=1e-4, allowance=100_000))
+        return self.opened(
+            server, front.url, RetryPolicy(first_pause_seconds=1e-5, longest_pause_seconds=1e-4, allowance=100_000)
+        )
 
 
 # -- conditions
@@ -374,7 +376,7 @@ async def test_a_cancelled_read_writes_no_more(faulty: ObjectBackend) -> None:
 
 
 async def test_a_server_that_is_silent_is_asked_again(server: S3Server, front: Front) -> None:
-    backend = S3Server(front.url).backend(server.place(), RetryPolicy(attempt=0.5, first_pause=1e-3))
+    backend = S3Server(front.url).backend(server.place(), RetryPolicy(attempt_seconds=0.5, first_pause_seconds=1e-3))
     await backend.put("a", b"1")
     front.fail("GET ", hang=True)
     assert await backend.get("a") == b"1"
@@ -441,7 +443,7 @@ async def test_credentials_of_a_profile_and_options_of_fsspec(
     monkeypatch.setitem(conf, "s3", {"profile": "team", "endpoint_url": "http://127.0.0.1:1"})
     backend = open_s3(server.place(), {"client_kwargs": {"endpoint_url": server.url, "region_name": "us-east-1"}})
     with pytest.raises(StorageError):  # endpoint_url of fsspec's files comes before client_kwargs'
-        await ObjectBackend(backend.store, RetryPolicy(deadline=0.01)).put("a", b"1")  # type: ignore[attr-defined]
+        await ObjectBackend(backend.store, RetryPolicy(deadline_seconds=0.01)).put("a", b"1")  # type: ignore[attr-defined]
     backend = open_s3(server.place(), {"endpoint_url": server.url, "region": "us-east-1"})
     await backend.put("a", b"1")
 
@@ -484,7 +486,7 @@ async def test_secrets_are_shown_nowhere(server: S3Server, front: Front, caplog:
         front.clear()
         front.fail("", None, **how)
         attempt = 0.3 if "hang" in how else 20.0
-        policy = RetryPolicy(first_pause=1e-3, longest_pause=1e-3, attempt=attempt, allowance=2)
+        policy = RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-3, attempt_seconds=attempt, allowance=2)
         backend = S3Server(front.url).backend(place, policy, token=token)
         texts += [repr(backend), repr(backend.store), repr(backend.retries)]
         for call in (backend.get("a"), backend.put("a", b"1"), backend.list()):

@@ -16,7 +16,7 @@ from logs import captured_logs
 from opentelemetry import metrics
 
 import bcp
-from bcp.events import LoadReport, SaveReport
+from bcp.events import LoadResult, SaveResult
 from bcp.telemetry import Alert, Alerts, Watch
 from bcp.telemetry import alerts as module
 
@@ -30,12 +30,14 @@ def configured_no_more() -> Iterator[None]:
     bcp.telemetry.configure()
 
 
-def saved(**changes: Any) -> SaveReport:
+def saved(**changes: Any) -> SaveResult:
     known = {"path": "run/8", "operation": "0", "rank": 3, "world_size": 4, "nbytes": 256 * MIB, "state_nbytes": 0}
-    return SaveReport(**{**known, "dedup_saved_bytes": 0, "seconds": 2.0, "blocking_seconds": 0.5, **changes})
+    return SaveResult(**{**known, "dedup_saved_bytes": 0, "seconds": 2.0, "blocking_seconds": 0.5, **changes})
 
 
-def judged(limits: dict[str, float], report: SaveReport | LoadReport, *events: bcp.Event, **watch: Any) -> list[Alert]:
+def judged(
+    limits: dict[str, float], report: SaveResult | LoadResult, *events: bcp.extend.Event, **watch: Any
+) -> list[Alert]:
     """Return the alerts of a save or load with that report and these events."""
     found: list[Alert] = []
     alerts = Alerts(**limits, on_alert=found.append)  # type: ignore[arg-type]
@@ -44,7 +46,7 @@ def judged(limits: dict[str, float], report: SaveReport | LoadReport, *events: b
     for event in events:
         followed(event)
         alerts.happened(followed, event)
-    followed.report = report
+    followed.result = report
     alerts.ended(followed)
     return found
 
@@ -80,8 +82,8 @@ def test_a_save_that_is_durable_late_is_told() -> None:
     assert (alert.name, alert.value) == ("max_durable", 2.0)
 
 
-def request(seconds: float, key: str = "model/a") -> bcp.RequestEvent:
-    return bcp.RequestEvent("gs://bucket/run", "put", key, 32 * MIB, 1.0, 1.0 + seconds)
+def request(seconds: float, key: str = "model/a") -> bcp.extend.RequestEvent:
+    return bcp.extend.RequestEvent("gs://bucket/run", "put", key, 32 * MIB, 1.0, 1.0 + seconds)
 
 
 def test_the_first_slow_request_of_an_operation_is_told_at_once() -> None:
@@ -97,8 +99,8 @@ def test_the_first_slow_request_of_an_operation_is_told_at_once() -> None:
     assert "put of model/b in gs://bucket/run" in found[0].sentence
 
 
-def part(stage: str, item: str, seconds: float, nbytes: int = 32 * MIB) -> bcp.StageEvent:
-    return bcp.StageEvent(stage, item, nbytes, 1.0, 1.0 + seconds)
+def part(stage: str, item: str, seconds: float, nbytes: int = 32 * MIB) -> bcp.extend.StageEvent:
+    return bcp.extend.StageEvent(stage, item, nbytes, 1.0, 1.0 + seconds)
 
 
 def test_the_slowest_part_is_compared_with_the_median_of_its_stage() -> None:
@@ -217,7 +219,7 @@ class Timers:
 
 def ended(alerts: Alerts, kind: Any, path: str, started: float, report: object) -> None:
     watch = Watch(kind, path, started=started)
-    watch.report = report  # type: ignore[assignment]
+    watch.result = report  # type: ignore[assignment]
     alerts.began(watch)
     alerts.ended(watch)
 

@@ -98,7 +98,7 @@ def failing(verb: str, times: int) -> Callable[[str], None]:
 def test_each_attempt_at_a_store_is_an_event() -> None:
     store = FakeStore()
     store.fail = failing("put", 2)
-    events = saved(ObjectBackend(store, RetryPolicy(first_pause=1e-4)))
+    events = saved(ObjectBackend(store, RetryPolicy(first_pause_seconds=1e-4)))
     attempts: dict[str, list[tuple[int, str]]] = {}
     for event in requests(events, "put"):
         attempts.setdefault(event.key, []).append((event.attempt, event.status))
@@ -109,14 +109,14 @@ def test_each_attempt_at_a_store_is_an_event() -> None:
     )
     assert sum(status == "again" for each in attempts.values() for _, status in each) == 2
     assert {event.store for event in of_kind(events, RequestEvent)} == {"fake://bucket/root"}
-    assert len(of_kind(events, bcp.RetryEvent)) == 2
+    assert len(of_kind(events, bcp.extend.RetryEvent)) == 2
 
 
 def test_a_request_that_is_given_up_is_an_event() -> None:
     store = FakeStore()
     events: list[Event] = []
     store.fail = failing("put", 1000)
-    backend = ObjectBackend(store, RetryPolicy(first_pause=1e-4, allowance=3))
+    backend = ObjectBackend(store, RetryPolicy(first_pause_seconds=1e-4, allowance=3))
     with pytest.raises(bcp.StorageError):
         bcp.save(backend, states(), options=bcp.SaveOptions(observe=events.append))
     failed = [event for event in of_kind(events, RequestEvent) if event.status == "failed"]
@@ -138,7 +138,9 @@ def test_a_stage_that_fails_is_an_event(tmp_path: Path) -> None:
 
     events: list[Event] = []
     options = bcp.SaveOptions(
-        observe=events.append, edit=lambda graph: graph.before("upload", bcp.Stage("scan", fail)), part_bytes=1 << 20
+        observe=events.append,
+        edit=lambda graph: graph.before("upload", bcp.extend.Stage("scan", fail)),
+        part_bytes=1 << 20,
     )
     with pytest.raises(bcp.StageError):
         bcp.save(tmp_path, states(), options=options)
@@ -178,7 +180,7 @@ class Follower:
         self.call("happened", watch)
 
     def ended(self, watch: Watch) -> None:
-        self.outcomes.append(watch.report or watch.error)
+        self.outcomes.append(watch.result or watch.error)
         self.call("ended", watch)
 
 

@@ -45,7 +45,7 @@ def failing(error: Exception) -> bcp.SaveOptions:
     async def fail(_: object) -> object:
         raise error
 
-    return bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", fail)))
+    return bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", fail)))
 
 
 def test_a_save_and_a_load_are_a_line_each(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_save_and_a_load_are_a_line_each(tmp_path: Path) -> None:
 def test_rank_0_tells_the_bytes_of_all_ranks(tmp_path: Path) -> None:
     stream = configured()
 
-    async def save_all() -> list[bcp.SaveReport]:
+    async def save_all() -> list[bcp.SaveResult]:
         states = [{"model": {f"w{rank}": torch.ones(1000 * (rank + 1))}} for rank in range(2)]
         calls = zip(states, memory_coordinators(2), strict=True)
         return await asyncio.gather(*(bcp.asave(tmp_path, state, coordinator=rank) for state, rank in calls))
@@ -132,7 +132,7 @@ def test_a_cancelled_save_is_a_warning(tmp_path: Path) -> None:
         entered.set()
         await asyncio.Event().wait()
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", hang)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", hang)))
     pending = bcp.save(tmp_path, STATE, options=options, async_checkpoint=True)
     entered.wait()
     pending.cancel()
@@ -152,7 +152,7 @@ def test_lines_in_a_stage_and_its_threads_have_run_step_operation_rank_path_and_
         return item
 
     stream = configured(run="gpt")
-    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", stage)))
+    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", stage)))
     saved = bcp.save(tmp_path / "12", STATE, options=edit)
     log.warning("outside")
     told = {line.pop("event"): line for line in lines(stream)}
@@ -176,7 +176,7 @@ def test_lines_of_two_operations_at_once_keep_their_values_apart(tmp_path: Path)
         await in_thread(meet)
         return item
 
-    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", stage)))
+    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", stage)))
     pending = [bcp.save(tmp_path / name, STATE, options=edit, async_checkpoint=True) for name in ("1", "2")]
     reports = [each.wait() for each in pending]
     met = {(line["path"], line["operation"], line["step"]) for line in lines(stream) if line["event"] == "met"}

@@ -151,6 +151,8 @@ def test_blocks_in_a_stage_and_its_threads_are_events_of_the_save(tmp_path: Path
         return await in_thread(work, item)
 
     events: list[Any] = []
-    edit = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", stage)), observe=events.append)
+    edit = bcp.SaveOptions(
+        edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", stage)), observe=events.append
+    )
     bcp.save(tmp_path, STATE, options=edit)
     assert set(names(events)) >= {"in a thread", "in the stage"}

@@ -125,7 +125,7 @@ def test_the_stall_of_a_lazy_save_has_the_wait_of_the_step(read: Read) -> None:
     watch = Watch("save", "run", background=True)
     with watch.running():
         watch.blocking = 0.25
-        watch.report = bcp.SaveReport(
+        watch.result = bcp.SaveResult(
             **figures, dedup_saved_bytes=0, seconds=9.0, blocking_seconds=0.25, step_wait_seconds=1.5
         )
     assert read.histogram("bcp.save.blocking", *BACKGROUND).sum == 0.25
@@ -250,7 +250,7 @@ class Flaky(LocalFileSystem):
 def test_requests_that_are_made_again_are_counted(tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     monkeypatch.setattr(Flaky, "left", 2)
-    options = small_parts(retries=bcp.RetryPolicy(first_pause=1e-3, longest_pause=1e-3))
+    options = small_parts(retries=bcp.RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-3))
     report = bcp.save(f"flaky://{tmp_path}/run", model(), options=options)
     assert report.retries == 2
     assert read.value("bcp.retries", "save") == 2
@@ -330,8 +330,10 @@ def test_queues_and_staging_memory_are_live(tmp_path: Path, read: Read) -> None:
         through.release()
         return item
 
-    def edit(graph: bcp.Graph) -> bcp.Graph:
-        return graph.after("serialize", bcp.Stage("passed", passed)).after("passed", bcp.Stage("wait", wait))
+    def edit(graph: bcp.extend.Graph) -> bcp.extend.Graph:
+        return graph.after("serialize", bcp.extend.Stage("passed", passed)).after(
+            "passed", bcp.extend.Stage("wait", wait)
+        )
 
     pending = bcp.save(tmp_path, model(4), async_checkpoint=True, options=small_parts(edit=edit))
     assert reached.wait(SECONDS)

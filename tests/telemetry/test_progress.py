@@ -33,7 +33,7 @@ async def fail(item):
     raise OSError("the disk is full")
 
 def options(stage):
-    return bcp.SaveOptions(progress=True, edit=lambda graph: graph.after("d2h", bcp.Stage("mine", stage)))
+    return bcp.SaveOptions(progress=True, edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", stage)))
 
 state = {"model": {"w": torch.ones(1_000_000)}}
 pending = [bcp.save(f"step-{step}", state, async_checkpoint=True, options=options(meet)) for step in (1, 2)]

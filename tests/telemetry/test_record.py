@@ -24,7 +24,7 @@ from bcp.telemetry.store import KEPT, decode
 from bcp.testing.storage_fakes import FaultyBackend
 
 MIB = 1 << 20
-QUICK = bcp.RetryPolicy(first_pause=1e-4, longest_pause=1e-3)
+QUICK = bcp.RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def test_each_role_has_recordings_of_its_own(tmp_path: Path) -> None:
 
 
 def test_preparation_leaves_none() -> None:
-    seen: list[bcp.Event] = []
+    seen: list[bcp.extend.Event] = []
     bcp.prepare(state(), options=bcp.SaveOptions(observe=seen.append))
-    assert not [event for event in seen if isinstance(event, bcp.RequestEvent)]
+    assert not [event for event in seen if isinstance(event, bcp.extend.RequestEvent)]
 
 
 def test_recordings_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +96,10 @@ def test_recordings_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_observers_hear_nothing_of_the_recording_itself(tmp_path: Path) -> None:
-    seen: list[bcp.Event] = []
+    seen: list[bcp.extend.Event] = []
     bcp.save(tmp_path, state(), options=bcp.SaveOptions(observe=seen.append))
     bcp.load(tmp_path, state(), options=bcp.LoadOptions(observe=seen.append))
-    keys = [event.key for event in seen if isinstance(event, bcp.RequestEvent)]
+    keys = [event.key for event in seen if isinstance(event, bcp.extend.RequestEvent)]
     assert len(keys) > 4
     assert not [key for key in keys if "telemetry" in key]
 
@@ -230,7 +230,7 @@ def test_a_stage_that_fails_is_recorded(tmp_path: Path) -> None:
     async def fail(part: object) -> object:
         raise ValueError(f"no {part!r:.3}") from KeyError("deep")
 
-    stage = bcp.Stage("mine", fail)
+    stage = bcp.extend.Stage("mine", fail)
     options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", stage))
     with pytest.raises(bcp.StageError) as caught:
         bcp.save(tmp_path, state(), options=options)
@@ -250,7 +250,7 @@ def test_a_stage_that_fails_is_recorded(tmp_path: Path) -> None:
 def test_storage_that_fails_is_recorded_with_file_and_attempt(tmp_path: Path) -> None:
     del tmp_path
     store = FakeStore()
-    backend = ObjectBackend(store, bcp.RetryPolicy(first_pause=1e-4, longest_pause=1e-3, allowance=4))
+    backend = ObjectBackend(store, bcp.RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3, allowance=4))
 
     def fail(what: str) -> None:
         if what.startswith("part"):

@@ -70,7 +70,7 @@ def save_with_a_slow_rank(path: Path, slow: int) -> None:
         return part
 
     def edit(graph: Any) -> Any:
-        return graph.after("d2h", bcp.Stage("mine", mine)).after("upload", bcp.Stage("tell", tell))
+        return graph.after("d2h", bcp.extend.Stage("mine", mine)).after("upload", bcp.extend.Stage("tell", tell))
 
     bcp.save(path, own(rank), options=bcp.SaveOptions(part_bytes=MIB, edit=edit))
 
@@ -97,7 +97,7 @@ def fail_on(path: Path, guilty: int) -> str:
             raise ValueError("boom")
         return part
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", fail)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", fail)))
     try:
         bcp.save(path, own(rank), options=options)
     except bcp.BcpError as error:
@@ -118,7 +118,7 @@ def fail_once_the_others_have_written(path: Path, marks: Path) -> str:
             raise ValueError("boom")
         return part
 
-    def tell(event: bcp.Event) -> None:
+    def tell(event: bcp.extend.Event) -> None:
         if isinstance(event, PhaseEvent) and event.phase == "write" and not event.error:
             (marks / f"written-{rank}").touch()
 
@@ -128,7 +128,7 @@ def fail_once_the_others_have_written(path: Path, marks: Path) -> str:
     late = {0: ("put", "telemetry"), 1: ("list", "")}
     verb, key = late.get(rank, ("list", "none"))
     backend = FaultyBackend(LocalBackend(path), verb, be_late, key=key)
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", fail)), observe=tell)
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", fail)), observe=tell)
     try:
         bcp.save(backend, own(rank), options=options)
     except bcp.BcpError as error:
@@ -271,9 +271,9 @@ def test_a_slow_stage_is_the_bottleneck(stage: str) -> None:
         return part
 
     edit = (
-        (lambda graph: graph.before("d2h", bcp.Stage("slow", wait)))
+        (lambda graph: graph.before("d2h", bcp.extend.Stage("slow", wait)))
         if stage == "d2h"
-        else (lambda graph: graph.after("upload", bcp.Stage("slow", wait)))
+        else (lambda graph: graph.after("upload", bcp.extend.Stage("slow", wait)))
     )
     store = FakeStore()  # a busy disk may take longer than the stage
     bcp.save(ObjectBackend(store), own(0, parts=6), options=bcp.SaveOptions(part_bytes=MIB, edit=edit))
@@ -301,7 +301,7 @@ def test_a_flaky_backend_shows_its_retries() -> None:
             raise RequestError("503 busy", transient=True)
 
     store.fail = fail
-    backend = ObjectBackend(store, bcp.RetryPolicy(first_pause=1e-4, longest_pause=1e-3))
+    backend = ObjectBackend(store, bcp.RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3))
     report = bcp.save(backend, {"model": {"w": torch.ones(5 * MIB)}}, options=bcp.SaveOptions(part_bytes=8 * MIB))
     assert left == {"part": 0, "put": 0}
     assert report.retries == 4

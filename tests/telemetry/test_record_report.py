@@ -28,7 +28,7 @@ def failing(graph: Any) -> Any:
     async def fail(_: object) -> object:
         raise ValueError("boom")
 
-    return graph.after("d2h", bcp.Stage("mine", fail))
+    return graph.after("d2h", bcp.extend.Stage("mine", fail))
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_a_background_save_is_a_trace_of_its_own_with_links(tmp_path: Path, made
         await asyncio.to_thread(opened.wait, SECONDS)
         return item
 
-    options = small_parts(edit=lambda graph: graph.after("d2h", bcp.Stage("wait", wait)), step=12)
+    options = small_parts(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("wait", wait)), step=12)
     with made.tracer.start_as_current_span("step"):
         pending = bcp.save(tmp_path, model(), async_checkpoint=True, options=options)
     assert [span.name for span in made.all] == ["step"]
@@ -285,7 +285,7 @@ def test_only_the_slowest_items_and_requests_have_spans(
     tmp_path: Path, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(settings, "most_spans", 3)
-    events: list[bcp.Event] = []
+    events: list[bcp.extend.Event] = []
     bcp.save(tmp_path, model(8), options=small_parts(observe=events.append))
     took: dict[str, float] = defaultdict(float)
     for event in events:
@@ -329,7 +329,7 @@ def test_spans_of_a_custom_stage_nest_below_the_operation(tmp_path: Path, made: 
     def in_thread() -> None:
         made.tracer.start_span("mine, in a thread").end()
 
-    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("mine", traced)))
+    options = bcp.SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("mine", traced)))
     bcp.save(tmp_path, model(), async_checkpoint=True, options=options).wait(SECONDS)
     assert parent_of(made.one("mine")) == id_of(made.one("bcp.save"))
     assert parent_of(made.one("mine, in a thread")) == id_of(made.one("mine"))

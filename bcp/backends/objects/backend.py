@@ -204,7 +204,7 @@ class ObjectBackend:
     async def _read_once(self, key: str, start: int, out: memoryview) -> tuple[int, Version]:
         """Read once; and once more beside it where the first read is slow and the policy says so."""
         read = partial(self.store.read, key, start, out, self._versions.get(key))
-        hedge = self.retries.policy.hedge
+        hedge = self.retries.policy.hedge_seconds
         return await read() if hedge is None else await _first_of_two(read, hedge)
 
     # -- the rest -----------------------------------------------------------------------------

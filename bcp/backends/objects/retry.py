@@ -187,7 +187,7 @@ class Retries:
             try:
                 async with self.limiter.one():
                     tell = partial(_tell, about, nbytes, number, time.monotonic())
-                    with anyio.fail_after(self.policy.attempt + nbytes / MIB):
+                    with anyio.fail_after(self.policy.attempt_seconds + nbytes / MIB):
                         result = await attempt()
             except (RequestError, TimeoutError, ConnectionError) as error:
                 await self._pause(description, _as_request(error), number, self._clock() - began, tell)
@@ -209,11 +209,11 @@ class Retries:
         """Wait before the next attempt, or raise if there is to be none."""
         if error.slow_down:
             self.limiter.slow_down()
-        ceiling = min(self.policy.first_pause * 2 ** min(number - 1, 30), self.policy.longest_pause)
+        ceiling = min(self.policy.first_pause_seconds * 2 ** min(number - 1, 30), self.policy.longest_pause_seconds)
         pause = max(JITTER.uniform(0, ceiling), error.after or 0.0)
         spent = self.retries >= self.policy.allowance + self._successes // 10
         is_new = error.unreachable and not self._successes
-        deadline = min(self.policy.deadline, UNREACHED_SECONDS) if is_new else self.policy.deadline
+        deadline = min(self.policy.deadline_seconds, UNREACHED_SECONDS) if is_new else self.policy.deadline_seconds
         if not error.transient or spent or lasted + pause > deadline:
             hint = "; no request has reached this store yet: check its endpoint" if is_new else ""
             tell("failed", error.said)

@@ -57,5 +57,5 @@ def open_s3(url: str, options: Mapping[str, Any] | None = None, policy: RetryPol
 
     policy = policy or RetryPolicy()
     given = {**conf.get("s3a", {}), **conf.get("s3", {}), **(options or {})}
-    requests = policy.requests * (1 if policy.hedge is None else 2)
+    requests = policy.requests * (1 if policy.hedge_seconds is None else 2)
     return ObjectBackend(S3Store(bucket, prefix, Options.of(given), requests), policy)

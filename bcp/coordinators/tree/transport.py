@@ -48,7 +48,7 @@ __all__ = [
     "server_options",
 ]
 
-SERVICE, METHOD = "bcp.Coordinator", "Join"
+SERVICE, METHOD = "bcp.extend.Coordinator", "Join"
 
 Receive = Callable[[int, bytes], bool]
 """Takes a neighbour's frame; returns False after the last one."""

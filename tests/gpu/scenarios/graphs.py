@@ -46,7 +46,7 @@ def capture_during_a_save(path: Path, scale: Scale, *, mode: str, snapshot: Any)
         own.add_(1)
         go_on.set()
         saving.join()
-    assert isinstance(result[0], bcp.SaveReport), result[0]
+    assert isinstance(result[0], bcp.SaveResult), result[0]
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()

@@ -85,7 +85,7 @@ def once(stage: str, work: Callable[[], object]) -> Callable[[Any], Any]:
             await in_thread(waiting.pop())
         return item
 
-    return lambda graph: graph.before(stage, bcp.Stage("test", run))
+    return lambda graph: graph.before(stage, bcp.extend.Stage("test", run))
 
 
 def paused(go_on: threading.Event, begun: threading.Event | None = None) -> Callable[[Any], Any]:

@@ -35,7 +35,7 @@ from bcp.format.receipt import BLOCKS, FILES, OBJECTS, RECEIPT
 Table = dict[str, list[Any]]
 TRAILER = 24
 WARM, SLOW, LARGE, MANY = 50, 10.0, 40 << 20, 100
-ZLIB = bcp.Codec("zlib", zlib.compress, zlib.decompress)
+ZLIB = bcp.extend.Codec("zlib", zlib.compress, zlib.decompress)
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 3, 7, 8, 16, 24, 255, 4096, 2**20, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
 STRINGS = ["", "a", "0", "w", "../../etc/passwd", "/etc", "a\0b", "\n", "é", "é", "\U0010ffff", "x" * 100_000]
 STRINGS += ["model", "optimizer", "extra_states", "float32", "float64", "complex128", "zlib", "{", "module.w", "cuda"]

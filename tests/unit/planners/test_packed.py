@@ -205,22 +205,25 @@ REFUSED = {
     "masked constant": (np.ma.masked, "is a masked array"),
     "matrix": (
         np.ones((1, 1)).view(np.matrix),
-        r"is a numpy.matrix of dtype float64, which only trust=True would read again",
+        r"is a numpy.matrix of dtype float64, which only allow_pickle=True would read again",
     ),
     "recarray": (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "is a numpy.*recarray"),
-    "record": (np.rec.array([(1,)], dtype=[("a", "i4")])[0], r"is a numpy.*record, which only trust"),
-    "record dtype": (np.dtype((np.record, [("a", "i4")])), "is a numpy.dtype.* only trust"),
+    "record": (np.rec.array([(1,)], dtype=[("a", "i4")])[0], r"is a numpy.*record, which only allow_pickle"),
+    "record dtype": (np.dtype((np.record, [("a", "i4")])), "is a numpy.dtype.* only allow_pickle"),
     "array of records": (np.zeros(2, np.dtype((np.record, [("a", "i4")]))), "is a numpy.ndarray of dtype .*record"),
     "objects": (np.array([None, 1], object), "is a numpy.ndarray of dtype object"),
     "objects inside": (np.zeros(1, [("a", "i4"), ("b", "O")]), "is a numpy.ndarray of dtype"),
     "metadata": (np.zeros(1, np.dtype("i4", metadata={"a": 1})), "is a numpy.ndarray of dtype int32"),
     "no bytes": (np.zeros(2, np.dtype([])), "is a numpy.ndarray of dtype"),
     "own array": (np.arange(3).view(OwnArray), r"is a .*OwnArray of dtype int64"),
-    "own tensor": (torch.ones(2).as_subclass(OwnTensor), r"is a .*OwnTensor, which only trust=True would read again"),
+    "own tensor": (
+        torch.ones(2).as_subclass(OwnTensor),
+        r"is a .*OwnTensor, which only allow_pickle=True would read again",
+    ),
     "untyped storage": (torch.arange(3).untyped_storage(), "is an UntypedStorage, .* pass a tensor of it"),
     "namedtuple": (
         Point(1, 2),
-        r"is a .*Point, which only trust=True would read again; pass plain values, or save with",
+        r"is a .*Point, which only allow_pickle=True would read again; pass plain values, or save with",
     ),
     "list": (Row([1]), "is a .*Row, which only"),
     "tuple": (Pair((1, 2)), "is a .*Pair, which only"),
@@ -258,12 +261,14 @@ REFUSED = {
 }
 
 
-def through_pack(value, where="x", *, trust=False):
-    return unpack(pack(value, where, trust=trust), trust=trust, where=where)
+def through_pack(value, where="x", *, allow_pickle=False):
+    return unpack(pack(value, where, allow_pickle=allow_pickle), allow_pickle=allow_pickle, where=where)
 
 
-def through_text(value, where="x", *, trust=False):
-    return decode_value(encode_value(value, where=where, trust=trust), trust=trust, where=where)
+def through_text(value, where="x", *, allow_pickle=False):
+    return decode_value(
+        encode_value(value, where=where, allow_pickle=allow_pickle), allow_pickle=allow_pickle, where=where
+    )
 
 
 WAYS = pytest.mark.parametrize("way", [through_pack, through_text])
@@ -276,7 +281,7 @@ def test_what_is_packed_comes_back_with_its_type_and_bits(name, way):
     assert exactly_alike(value, value)
     assert exactly_alike(way(value), value)
     assert exactly_alike(way({"a": [(value, {"b": value})]}), {"a": [(value, {"b": value})]})
-    assert exactly_alike(way(value, trust=True), value)
+    assert exactly_alike(way(value, allow_pickle=True), value)
 
 
 @WAYS
@@ -303,26 +308,26 @@ def test_what_would_not_come_back_is_refused_with_its_name(name, way):
 
 @WAYS
 @pytest.mark.parametrize("name", ["matrix", "own array", "namedtuple", "list", "enum", "dataclass", "decimal", "key"])
-def test_with_trust_objects_of_any_class_are_pickled(name, way):
+def test_with_allow_pickle_objects_of_any_class_are_pickled(name, way):
     value, _ = REFUSED[name]
-    back = way([value], trust=True)[0]
+    back = way([value], allow_pickle=True)[0]
     assert type(back) is type(value)
     assert np.all(back == value)
 
 
-def test_with_trust_a_masked_array_keeps_its_mask():
-    value = through_pack({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])}, trust=True)["a"]
+def test_with_allow_pickle_a_masked_array_keeps_its_mask():
+    value = through_pack({"a": np.ma.masked_array([1.0, 2.0], mask=[0, 1])}, allow_pickle=True)["a"]
     assert (type(value), value.mask.tolist(), value.data.tolist()) == (np.ma.MaskedArray, [False, True], [1.0, 2.0])
 
 
 @pytest.mark.parametrize("name", ["function", "meta", "int4", "lazy", "untyped storage", "mkldnn", "memory format"])
-def test_trust_does_not_help_what_cannot_be_pickled(name):
+def test_allow_pickle_does_not_help_what_cannot_be_pickled(name):
     value, said = REFUSED[name]
     with pytest.raises(StateError, match=rf"^x\.a\.0 {said}"):
-        pack({"a": [value], "b": Config()}, "x", trust=True)
+        pack({"a": [value], "b": Config()}, "x", allow_pickle=True)
 
 
-def test_classes_that_torch_was_told_to_be_safe_need_no_trust():
+def test_classes_that_torch_was_told_to_be_safe_need_no_allow_pickle():
     with torch.serialization.safe_globals([Config]):
         assert through_pack({"a": Config(0.5)}) == {"a": Config(0.5)}
     with pytest.raises(StateError, match=r"^x\.a is a .*Config"):
@@ -340,9 +345,9 @@ def test_tensors_without_values_are_refused():
     fake = pytest.importorskip("torch._subclasses.fake_tensor")
     with fake.FakeTensorMode():
         value = torch.ones(2)
-    for trust in (False, True):
+    for allow_pickle in (False, True):
         with pytest.raises(StateError, match=r"^x\.a is a FakeTensor, which has no values"):
-            pack({"a": value}, "x", trust=trust)
+            pack({"a": value}, "x", allow_pickle=allow_pickle)
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     with pytest.raises(StateError, match=r"^x\.a has lost its memory"):
@@ -385,7 +390,7 @@ def test_arrays_of_a_hostile_checkpoint_are_refused(described, monkeypatch):
     monkeypatch.setattr(native, "_described", lambda _: described)
     data = pack({"a": np.arange(4)})
     with pytest.raises(CheckpointError, match="x cannot be read"):
-        unpack(data, trust=False, where="x")
+        unpack(data, allow_pickle=False, where="x")
 
 
 HOSTILE = {
@@ -402,14 +407,14 @@ def test_seeds_and_integers_that_take_hours_are_refused(name):
     out = io.BytesIO()
     torch.save({"value": ("bcp", *HOSTILE[name])}, out)
     with pytest.raises(CheckpointError, match=r"x cannot be read: .*at most"):
-        unpack(out.getvalue(), trust=False, where="x")
+        unpack(out.getvalue(), allow_pickle=False, where="x")
 
 
 def test_a_form_of_a_later_version_is_refused(monkeypatch):
     monkeypatch.setattr("bcp.state.packed.take_apart", lambda _: ("quaternion", 1))
     data = pack({"a": np.arange(4)})
     with pytest.raises(CheckpointError, match=r"x cannot be read: .*'quaternion', which this bcp does not know"):
-        unpack(data, trust=False, where="x")
+        unpack(data, allow_pickle=False, where="x")
 
 
 def test_an_endless_value_is_refused():
@@ -424,5 +429,5 @@ def test_arrays_of_an_older_archive_are_refused():
     out = io.BytesIO()
     torch.save({"value": {"a": torch.ones(3)}, "arrays": [(("a",), False)]}, out)
     with pytest.raises(CheckpointError, match="a development version before") as caught:
-        unpack(out.getvalue(), trust=False, where="x")
-    assert "trust" not in str(caught.value)
+        unpack(out.getvalue(), allow_pickle=False, where="x")
+    assert "allow_pickle" not in str(caught.value)

@@ -41,7 +41,7 @@ def alike(one, other):
 
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
-    assert alike(decode_value(encode_value(value), trust=False, where="x"), value)
+    assert alike(decode_value(encode_value(value), allow_pickle=False, where="x"), value)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_values_come_back_as_they_were(value):
     ids=lambda value: type(value).__name__,
 )
 def test_other_types(value):
-    back = decode_value(encode_value(value), trust=False, where="x")
+    back = decode_value(encode_value(value), allow_pickle=False, where="x")
     assert type(back) is type(value)
     assert back == value
 
 
-def test_numpy_and_tensor_values_need_no_trust():
-    value = decode_value(encode_value({"a": np.float64(0.5), "t": torch.arange(3)}), trust=False, where="x")
+def test_numpy_and_tensor_values_need_no_allow_pickle():
+    value = decode_value(encode_value({"a": np.float64(0.5), "t": torch.arange(3)}), allow_pickle=False, where="x")
     assert type(value["a"]) is np.float64
     assert value["t"].tolist() == [0, 1, 2]
 
@@ -82,13 +82,13 @@ class Custom:
     __hash__ = None
 
 
-def test_own_classes_need_trust():
-    with pytest.raises(StateError, match=r"optimizer lr is a .*Custom, which only trust=True would read again"):
+def test_own_classes_need_allow_pickle():
+    with pytest.raises(StateError, match=r"optimizer lr is a .*Custom, which only allow_pickle=True would read again"):
         encode_value(Custom(), where="optimizer lr")
-    text = encode_value(Custom(), trust=True)
-    with pytest.raises(CheckpointError, match=r"the value of optimizer: lr cannot be read.*Custom.*trust=True"):
-        decode_value(text, trust=False, where="optimizer: lr")
-    assert decode_value(text, trust=True, where="x") == Custom()
+    text = encode_value(Custom(), allow_pickle=True)
+    with pytest.raises(CheckpointError, match=r"the value of optimizer: lr cannot be read.*Custom.*allow_pickle=True"):
+        decode_value(text, allow_pickle=False, where="optimizer: lr")
+    assert decode_value(text, allow_pickle=True, where="x") == Custom()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_own_classes_need_trust():
 )
 def test_damaged_values(text):
     with pytest.raises(CheckpointError, match="the value of k cannot be read"):
-        decode_value(text, trust=False, where="k")
+        decode_value(text, allow_pickle=False, where="k")
 
 
 def test_values_that_cannot_be_encoded():
@@ -120,7 +120,7 @@ class Counter:
 
 
 def through_bytes(value):
-    return unpack(pack(collect(value)), trust=False, where="extra_states of rank 0")
+    return unpack(pack(collect(value)), allow_pickle=False, where="extra_states of rank 0")
 
 
 def test_extra_states_round_trip_with_statefuls_and_random_states():
@@ -156,7 +156,7 @@ def test_snapshots_do_not_change_with_their_source():
     source["bytes"][0] = 9
     source["array"][0] = 9
     source["view"].fill_(9)
-    loaded = unpack(packed, trust=False, where="x")
+    loaded = unpack(packed, allow_pickle=False, where="x")
     assert loaded["c"]["count"] == 1
     assert loaded["c"]["ema"].item() == 1.0
     assert (loaded["list"], loaded["bytes"], loaded["array"].tolist()) == ([1], bytearray(b"a"), [0.0, 0.0])
@@ -169,7 +169,7 @@ def test_bytes_are_compact():
     assert len(pack(collect({"view": view}))) < 5000
 
 
-def test_mappings_of_other_types_need_no_trust():
+def test_mappings_of_other_types_need_no_allow_pickle():
     value = collections.defaultdict(list, a=[np.ones(2)])
     assert through_bytes(value)["a"][0].tolist() == [1.0, 1.0]
 
@@ -232,15 +232,21 @@ def test_what_fails_while_a_snapshot_is_taken_is_named():
 
 
 def test_unpack_says_what_is_wrong():
-    with pytest.raises(CheckpointError, match=r"extra_states of rank 3 cannot be read.*Custom.*trust=True"):
-        unpack(pack({"c": Custom()}, trust=True), trust=False, where="extra_states of rank 3")
+    with pytest.raises(CheckpointError, match=r"extra_states of rank 3 cannot be read.*Custom.*allow_pickle=True"):
+        unpack(pack({"c": Custom()}, allow_pickle=True), allow_pickle=False, where="extra_states of rank 3")
     with pytest.raises(CheckpointError, match="extra_states of rank 3 cannot be read"):
-        unpack(pack({"c": 1})[:50], trust=True, where="extra_states of rank 3")
+        unpack(pack({"c": 1})[:50], allow_pickle=True, where="extra_states of rank 3")
 
 
 def test_what_stands_under_many_keys_is_encoded_once(monkeypatch):
     shared, calls = [1, 2], []
-    monkeypatch.setattr(values, "encode_value", lambda value, where, trust: calls.append(where) or encode_value(value))  # noqa: ARG005 -- as it is called
+
+    def encode(value, *, where, allow_pickle):
+        assert not allow_pickle
+        calls.append(where)
+        return encode_value(value)
+
+    monkeypatch.setattr(values, "encode_value", encode)
     objects = {("optimizer", name): shared for name in "abc"} | {("optimizer", "d"): [1, 2], ("model", "e"): True}
     keys = [*objects][1:]
     assert encode_values(objects, keys) == {key: encode_value(objects[key]) for key in keys}
@@ -259,7 +265,7 @@ def test_values_that_are_made_when_they_are_asked_for_are_kept_apart():
 def test_equal_texts_give_one_object_if_nobody_can_change_it():
     texts = [encode_value(value) for value in (0.1, 0.0, -0.0, True, 1, (0.9, (0.95,)), [1], ([1],), {"a": 1})]
     names = [("optimizer", f"{n}.{turn}") for turn in "xy" for n in range(len(texts))]
-    found = decode_values(((name, text, "w") for name, text in zip(names, texts * 2, strict=True)), trust=False)
+    found = decode_values(((name, text, "w") for name, text in zip(names, texts * 2, strict=True)), allow_pickle=False)
     pairs = [(found["optimizer", f"{n}.x"], found["optimizer", f"{n}.y"]) for n in range(len(texts))]
     assert [encode_value(one) for one, _ in pairs] == texts
     assert [one is other for one, other in pairs] == [True] * 6 + [False] * 3

@@ -13,9 +13,9 @@ from bcp.errors import CheckpointError
 from bcp.state.units import ALIGNMENT, image_of, unit_in
 
 
-def written(state: Any, *, trust: bool = False) -> torch.Tensor:
+def written(state: Any, *, allow_pickle: bool = False) -> torch.Tensor:
     """Return the image of a state as it would be read."""
-    image = image_of(state, "unit", trust=trust)
+    image = image_of(state, "unit", allow_pickle=allow_pickle)
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in image.tensors]
     whole = torch.cat([*parts, torch.frombuffer(bytearray(image.tail), dtype=torch.uint8)])
     assert len(whole) == image.nbytes
@@ -43,7 +43,7 @@ STATES: list[Any] = [
 def test_a_state_comes_back_as_it_was(state: Any) -> None:
     image = written(state)
     assert len(image) % ALIGNMENT == 0
-    assert exactly_alike(unit_in(image, trust=False, where="unit"), state)
+    assert exactly_alike(unit_in(image, allow_pickle=False, where="unit"), state)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_a_state_comes_back_as_it_was(state: Any) -> None:
 def test_large_tensors_of_any_dtype_are_neither_copied_when_written_nor_when_read(dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (5, 4096), dtype=torch.uint8).to(dtype)
     other = torch.arange(6000, dtype=torch.int16)
-    image = image_of({"tensor": tensor, "other": other}, "unit", trust=False)
+    image = image_of({"tensor": tensor, "other": other}, "unit", allow_pickle=False)
     assert {each.data_ptr() for each in image.tensors} == {tensor.data_ptr(), other.data_ptr()}
     whole = written({"tensor": tensor, "other": other})
-    found = unit_in(whole, trust=False, where="unit")
+    found = unit_in(whole, allow_pickle=False, where="unit")
     for name, wanted in (("tensor", tensor), ("other", other)):
         assert found[name].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert found[name].data_ptr() % wanted.itemsize == 0
@@ -64,12 +64,12 @@ def test_large_tensors_of_any_dtype_are_neither_copied_when_written_nor_when_rea
 
 def test_a_view_of_a_large_tensor_is_written_without_the_rest_of_it() -> None:
     whole = torch.arange(1 << 20)
-    assert image_of(whole[1000:9000], "unit", trust=False).nbytes < 8 * 8000 + 4096
+    assert image_of(whole[1000:9000], "unit", allow_pickle=False).nbytes < 8 * 8000 + 4096
 
 
 def test_what_cannot_be_read_again_is_refused() -> None:
     with pytest.raises(bcp.StateError, match="unit is a "):
-        image_of(object(), "unit", trust=False)
+        image_of(object(), "unit", allow_pickle=False)
 
 
 def test_damaged_images_are_refused_and_take_no_memory() -> None:
@@ -85,7 +85,7 @@ def test_damaged_images_are_refused_and_take_no_memory() -> None:
             if len(bad):
                 bad[dice.randrange(low, len(bad))] = dice.randrange(256)
         try:
-            unit_in(bad, trust=False, where="unit")
+            unit_in(bad, allow_pickle=False, where="unit")
             outcomes["loaded"] += 1
         except CheckpointError:
             outcomes["refused"] += 1

@@ -51,7 +51,9 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
 
     async def save(turns: Turns | None = None, me: int = 0) -> Opening:
         backend = Stepped(inner, turns, me)
-        options = SaveOptions(overwrite=overwrite, retries=bcp.RetryPolicy(first_pause=1e-6, longest_pause=1e-6))
+        options = SaveOptions(
+            overwrite=overwrite, retries=bcp.RetryPolicy(first_pause_seconds=1e-6, longest_pause_seconds=1e-6)
+        )
         watch = SimpleNamespace(trace="")
         facts = {"rank": 0, "backend": backend, "path": "the path", "options": options, "watch": watch}
         job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}))

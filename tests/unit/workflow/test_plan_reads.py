@@ -198,7 +198,7 @@ async def test_replicas_read_every_block_once_between_them(tmp_path: Path) -> No
     state = {f"w{n}": torch.rand(1 << 20, generator=generator) for n in range(6)}
     await bcp.asave(tmp_path, {"model": state})
     targets = [{name: torch.zeros(1 << 20) for name in state} for _ in range(4)]
-    reports: list[bcp.LoadReport] = []
+    reports: list[bcp.LoadResult] = []
 
     async def load(rank: int) -> None:
         backend = CountingBackend(backends.resolve(tmp_path))

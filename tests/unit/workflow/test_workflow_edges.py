@@ -72,12 +72,12 @@ def test_two_saves_to_one_path_at_once_are_refused(tmp_path: Path) -> None:
     async def main() -> None:
         reached, gate = asyncio.Event(), asyncio.Event()
 
-        async def wait(part: bcp.HostPart) -> bcp.HostPart:
+        async def wait(part: bcp.extend.HostPart) -> bcp.extend.HostPart:
             reached.set()
             await gate.wait()
             return part
 
-        options = SaveOptions(edit=lambda graph: graph.after("d2h", bcp.Stage("gate", wait)))
+        options = SaveOptions(edit=lambda graph: graph.after("d2h", bcp.extend.Stage("gate", wait)))
         first = asyncio.create_task(bcp.asave(tmp_path, STATE, options=options))
         await reached.wait()
         with pytest.raises(bcp.InputError, match="still running"):
@@ -95,7 +95,7 @@ def test_a_backend_says_how_many_parts_and_reads_it_likes_to_have_under_way(tmp_
 
     workers: list[int] = []
 
-    def look(graph: bcp.Graph) -> bcp.Graph:
+    def look(graph: bcp.extend.Graph) -> bcp.extend.Graph:
         workers.extend(stage.workers for stage in graph.stages if stage.name in ("upload", "read"))
         return graph
 

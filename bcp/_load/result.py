@@ -1,4 +1,4 @@
-"""The context that the stages of a load share, and the report of a load."""
+"""The context that the stages of a load share, and the result of a load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from bcp._job import LoadJob
 from bcp._load.reads import LoadPlan, key_of
 from bcp._load.targets import LoadRequest
-from bcp.events import LoadReport
+from bcp.events import LoadResult
 from bcp.format.metadata import Metadata
 from bcp.options import unchanged
 from bcp.plan.read.copies import check_complete, copies, zero_copy_reads
@@ -24,7 +24,7 @@ from bcp.stages.load import AllToAll, LoadContext
 from bcp.stages.memcpy import addresses, writable
 from bcp.stages.place import LoadBuffers
 
-__all__ = ["lay_out", "load_context", "report", "say_if_half_loaded"]
+__all__ = ["lay_out", "load_context", "result", "say_if_half_loaded"]
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def load_context(
     )
 
 
-def report(
+def result(
     job: LoadJob, metadata: Metadata, wanted: LoadRequest, reading: LoadPlan, context: LoadContext
-) -> LoadReport:
+) -> LoadResult:
     """Sum up the load for the caller."""
     refused = wanted.targets.refused()
-    return LoadReport(
+    return LoadResult(
         path=job.path,
         operation=metadata.commit.operation,
         rank=job.rank,
