@@ -209,7 +209,7 @@ async def test_a_store_that_always_fails_is_given_up_early() -> None:
 
 
 async def test_an_attempt_without_an_answer_is_given_up() -> None:
-    backend, store = backend_that(lambda _: None, attempt=0.05)
+    backend, store = backend_that(lambda _: None, attempt_seconds=0.05)
     hung = [True]
 
     async def hang(what: str) -> None:
