@@ -25,6 +25,7 @@ from bcp.stages.memcpy import bytes_of
 from bcp.state.objects import restore
 from bcp.state.packed import unpack
 from bcp.state.random_states import AddedRngState
+from bcp.state.taken import Taken
 from bcp.state.units import opaque_states
 from bcp.state.values import decode_values
 
@@ -103,10 +104,12 @@ def put_values(job: LoadJob, wanted: LoadRequest) -> None:
         if job.options.strict:
             check_taken(wanted.targets, job.rank)
         last: list[Callable[[], None]] = []
+        taken = Taken(job.states)
         put_units(wanted.units)
         for kind, value in wanted.extras.items():
             foreign = wanted.sources[kind] != job.rank
-            restore(job.states[kind], value, kind, last, derive_for=job.rank if foreign else None)
+            derive_for = job.rank if foreign else None
+            restore(job.states[kind], value, kind, last, derive_for=derive_for, taken=taken)
         for function in last:
             function()
     job.caller.wait()

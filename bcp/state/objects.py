@@ -7,7 +7,7 @@ ranks, so that they may communicate.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import copy
 from functools import partial
@@ -26,12 +26,16 @@ from bcp.state.names import key_text
 from bcp.state.native_values import is_generator, same_generator, set_generator
 from bcp.state.packed import LOADERS, keeps_type
 from bcp.state.random_states import RngState
+from bcp.state.taken import Taken
 from bcp.state.tensor_specs import PLAIN
 
 __all__ = ["check_changeable", "collect", "restore"]
 
 _NONE: Mapping[int, Any] = {}
 _LEAVES = frozenset({bool, int, float, str, bytes, type(None), torch.Tensor})
+
+_ORDERED = (dict, OrderedDict, defaultdict, Counter)
+"""Mappings whose items can be put into another order."""
 
 
 def collect(value: Any, where: str = "extra_states", known: Mapping[int, Any] = _NONE) -> Any:
@@ -86,20 +90,26 @@ def restore(
     last: list[Callable[[], None]] | None = None,
     *,
     derive_for: int | None = None,
+    taken: Taken | None = None,
 ) -> None:
     """Put a loaded value, a result of :func:`collect`, back into ``target``, in place.
 
-    Mappings are updated key by key: keys that the checkpoint lacks stay, new ones are added. Lists take the loaded
-    items. A :class:`~bcp.protocols.Stateful` takes its state, and so do random generators of one kind. A tensor takes
-    the values of one with its shape and dtype. Other values are replaced in their container.
+    Mappings are updated key by key: keys that the checkpoint lacks stay, new ones are added, and all come in the order
+    of the checkpoint. Lists take the loaded items. A :class:`~bcp.protocols.Stateful` takes its state, and so do random
+    generators of one kind. A tensor takes the values of one with its shape and dtype. Other values are replaced in
+    their container.
+
+    A target at several places takes one value. Places with another value get the loaded one, and so do tensors in the
+    memory of other targets. ``taken`` has these targets; without it, only those of this call count.
 
     ``last`` takes the functions that set random states, for the caller to call when all else is restored; without it
     they are called here. ``derive_for`` is this rank, if the value is another rank's: random states are derived from
-    that one's. Raises StateError if ``target`` itself cannot be changed, or not into the loaded value.
+    that one's. Raises StateError if ``target`` itself cannot be changed, or not into the loaded value, or if an owner
+    of a state stands at places with different states.
     """
     check_changeable(target, where)
     later: list[Callable[[], None]] = [] if last is None else last
-    if _Restoring(later, derive_for).restored(target, loaded, where) is not target:
+    if _Restoring(later, derive_for, taken or Taken()).restored(target, loaded, where) is not target:
         raise _unchangeable(target, where, f"a loaded {type(loaded).__name__}")
     for function in later if last is None else ():
         function()
@@ -119,34 +129,46 @@ def _unchangeable(target: object, where: str, loaded: str) -> StateError:
 class _Restoring:
     """Puts loaded values into targets, random states last."""
 
-    def __init__(self, last: list[Callable[[], None]], derive_for: int | None) -> None:
+    def __init__(self, last: list[Callable[[], None]], derive_for: int | None, taken: Taken) -> None:
         self._last = last
         self._derive_for = derive_for
+        self._taken = taken
 
     def restored(self, target: Any, loaded: Any, where: str) -> Any:
         """Return ``target`` after it took the loaded value, or the value that is to stand in its place."""
         if isinstance(target, Stateful):
-            give = partial(_give_state, target, loaded, where)
-            if not isinstance(target, RngState):
-                give()
-            elif self._derive_for is None:
-                self._last.append(give)
-            else:
-                self._last.append(partial(target.load_derived, loaded, self._derive_for))
+            self._stateful(target, loaded, where)
             return target
+        if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+            return self._tensor(target, loaded, where)
+        is_changeable = isinstance(target, (MutableMapping, list)) or is_generator(target)
+        if is_changeable and self._taken.takes_another(target, loaded):
+            return loaded
         if isinstance(target, MutableMapping) and isinstance(loaded, Mapping):
             return self._mapping(target, loaded, where)
         if isinstance(target, (list, tuple)) and isinstance(loaded, (list, tuple)):
             return self._sequence(target, loaded, where)
-        if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-            return _tensor_restored(target, loaded, where)
-        if same_generator(target, loaded):
+        is_own = same_generator(target, loaded)
+        if is_own:
             set_generator(target, loaded)
-            return target
-        return loaded
+        return target if is_own else loaded
+
+    def _stateful(self, target: Stateful, loaded: Any, where: str) -> None:
+        """Give an owner its state, now or last of all."""
+        give = partial(_give_state, target, loaded, where)
+        if isinstance(target, RngState):
+            derived = None if self._derive_for is None else partial(target.load_derived, loaded, self._derive_for)
+            self._last.append(derived or give)
+        elif self._taken.takes_another(target, loaded):
+            raise StateError(
+                f"{where} is a {type(target).__name__} that stands at another place of the target as well, and has "
+                "another state there in the checkpoint; pass an object for each place"
+            )
+        else:
+            give()
 
     def _mapping(self, target: MutableMapping[Any, Any], loaded: Mapping[Any, Any], where: str) -> Any:
-        """Restore the items in the order of their keys; new ones are added in the order in which they were saved."""
+        """Restore the items in the order of their keys, and put them in the order in which they were saved."""
         values = {}
         for key in _in_order(loaded):
             value = loaded[key]
@@ -161,6 +183,9 @@ class _Restoring:
                 raise StateError(
                     f"{where}.{key} cannot be set in a {type(target).__name__}: {message}; pass a dict"
                 ) from error
+        if type(target) in _ORDERED and [key for key in target if key in loaded] != list(loaded):
+            for key in loaded:
+                target[key] = target.pop(key)
         return target
 
     def _sequence(self, target: Any, loaded: Any, where: str) -> Any:
@@ -174,6 +199,23 @@ class _Restoring:
             return target
         return tuple(items) if type(target) is tuple else loaded
 
+    def _tensor(self, target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:
+        """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
+
+        Raises StateError if the target is a DTensor or a ShardedTensor: the loaded tensor may be this rank's part of
+        the target, or the whole.
+        """
+        if is_sharded_tensor(target) or isinstance(target, DTensor):
+            kind = type(target).__name__
+            raise StateError(
+                f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"
+            )
+        if not _is_writable(target) or not _is_writable(loaded):
+            return loaded
+        if target.shape != loaded.shape or target.dtype != loaded.dtype:
+            return loaded
+        return target if self._taken.fill(target, loaded) else loaded
+
 
 def _give_state(target: Stateful, loaded: Any, where: str) -> None:
     """Give a state to its owner; a note says which one it was that raised."""
@@ -182,26 +224,6 @@ def _give_state(target: Stateful, loaded: Any, where: str) -> None:
     except Exception as error:
         error.add_note(f"bcp: raised while the {type(target).__name__} at {where} took its state")
         raise
-
-
-def _tensor_restored(target: torch.Tensor, loaded: torch.Tensor, where: str) -> torch.Tensor:
-    """Copy into a tensor of the same kind, so that others who hold it see the value; else return the loaded one.
-
-    Raises StateError if the target is a DTensor or a ShardedTensor: the loaded tensor may be this rank's part of the
-    target, or the whole.
-    """
-    if is_sharded_tensor(target) or isinstance(target, DTensor):
-        kind = type(target).__name__
-        raise StateError(
-            f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"
-        )
-    if not _is_writable(target) or not _is_writable(loaded):
-        return loaded
-    if target.shape != loaded.shape or target.dtype != loaded.dtype:
-        return loaded
-    with torch.no_grad():
-        target.copy_(loaded)
-    return target
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Check, Finish, put
 from bcp.state.names import Path, dotted, split, walk
-from bcp.state.native_values import same_generator, set_generator
+from bcp.state.native_values import is_generator, same_generator, set_generator
 from bcp.state.nested import STORAGES, TREE
 from bcp.state.optimizer_kinds import fitting_hypers, fitting_states
 from bcp.state.optimizer_states import Trees, fresh, in_tree, owner_of, saved_dtype, scalar_device, zeros
@@ -89,6 +89,7 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
         for group, key, value in numbers:
             set_hyper(group, key, value)
         aside.hand_over(entries.empty)
+        _part(changes)
         for group, key, value in changes:
             set_hyper(group, key, value)
         _settle_steps(slots.values())
@@ -400,6 +401,20 @@ def _set_states(
             slot.state.setdefault(slot.parameter, {})[key] = value  # also None
         elif slot.state is not None:
             put(slot.state[slot.parameter], path, value, f"the state of {slot.fqn!r}")
+
+
+def _part(changes: Iterable[Change]) -> None:
+    """Give each group a tensor or generator of its own, where one object would have to take different values.
+
+    torch puts a default that is a tensor into all groups as it is.
+    """
+    first: dict[int, Any] = {}
+    for group, key, value in changes:
+        current = group.get(key)
+        if not isinstance(current, torch.Tensor) and not is_generator(current):
+            continue
+        if not same_value(first.setdefault(id(current), value), value):
+            group[key] = current.detach().clone() if isinstance(current, torch.Tensor) else value
 
 
 def set_hyper(group: dict[str, Any], key: str, value: Any) -> None:
