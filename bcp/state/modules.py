@@ -166,8 +166,23 @@ def put(container: Any, path: Path, value: object, where: str) -> Any:
     raise StateError(f"{where}: cannot set {key!r} in a {type(container).__name__}; use a dict")
 
 
+def _at(container: Any, path: Path) -> Any:
+    for key in path:
+        container = container.get(key) if isinstance(container, Mapping) else container[key]
+    return container
+
+
 def _put_all(root: object, paths: Mapping[ObjectKey, Path], objects: Mapping[ObjectKey, Any], where: str) -> None:
     """Set all those objects that the target has a place for."""
+    first: dict[tuple[int, object], ObjectKey] = {}
+    for name, path in paths.items():
+        if name in objects:
+            known = first.setdefault((id(_at(root, path[:-1])), path[-1]), name)
+            if known is not name and not same_value(objects[known], objects[name]):
+                raise StateError(
+                    f"{where}: {known[1]!r} and {name[1]!r} are one place in the target, and the checkpoint has two "
+                    "values; give each a dict or list of its own"
+                )
     for name, path in paths.items():
         if name in objects and put(root, path, objects[name], where) is not root:
             raise StateError(f"{where} is a {type(root).__name__} and cannot be changed in place; pass a dict or list")

@@ -174,3 +174,13 @@ def test_items_come_back_in_the_saved_order(tmp_path: Path, kind: Any) -> None:
     bcp.load(tmp_path / "c", {"extra_states": target})
     assert target["cache"] is cache
     assert list(cache.items()) == [("own", 9), ("b", 1), ("c", 2), ("a", 3)]
+
+
+def test_one_dict_at_two_places_of_a_model_is_refused_if_its_values_differ(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": {"a": {"n": 1, "m": 3}, "b": {"n": 2, "m": 3}}})
+    shared = {"n": 0, "m": 0}
+    with pytest.raises(bcp.StateError, match=r"'a\.n' and 'b\.n' are one place in the target"):
+        bcp.load(tmp_path / "c", {"model": {"a": shared, "b": shared}})
+    bcp.save(tmp_path / "d", {"model": {"a": {"n": 1, "m": 3}, "b": {"n": 1, "m": 3}}})
+    bcp.load(tmp_path / "d", {"model": {"a": shared, "b": shared}})
+    assert shared == {"n": 1, "m": 3}
