@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv test test-busy test-random sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -13,6 +13,8 @@ PINS := -c constraints.txt
 endif
 # More arguments, as in `make test ARGS='tests/unit/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
+# The order of `make test-random`.
+SEED := $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 test: venv  ## Run all tests, or those that ARGS chooses, in one process more than cores. Needs root, g++, Java, /dev/fuse.
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-busy: venv  ## Run the tests beside two busy loops a core: no test may depend on the time that it gets.
+	$(BIN)/python tests/support/busy.py $(BIN)/python -m pytest $(ARGS)
+
+test-random: venv  ## Run the tests in a random order of files and tests; SEED=... repeats one.
+	$(BIN)/python -m pytest --shuffle=$(SEED) $(ARGS)
 
 sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages, and compare docs/coverage.md with the results.
 	$(BIN)/python -m pytest -m sweep -n 2 tests/sweep $(ARGS)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import signal
 from collections.abc import Iterator
@@ -79,8 +80,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
     return _ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ``make test-random`` choose an order. Seeds of random numbers stay as they are."""
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="random order of files, and of tests in each file")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say how the order comes again."""
+    seed = config.option.shuffle
+    return None if seed is None else f"random order: --shuffle={seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files that spawn ranks first: one of them at the end would keep one process busy and the other one idle."""
+    if config.option.shuffle is not None:
+        dice = random.Random(config.option.shuffle)  # noqa: S311 -- an order, no secret
+        place = {path: dice.random() for path in dict.fromkeys(item.path for item in items)}
+        dice.shuffle(items)
+        items.sort(key=lambda item: place[item.path])
+        return
     long = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in long)
 

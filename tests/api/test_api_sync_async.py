@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -235,47 +237,53 @@ def test_a_with_block_raises_what_went_wrong(tmp_path: Path) -> None:
 # -- the caller's loop -------------------------------------------------------------------------------
 
 
-class Heart:
-    """Beats on the running loop, every millisecond, and knows its longest pause in seconds."""
-
-    def __init__(self) -> None:
-        self.longest_seconds = 0.0
-
-    async def __call__(self) -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
-        while True:
-            await asyncio.sleep(0.001)
-            now = loop.time()
-            self.longest_seconds = max(self.longest_seconds, now - last)
-            last = now
-
-
-async def longest_pause(work: Coroutine[Any, Any, Any]) -> float:
-    """Do the work, and return the longest pause of a heart beside it."""
-    heart = Heart()
-    beating = asyncio.create_task(heart())
-    await asyncio.sleep(0.01)
-    await work
-    beating.cancel()
-    return heart.longest_seconds
+FILE_CALLS = (
+    "open",
+    "pread",
+    "preadv",
+    "pwrite",
+    "pwritev",
+    "fsync",
+    "rename",
+    "unlink",
+    "mkdir",
+    "listdir",
+    "scandir",
+)
+"""Calls of :mod:`os` that wait for a disk."""
 
 
-@pytest.mark.slow
-def test_the_callers_loop_stays_responsive_during_a_save_of_one_gibibyte(tmp_path: Path) -> None:
-    states = {"model": {f"w{n}": torch.full((8 * MIB,), float(n)) for n in range(32)}}
+def test_the_callers_loop_waits_for_no_disk_and_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, target = (
+        {"model": {f"w{n}": torch.full((8 * MIB,), float(n * factor)) for n in range(8)}} for factor in (1, 0)
+    )
+    calls: list[tuple[str, int]] = []
 
-    def copy_and_write() -> None:
-        with (tmp_path / "control").open("wb", buffering=0) as file:
-            for tensor in states["model"].values():
-                file.write(tensor.clone().numpy())
+    def told(name: str) -> Callable[..., Any]:
+        call = getattr(os, name)
 
-    async def work() -> tuple[list[float], list[float]]:
-        controls, saves = [], []
-        for _ in range(3):
-            controls.append(await longest_pause(asyncio.to_thread(copy_and_write)))
-            saves.append(await longest_pause(bcp.asave(tmp_path / "checkpoint", states, overwrite=True)))
-        return controls, saves
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, threading.get_ident()))
+            return call(*args, **kwargs)
 
-    controls, saves = asyncio.run(work())
-    assert min(saves) <= max(0.050, *controls), f"pauses in seconds: {saves=} {controls=}"
+        return tell
+
+    for name in FILE_CALLS:
+        monkeypatch.setattr(os, name, told(name))
+
+    async def work() -> float:
+        """Return the seconds of CPU that the loop itself takes."""
+        began = time.thread_time()
+        await bcp.asave(tmp_path, states, overwrite=True)
+        await bcp.aload(tmp_path, target)
+        return time.thread_time() - began
+
+    own = threading.get_ident()
+    began = time.thread_time()
+    copies = [tensor.clone() for tensor in (*states["model"].values(), *target["model"].values())]
+    copying = time.thread_time() - began
+    del copies
+    looping = min(asyncio.run(work()) for _ in range(3))
+    assert {name for name, _ in calls} >= {"open", "fsync", "rename"}
+    assert [name for name, thread in calls if thread == own] == []
+    assert looping < copying

@@ -9,7 +9,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -19,6 +19,7 @@ import trustme
 from anyio import to_thread
 from logs import captured_logs
 from relays import LOOPBACK, Wires
+from servers.ports import held_ports
 from torch.distributed import PrefixStore, TCPStore
 
 from bcp.coordinators import GrpcCoordinator, Tls, grpc_coordinators
@@ -437,16 +438,15 @@ async def test_an_operation_that_nobody_else_begins_ends_for_all_who_come_later(
 # -- addresses that are known ----------------------------------------------------------------
 
 
-def free_addresses(count: int) -> list[str]:
-    listeners = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    addresses = [f"{LOOPBACK}:{listener.getsockname()[1]}" for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return addresses
+@pytest.fixture
+def addresses() -> Iterator[list[str]]:
+    """Five addresses at which this process alone can listen."""
+    with held_ports(5) as ports:
+        yield [f"{LOOPBACK}:{port}" for port in ports]
 
 
-async def test_addresses_that_are_known() -> None:
-    addresses, token = free_addresses(5), secrets.token_hex()
+async def test_addresses_that_are_known(addresses: list[str]) -> None:
+    token = secrets.token_hex()
     coordinators = [GrpcCoordinator.at(rank, addresses, token, fanout=2) for rank in range(5)]
     assert await works(coordinators)
     assert [sorted(each.traffic) for each in coordinators] == [[1, 2], [0, 3, 4], [0], [1], [1]]
@@ -454,9 +454,8 @@ async def test_addresses_that_are_known() -> None:
         await each.aclose()
 
 
-async def test_a_rank_with_the_wrong_token_is_told_so() -> None:
-    addresses = free_addresses(2)
-    coordinators = [GrpcCoordinator.at(rank, addresses, token) for rank, token in enumerate(["right", "wrong"])]
+async def test_a_rank_with_the_wrong_token_is_told_so(addresses: list[str]) -> None:
+    coordinators = [GrpcCoordinator.at(rank, addresses[:2], token) for rank, token in enumerate(["right", "wrong"])]
     with captured_logs() as logs:
         first, second = await decided(coordinators, 0.5, QUIET_SECONDS)
     assert isinstance(first, PeerError)
@@ -467,8 +466,7 @@ async def test_a_rank_with_the_wrong_token_is_told_so() -> None:
     assert {entry["reason"] for entry in logs} == {"the job's token is wrong"}
 
 
-async def test_ranks_with_different_lists_are_told_so() -> None:
-    addresses = free_addresses(3)
+async def test_ranks_with_different_lists_are_told_so(addresses: list[str]) -> None:
     lists = [addresses[:2], [addresses[0], addresses[2]]]
     coordinators = [GrpcCoordinator.at(rank, its, "token") for rank, its in enumerate(lists)]
     with captured_logs():
@@ -477,13 +475,12 @@ async def test_ranks_with_different_lists_are_told_so() -> None:
     assert "is of session" in str(second)
 
 
-async def test_a_restarted_rank_learns_that_the_others_are_further_on() -> None:
-    addresses = free_addresses(2)
-    coordinators = [GrpcCoordinator.at(rank, addresses, "token") for rank in range(2)]
+async def test_a_restarted_rank_learns_that_the_others_are_further_on(addresses: list[str]) -> None:
+    coordinators = [GrpcCoordinator.at(rank, addresses[:2], "token") for rank in range(2)]
     assert await works(coordinators)
     assert await works(coordinators)
     await coordinators[1].aclose()
-    again = GrpcCoordinator.at(1, addresses, "token")
+    again = GrpcCoordinator.at(1, addresses[:2], "token")
     [outcome] = await run_ranks([again], decide)
     assert isinstance(outcome, PeerError)
     assert "operation 0 is over already on rank 0" in outcome.cause
@@ -524,18 +521,17 @@ def tls_of(authority: trustme.CA, name: str = "bcp.test") -> Tls:
     return Tls(authority.cert_pem.bytes(), chain, issued.private_key_pem.bytes(), target_name=name)
 
 
-async def test_mutual_tls(authority: trustme.CA) -> None:
-    addresses = free_addresses(3)
-    coordinators = [GrpcCoordinator.at(rank, addresses, "token", fanout=1, tls=tls_of(authority)) for rank in range(3)]
+async def test_mutual_tls(authority: trustme.CA, addresses: list[str]) -> None:
+    tls = tls_of(authority)
+    coordinators = [GrpcCoordinator.at(rank, addresses[:3], "token", fanout=1, tls=tls) for rank in range(3)]
     assert await works(coordinators)
     for each in coordinators:
         await each.aclose()
 
 
-async def test_a_rank_of_another_authority_is_refused(authority: trustme.CA) -> None:
-    addresses = free_addresses(2)
+async def test_a_rank_of_another_authority_is_refused(authority: trustme.CA, addresses: list[str]) -> None:
     both = [tls_of(authority), tls_of(trustme.CA())]
-    coordinators = [GrpcCoordinator.at(rank, addresses, "token", tls=each) for rank, each in enumerate(both)]
+    coordinators = [GrpcCoordinator.at(rank, addresses[:2], "token", tls=each) for rank, each in enumerate(both)]
     first, second = await decided(coordinators, 0.5, 0.5)
     assert isinstance(first, PeerError)
     assert (first.rank, "has not begun" in first.cause) == (1, True)
@@ -547,9 +543,8 @@ async def test_a_rank_of_another_authority_is_refused(authority: trustme.CA) -> 
         await each.aclose()  # else the second goes on trying, as long as the tests run
 
 
-async def test_a_client_without_certificate_is_refused(authority: trustme.CA) -> None:
-    addresses = free_addresses(2)
-    coordinators = [GrpcCoordinator.at(rank, addresses, "token", tls=tls_of(authority)) for rank in range(2)]
+async def test_a_client_without_certificate_is_refused(authority: trustme.CA, addresses: list[str]) -> None:
+    coordinators = [GrpcCoordinator.at(rank, addresses[:2], "token", tls=tls_of(authority)) for rank in range(2)]
     assert await works(coordinators)
 
     async def knock() -> grpc.StatusCode:

@@ -60,11 +60,10 @@ def run_killed(tmp_path: Path, job: Callable[..., None], victim: int) -> dict[in
 )
 def test_a_killed_rank(tmp_path: Path, victim: int, cause: str) -> None:
     for said in run_killed(tmp_path, killed_agreement.within, victim).values():
-        together, exchanged, (error, blamed, message), seconds = said
+        together, exchanged, (error, blamed, message) = said
         assert (together, exchanged) == ("0123", "00010203")
         assert (error, blamed) == ("PeerError", victim), message
         assert cause in message
-        assert seconds < 10
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])

@@ -393,7 +393,7 @@ def test_a9_a_capture_during_a_background_save(machine: late.Machine, tmp_path: 
         target=lambda: result.append(bcp.save(tmp_path, states, async_checkpoint=True, options=options))
     )
     saving.start()
-    begun.wait(20)
+    assert begun.wait(60)
     with torch.cuda.stream(torch.cuda.Stream()), machine.capture():
         own.add_(1)
         go_on.set()

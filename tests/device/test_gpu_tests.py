@@ -74,7 +74,7 @@ class TestFigures:
             """Let the save go on when a step has begun."""
             while begun.acquire(blocking=False):
                 pass
-            return once("upload", lambda: begun.acquire(timeout=20))(graph)
+            return once("upload", lambda: begun.acquire(timeout=60))(graph)
 
         monkeypatch.setattr(figures.Training, "step", counted)
         figures.training_beside_a_save(tmp_path, EMULATED, ROOM, snapshot=snapshot, edit=edit)

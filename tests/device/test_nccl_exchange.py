@@ -51,7 +51,7 @@ class Group:
         nccl = self.nccl
         assert all(tensor.is_cuda and tensor.is_contiguous() for tensor in (*receive, *send))
         nccl.called[self.rank] = send, torch.cuda.current_stream(self.rank).record_event()
-        nccl.meet.wait(30)
+        nccl.meet.wait(60)
         with nccl.queueing, torch.cuda.stream(self.stream):
             if nccl.meet.broken:
                 raise RuntimeError("aborted")
@@ -64,7 +64,7 @@ class Group:
                 if receive[peer].numel():
                     receive[peer].copy_(nccl.called[peer][0][self.rank], non_blocking=True)
             nccl.done[self.rank] = self.stream.record_event()
-        nccl.meet.wait(30)
+        nccl.meet.wait(60)
         nccl.log.append((self.rank, "alltoall"))
         return Work(self.rank, list(nccl.done.values()))
 

@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 import bcp
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-PROMPTLY = 60.0  # seconds; takes some milliseconds, and the timeout of silence is 120
 ROOT, INNER, LEAF = 0, 1, 4
 
 
@@ -34,11 +33,9 @@ def test_a_rank_that_is_killed_between_commit_and_recording_fails_no_save(
 ) -> None:
     codes = run_job(server, "recorded", tmp_path, victim, "recording")
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_rank.SIZE)]
-    killed = float((tmp_path / "recorded-killed").read_text())
     for rank in set(range(killed_rank.SIZE)) - {victim}:
-        kind, _, message, when = json.loads((tmp_path / f"recorded-{rank}").read_text())
+        kind, _, message = json.loads((tmp_path / f"recorded-{rank}").read_text())
         assert kind == "saved", message
-        assert when - killed < PROMPTLY
     loaded = killed_save.state(0)
     bcp.load(tmp_path / "ckpt", loaded, options=bcp.LoadOptions(record=False))
     expected = killed_save.state(killed_rank.SIZE)["model"]
@@ -54,12 +51,10 @@ def test_everyone_names_the_killed_rank_and_a_restarted_job_saves(
     name = f"{victim}-{moment}"
     codes = run_job(server, name, tmp_path, victim, moment)
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_rank.SIZE)]
-    killed = float((tmp_path / f"{name}-killed").read_text())
     for rank in set(range(killed_rank.SIZE)) - {victim}:
-        kind, blamed, message, when = json.loads((tmp_path / f"{name}-{rank}").read_text())
+        kind, blamed, message = json.loads((tmp_path / f"{name}-{rank}").read_text())
         assert (kind, blamed) == ("PeerError", victim), message
         assert f"the connection to rank {victim} (host " in message
-        assert when - killed < PROMPTLY
     with pytest.raises((bcp.UncommittedError, bcp.NotACheckpointError)):
         bcp.load(tmp_path / "ckpt", killed_save.state(0))
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import process_group
 import pytest
+from patience import patiently
 from ranks import Ranks, ended, meeting_place, started
 
 pytestmark = pytest.mark.dist
-SLACK = 60.0  # seconds; two for a better cause than a closed connection, the rest for a busy machine
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -66,19 +67,23 @@ def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(ranks4: Ranks,
 @pytest.mark.slow
 @pytest.mark.parametrize("how", process_group.HOW)
 def test_a_rank_that_comes_to_harm_is_named_and_the_others_load_again(tmp_path: Path, how: str) -> None:
+    patiently(partial(harm, tmp_path, how), *process_group.TIMEOUTS.get(how, (process_group.NEVER,)))
+
+
+def harm(folder: Path, how: str, timeout: float) -> None:
     server, size, victim = meeting_place(), process_group.SIZE, process_group.VICTIM
-    processes = started(size, process_group.main, server.port, tmp_path, how)
+    folder /= str(timeout)
+    folder.mkdir()
+    processes = started(size, process_group.main, server.port, folder, how, timeout)
     others = [process for rank, process in enumerate(processes) if rank != victim or how == "raise"]
     for process in others:
-        process.join(200)
+        process.join(120)
     codes = ended(processes, 1)
     expected = {"stop": None, "raise": 0}.get(how, -signal.SIGKILL)
     assert codes == [expected if rank == victim else 0 for rank in range(size)]
-    when = float((tmp_path / "when").read_text())
     for rank in set(range(size)) - {victim}:
-        kind, blamed, message, told = json.loads((tmp_path / str(rank)).read_text())
+        kind, blamed, message = json.loads((folder / str(rank)).read_text())
         assert (kind, blamed) == ("PeerError", victim), message
-        assert told - when < SLACK + (process_group.TIMEOUT if how == "stop" else 0.0)
     if how == "raise":
-        kind, _, message, _ = json.loads((tmp_path / str(victim)).read_text())
+        kind, _, message = json.loads((folder / str(victim)).read_text())
         assert "a bug in a stage" in message

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import silent_store
+from patience import patiently
 from ranks import ended, started
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -30,24 +31,34 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 def test_every_call_ends_when_the_server_of_the_store_is_silent(
     tmp_path: Path, size: int, moment: str, call: str, number: signal.Signals
 ) -> None:
-    processes = started(size, silent_store.main, size, tmp_path, moment, call, number)
-    codes = ended(processes[1:], 200)
-    ended(processes[:1], 0.0)
-    assert codes == [0] * (size - 1)
-    for rank in range(1, size):
-        outcomes, threads = json.loads((tmp_path / str(rank)).read_text())
-        for error, blamed, text in outcomes:
-            assert (error, blamed) == ("PeerError", 0), text
-            if moment == "first":
-                port = (tmp_path / "port").read_text()
-                assert f"the store at 127.0.0.1:{port} (served as a rule by the process of rank 0)" in text
-                assert " s: " in text
-                assert "restart the job" in text
-        assert threads <= 1
+    def check(timeout: float) -> None:
+        folder = tmp_path / str(timeout)
+        folder.mkdir()
+        processes = started(size, silent_store.main, size, folder, moment, call, number, timeout)
+        codes = ended(processes[1:], 120)
+        ended(processes[:1], 0.0)
+        assert codes == [0] * (size - 1)
+        for rank in range(1, size):
+            outcomes, threads = json.loads((folder / str(rank)).read_text())
+            for error, blamed, text in outcomes:
+                assert (error, blamed) == ("PeerError", 0), text
+                if moment == "first":
+                    port = (folder / "port").read_text()
+                    assert f"the store at 127.0.0.1:{port} (served as a rule by the process of rank 0)" in text
+                    assert " s: " in text
+                    assert "restart the job" in text
+            assert threads <= 1
+
+    patiently(check, *silent_store.TIMEOUTS)
 
 
 def test_torchruns_agent_is_stopped(tmp_path: Path) -> None:
-    program = tmp_path / "rank.py"
+    patiently(lambda timeout: stop_the_agent(tmp_path / str(timeout), timeout), *silent_store.TIMEOUTS)
+
+
+def stop_the_agent(folder: Path, timeout: float) -> None:
+    folder.mkdir()
+    program = folder / "rank.py"
     program.write_text(silent_store.TORCHRUN)
     here = Path(silent_store.__file__).parent
     paths = os.pathsep.join([str(here), str(here.with_name("support")), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,18 +71,19 @@ def test_torchruns_agent_is_stopped(tmp_path: Path) -> None:
             "--standalone",
             "--local-addr=localhost",
             program,
-            tmp_path,
+            folder,
             "save",
+            str(timeout),
         ],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=140,
         check=False,
     )
     assert job.returncode == 0, job.stderr
     for rank in range(2):
-        (error, blamed, text), later = json.loads((tmp_path / str(rank)).read_text())
+        (error, blamed, text), later = json.loads((folder / str(rank)).read_text())
         assert (error, blamed) == ("PeerError", 0), text
         assert "served by torchrun's agent on that host) has not answered for" in text
         assert later[0] == "saved", later

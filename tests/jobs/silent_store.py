@@ -16,11 +16,11 @@ from torch import distributed as dist
 
 import bcp
 
-TIMEOUT = 1.5  # seconds of silence
+TIMEOUTS = (1.5, 30.0)  # seconds of silence; the longer one where a machine is too busy for the other
 JOINING_SECONDS = 60.0
 
 
-def main(rank: int, size: int, folder: Path, moment: str, call: str, number: int) -> None:
+def main(rank: int, size: int, folder: Path, moment: str, call: str, number: int, timeout: float) -> None:
     """Save once or twice after rank 0 has sent itself the signal; write down what came of each save."""
     store = own_store(rank, folder)
     dist.init_process_group(
@@ -35,7 +35,7 @@ def main(rank: int, size: int, folder: Path, moment: str, call: str, number: int
         os._exit(1)
     server = int((folder / "server").read_text())
     wait_until(lambda: state_of(server) in "TZX")
-    outcomes = [outcome(call, folder / "second") for _ in range(2)]
+    outcomes = [outcome(call, folder / "second", timeout) for _ in range(2)]
     threads = sum(thread.name == "bcp-store" for thread in threading.enumerate())
     (folder / str(rank)).write_text(json.dumps([outcomes, threads]))
 
@@ -44,7 +44,7 @@ def states() -> dict[str, Any]:
     return {"model": {"w": torch.arange(8.0)}}
 
 
-def outcome(call: str, path: Path, timeout: float = TIMEOUT) -> list[Any]:
+def outcome(call: str, path: Path, timeout: float) -> list[Any]:
     """Return the type, rank and text of the error of a save."""
     options = bcp.SaveOptions(timeout=timeout)
     try:
@@ -78,7 +78,7 @@ dist.barrier()
 os.kill(agent, signal.SIGSTOP)
 try:
     wait_until(lambda: state_of(agent) == "T")
-    said = outcome(sys.argv[2], folder / "ckpt")
+    said = outcome(sys.argv[2], folder / "ckpt", float(sys.argv[3]))
     dist.barrier()
 finally:
     os.kill(agent, signal.SIGCONT)

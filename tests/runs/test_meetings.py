@@ -12,13 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from types import FrameType
 from typing import Any
 
 import meeting_jobs
@@ -27,7 +26,9 @@ from by_torchrun import END_SECONDS
 from by_torchrun import started as torchrun
 from logs import captured_logs
 from own_store import wait_until
+from patience import patiently
 from ranks import HOST, Ranks
+from servers.ports import held_ports
 from torch.distributed import HashStore, Store, TCPStore
 
 from bcp._messages.running import Standing
@@ -36,7 +37,7 @@ from bcp.errors import InputError, MessageError, PeerError
 from bcp.runs.meetings import Meetings, Stand, meeting_place
 from bcp.runs.preemption import Preemption
 
-LONG = 180.0
+LONG = 400.0
 """Seconds after which a test has failed."""
 
 
@@ -198,7 +199,7 @@ def test_a_single_rank_stops_after_the_step_that_follows() -> None:
 
 def test_a_single_rank_stops_of_a_signal() -> None:
     heard = threading.Event()
-    with closing(Meetings(0, 1, None, "life", Preemption(grace_seconds=9.0), on_alarm=heard.set)) as meetings:
+    with closing(Meetings(0, 1, None, "life", Preemption(grace_seconds=900.0), on_alarm=heard.set)) as meetings:
         signal.raise_signal(signal.SIGTERM)
         assert heard.wait(LONG)
         step = 0
@@ -206,7 +207,7 @@ def test_a_single_rank_stops_of_a_signal() -> None:
             assert step < 3
         assert meetings.reason == "SIGTERM"
         assert meetings.deadline is not None
-        assert 0.0 < meetings.deadline - time.monotonic() <= 9.0
+        assert 0.0 < meetings.deadline - time.monotonic() <= 900.0
 
 
 def test_an_error_of_on_alarm_is_logged_and_the_run_stops() -> None:
@@ -220,10 +221,21 @@ def test_an_error_of_on_alarm_is_logged_and_the_run_stops() -> None:
 
 
 def test_a_step_without_an_alarm_costs_nothing_that_is_felt() -> None:
+    called: list[str] = []
+
+    def count(frame: FrameType, event: str, function: Any) -> None:
+        if event in ("call", "c_call"):
+            called.append(frame.f_code.co_name if event == "call" else repr(function))
+
     with closing(Meetings(0, 2, HashStore(), "life", silent())) as meetings:
-        steps = iter(range(1_000_000))
-        seconds = min(timeit.repeat(lambda: meetings.at(next(steps)), number=10_000, repeat=10)) / 10_000
-    assert seconds < 5e-6  # 0.3 us are measured
+        meetings.at(1)
+        sys.setprofile(count)
+        try:
+            meetings.at(2)
+        finally:
+            sys.setprofile(None)
+    assert len(called) <= 8, called
+    assert not [name for name in called if "Store" in name]
 
 
 def test_several_ranks_need_a_store() -> None:
@@ -368,19 +380,22 @@ def until_stopped(meetings: Meetings) -> int:
 
 
 def test_a_rank_that_does_not_answer_is_named_by_all_ranks(store: Store) -> None:
-    meetings = connected([Meetings(rank, 3, store, "life", silent(), timeout=6.0) for rank in (0, 2)])  # 1 is dead
-    meetings[1].alarm("stop")
-    errors = list[PeerError]()
-    for each in meetings:
-        message = r"rank 1 did not answer an alarm \(stop on rank 2\) within 6.0 s"
-        with pytest.raises(PeerError, match=message) as caught:
-            until_stopped(each)
-        errors.append(caught.value)
-        with pytest.raises(PeerError, match=message):
-            each.at(-1)
-    close_all(meetings)
-    assert [error.rank for error in errors] == [1, 1]
-    assert str(errors[0]) == str(errors[1])
+    def check(timeout: float) -> None:
+        both = [Meetings(rank, 3, store, f"life {timeout}", silent(), timeout=timeout) for rank in (0, 2)]  # 1 is dead
+        meetings = connected(both)
+        meetings[1].alarm("stop")
+        errors = list[PeerError]()
+        for each in meetings:
+            for step in (None, -1):
+                with pytest.raises(PeerError) as caught:
+                    until_stopped(each) if step is None else each.at(step)
+                errors.append(caught.value)
+        close_all(meetings)
+        assert [error.rank for error in errors] == [1] * 4
+        assert len({str(error) for error in errors}) == 1
+        assert f"rank 1 did not answer an alarm (stop on rank 2) within {timeout} s" in str(errors[0])
+
+    patiently(check, 3.0, 60.0)
 
 
 def test_a_rank_that_dies_when_all_have_answered_holds_up_nobody(store: Store) -> None:
@@ -394,7 +409,7 @@ def test_a_rank_that_dies_when_all_have_answered_holds_up_nobody(store: Store) -
 
 @pytest.mark.parametrize("key", ["alarm", "stop"])
 def test_words_of_another_bcp_end_the_run_on_all_ranks(store: Store, key: str) -> None:
-    meetings = connected([Meetings(rank, 2, store, "life", silent(), timeout=30.0) for rank in range(2)])
+    meetings = connected([Meetings(rank, 2, store, "life", silent(), timeout=LONG) for rank in range(2)])
     store.set(f"bcp/run/life/{key}", '{"reason": "stop", "seconds": null}')
     if key == "stop":
         meetings[1].alarm("stop")
@@ -487,29 +502,24 @@ both[0].at(1)
 # -- jobs ------------------------------------------------------------------------------------------
 
 
-def check_rounds(results: list[list[meeting_jobs.Round]]) -> list[float]:
-    """Assert that in each round all ranks stopped together; return the seconds from signal to hearing it."""
-    latencies = list[float]()
+def check_rounds(results: list[list[meeting_jobs.Round]]) -> None:
+    """Assert that in each round all ranks stopped together."""
     for ranks in zip(*results, strict=True):
         assert len({each.step for each in ranks}) == 1, ranks
         assert len({each.collectives for each in ranks}) == 1, ranks
         assert all("on rank" in str(each.reason) for each in ranks), ranks
-        assert all(0.0 < each.seconds_left <= 20.0 for each in ranks), ranks
-        sent = min(each.sent for each in ranks if each.sent)
-        latencies += [each.heard - sent for each in ranks]
-    return latencies
+        assert all(0.0 < each.seconds_left <= meeting_jobs.GRACE_SECONDS for each in ranks), ranks
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_of_a_job_stop_together_in_ms_after_the_signal_of_one(size: int) -> None:
+def test_ranks_of_a_job_stop_together_after_the_signal_of_one(size: int) -> None:
     with closing(Ranks(size)) as ranks:
-        latencies = sorted(check_rounds(ranks.run(meeting_jobs.rounds, 40, size)))
+        check_rounds(ranks.run(meeting_jobs.rounds, 40, size))
         deaf = ranks.run(meeting_jobs.deaf_main_thread, "deaf")
     assert len({each.step for each in deaf}) == 1
     assert {each.reason for each in deaf} == {"SIGTERM on rank 0"}
-    assert median(latencies) < 2.0
 
 
 def last_words(folder: Path, size: int) -> list[str]:
@@ -557,20 +567,17 @@ def test_ranks_that_end_one_after_another_without_an_alarm_end_in_silence(tmp_pa
 @pytest.mark.dist
 def test_the_rank_that_serves_the_store_may_end_first() -> None:
     program = "import sys; from meeting_jobs import first_leaves; first_leaves(*map(int, sys.argv[1:]))"
-    probe = TCPStore(HOST, 0, None, is_master=True, wait_for_workers=False)
-    port = str(probe.port)
-    del probe
-    gc.collect()
     paths = [str(Path(meeting_jobs.__file__).parent), str(Path(__file__).parents[2])]
-    jobs = [
-        subprocess.Popen(  # noqa: S603 -- our own
-            [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {program}", str(rank), port, "4"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    ends = [job.communicate(timeout=LONG) for job in jobs]
+    with held_ports(1) as (port,):
+        jobs = [
+            subprocess.Popen(  # noqa: S603 -- our own
+                [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {program}", str(rank), str(port), "4"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(4)
+        ]
+        ends = [job.communicate(timeout=LONG) for job in jobs]
     assert [job.returncode for job in jobs] == [0] * 4, ends
     assert ends == [("", "")] * 4

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import nn
@@ -671,7 +672,9 @@ def test_a_run_stays_where_it_is_if_the_process_moves(tmp_path: Path, monkeypatc
 def test_a_signal_during_the_end_of_a_run_stops_no_save(tmp_path: Path) -> None:
     async def slow(part: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)
+        with anyio.fail_after(60):
+            while run._preemption.reason is None:  # noqa: ASYNC110 -- the main thread hears of it
+                await anyio.sleep(0.001)
         return part
 
     options = bcp.SaveOptions(edit=lambda graph: graph.before("upload", bcp.extend.Stage("slow", slow)))

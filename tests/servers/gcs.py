@@ -41,7 +41,7 @@ class GcsServer:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def post(self, path: str, content: object) -> bytes:
         body, headers = json.dumps(content).encode(), {"Content-Type": "application/json"}

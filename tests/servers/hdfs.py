@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -23,6 +22,8 @@ from types import TracebackType
 from typing import Self
 
 from filelock import FileLock
+
+from .ports import held_ports
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "hdfs"
 SOURCE = Path(__file__).with_name("MiniHdfs.java")
@@ -78,7 +79,7 @@ log4j.appender.console.layout.ConversionPattern=%d{ISO8601} %p %c{2}: %m%n
 """
 JVM = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.net.preferIPv4Stack=true"]
 JAVA = 17
-START_SECONDS = 90.0
+START_SECONDS = 240.0
 
 
 class ServerError(RuntimeError):
@@ -194,8 +195,9 @@ class MiniHdfs:
         home = prepare()
         data.mkdir(parents=True, exist_ok=True)
         self.settings: dict[str, str] = {}
+        self._held = ExitStack()
         if pair:
-            ports = _free_ports(4)
+            ports = self._held.enter_context(held_ports(4))
             settings = [*settings, "ports=" + ",".join(map(str, ports))]
             self.settings = _pair_settings(ports)
         classes = ":".join([f"{home}/classes", f"{home}/conf", f"{home}", f"{home}/jars/*"])
@@ -239,12 +241,13 @@ class MiniHdfs:
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
-        self._answer("OK", 60)
+        self._answer("OK", START_SECONDS)
 
     def close(self) -> None:
         """End the servers."""
         with ExitStack() as stack:
             stack.callback(self._log.close)
+            stack.callback(self._held.close)
             assert self._process.stdin is not None
             assert self._process.stdout is not None
             stack.callback(self._process.stdout.close)
@@ -263,15 +266,6 @@ class MiniHdfs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on just now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _pair_settings(ports: Sequence[int]) -> dict[str, str]:

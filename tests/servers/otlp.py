@@ -56,7 +56,7 @@ class OtlpServer:
         assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def spans(self) -> list[Received]:
         """Return all spans that have arrived."""

@@ -31,12 +31,12 @@ class PassingServer(ABC):
     def start(self) -> None:
         """Begin to listen."""
         self._thread.start()
-        self._started.result(10)
+        self._started.result(60)
 
     def stop(self) -> None:
         """End, with all connections."""
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(20)
+        self._thread.join(60)
 
     @abstractmethod
     async def handle(self, request: web.Request) -> web.StreamResponse:

@@ -95,7 +95,7 @@ class Prometheus:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(60)
         self._reader.join()
         assert self._process.stderr is not None
         self._process.stderr.close()

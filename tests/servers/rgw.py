@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from servers.ports import held_ports
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 CACHE = Path(__file__).parents[2] / ".cache" / "rgw"
 PACKAGES = ["radosgw", "ceph-mon", "ceph-osd", "ceph-common"]
-START_SECONDS = 120
+START_SECONDS = 240
 
 CONF = """
 [global]
@@ -104,7 +104,8 @@ class Ceph:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
-        self.port, self.mon, self.mon_1 = _free_ports(3)
+        self._held = ExitStack()
+        self.port, self.mon, self.mon_1 = self._held.enter_context(held_ports(3))
         libraries = [
             root / "usr/lib/x86_64-linux-gnu",
             root / "usr/lib/x86_64-linux-gnu/ceph",
@@ -181,6 +182,7 @@ class Ceph:
             with suppress(ProcessLookupError, ValueError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._held.close()
 
 
 @contextmanager
@@ -192,12 +194,3 @@ def rgw_server() -> Iterator[S3Server]:
         yield S3Server(f"http://127.0.0.1:{ceph.port}")
     finally:
         ceph.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return different ports that nothing listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listening in sockets:
-            listening.bind(("127.0.0.1", 0))
-        return [int(listening.getsockname()[1]) for listening in sockets]

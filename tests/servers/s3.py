@@ -99,10 +99,10 @@ def moto_server(environ: Mapping[str, str] | None = None) -> Iterator[S3Server]:
     try:
         port = process.stdout.readline().strip()
         if not port:
-            raise RuntimeError(f"moto's server did not start: exit code {process.wait(10)}; run {script} by hand")
+            raise RuntimeError(f"moto's server did not start: exit code {process.wait(60)}; run {script} by hand")
         yield S3Server(f"http://127.0.0.1:{int(port)}")
     finally:
         process.stdin.close()
         process.stdout.close()
         process.kill()
-        process.wait(10)
+        process.wait(60)

@@ -35,7 +35,7 @@ __all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place",
 HOST = "127.0.0.1"
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
 PRELOADED += ["datasets", "bcp.data", "bcp.data.adapters.torchdata"]
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 60.0
 """After one rank failed: how long the others may go on before they are taken to wait for it in vain."""
 
 
@@ -168,7 +168,7 @@ class Ranks:
                 try:
                     replies[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301 -- from our own child
                 except (EOFError, ConnectionError):  # the other end is closed: only death does that
-                    self._processes[rank].join(5.0)
+                    self._processes[rank].join(60.0)
                     code = self._processes[rank].exitcode
                     self._give_up(f"{what}: rank {rank} died with exit code {code}", replies, {pipe: rank})
                 if not replies[rank][0]:

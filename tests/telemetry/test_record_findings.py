@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from fake_store import FakeStore
+from patience import patiently
 from ranks import Ranks
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,8 +53,11 @@ def summary(path: Path, kind: str) -> Summary:
 # -- jobs of four ranks -------------------------------------------------------------------------------
 
 
-def save_with_a_slow_rank(path: Path, slow: int) -> None:
-    """Save; a stage of the slow rank takes several times as long as all work of the others, which it waits for."""
+def save_with_a_slow_rank(path: Path, slow: int, seconds: float) -> None:
+    """Save; a stage of the slow rank takes several times as long as all work of the others, which it waits for.
+
+    ``seconds`` is how much longer it takes.
+    """
     rank, others, began = dist.get_rank(), dist.get_world_size() - 1, time.monotonic()
     entered, written = count(1), count(1)
 
@@ -61,7 +65,7 @@ def save_with_a_slow_rank(path: Path, slow: int) -> None:
         if rank == slow and next(entered) == 1:
             while len([*path.parent.glob("written-*")]) < others:  # noqa: ASYNC110 -- of other processes
                 await anyio.sleep(0.001)
-            await anyio.sleep(3 * (time.monotonic() - began) + SLOW)
+            await anyio.sleep(3 * (time.monotonic() - began) + seconds)
         return part
 
     async def tell(part: Any) -> Any:
@@ -171,16 +175,20 @@ def save_in_a_mesh(path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_slow_rank_is_the_named_straggler(ranks4: Ranks, tmp_path: Path, slow: int) -> None:
-    path = tmp_path / "checkpoint"
-    ranks4.run(save_with_a_slow_rank, path, slow)
-    found = summary(path, "save")
-    assert found.world_size == 4
-    assert found.stragglers[0].rank == slow
-    named = {straggler.what: straggler for straggler in found.stragglers if straggler.rank == slow}
-    assert {"mine", "end"} <= named.keys()
-    assert named["mine"].seconds >= 3 * named["mine"].median + SLOW
-    assert found.bottleneck is not None
-    assert (found.bottleneck.rank, found.bottleneck.stage) == (slow, "mine")
+    def check(seconds: float) -> None:
+        path = tmp_path / str(seconds) / "checkpoint"
+        path.parent.mkdir()
+        ranks4.run(save_with_a_slow_rank, path, slow, seconds)
+        found = summary(path, "save")
+        assert found.world_size == 4
+        assert found.stragglers[0].rank == slow
+        named = {straggler.what: straggler for straggler in found.stragglers if straggler.rank == slow}
+        assert {"mine", "end"} <= named.keys()
+        assert named["mine"].seconds >= named["mine"].median + seconds
+        assert found.bottleneck is not None
+        assert (found.bottleneck.rank, found.bottleneck.stage) == (slow, "mine")
+
+    patiently(check, SLOW, 60.0)
 
 
 @pytest.mark.dist
@@ -266,28 +274,30 @@ def test_ranks_have_their_coordinates_in_the_largest_mesh(ranks4: Ranks, tmp_pat
 
 @pytest.mark.parametrize("stage", ["d2h", "upload"])
 def test_a_slow_stage_is_the_bottleneck(stage: str) -> None:
-    async def wait(part: Any) -> Any:
-        await anyio.sleep(SLOW)
-        return part
+    def check(seconds: float) -> None:
+        async def wait(part: Any) -> Any:
+            await anyio.sleep(seconds)
+            return part
 
-    edit = (
-        (lambda graph: graph.before("d2h", bcp.extend.Stage("slow", wait)))
-        if stage == "d2h"
-        else (lambda graph: graph.after("upload", bcp.extend.Stage("slow", wait)))
-    )
-    store = FakeStore()  # a busy disk may take longer than the stage
-    bcp.save(ObjectBackend(store), own(0, parts=6), options=bcp.SaveOptions(part_bytes=MIB, edit=edit))
-    (key,) = (key for key in store.objects if key.startswith("telemetry/"))
-    found = summary_of(decode(store.objects[key][0], key))
-    assert found.bottleneck is not None
-    assert found.bottleneck.stage == "slow"
-    assert found.bottleneck.utilisation > 0.5
-    assert "parts waited for it" in found.bottleneck.reason
-    (slow,) = (figures for figures in found.stages if figures.name == "slow")
-    assert slow.items == 6
-    assert slow.busy >= 6 * SLOW
-    assert slow.waited > SLOW
-    assert all(figures.wall < slow.wall for figures in found.stages if figures.name != "slow")
+        def edit(graph: bcp.extend.Graph) -> bcp.extend.Graph:
+            slow = bcp.extend.Stage("slow", wait)
+            return graph.before("d2h", slow) if stage == "d2h" else graph.after("upload", slow)
+
+        store = FakeStore()  # a busy disk may take longer than the stage
+        bcp.save(ObjectBackend(store), own(0, parts=6), options=bcp.SaveOptions(part_bytes=MIB, edit=edit))
+        (key,) = (key for key in store.objects if key.startswith("telemetry/"))
+        found = summary_of(decode(store.objects[key][0], key))
+        assert found.bottleneck is not None
+        assert found.bottleneck.stage == "slow"
+        assert found.bottleneck.utilisation > 0.5
+        assert "parts waited for it" in found.bottleneck.reason
+        (slow,) = (figures for figures in found.stages if figures.name == "slow")
+        assert slow.items == 6
+        assert slow.busy >= 6 * seconds
+        assert slow.waited > seconds
+        assert all(figures.wall < slow.wall for figures in found.stages if figures.name != "slow")
+
+    patiently(check, SLOW, 10.0)
 
 
 def test_a_flaky_backend_shows_its_retries() -> None:

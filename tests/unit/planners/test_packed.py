@@ -401,7 +401,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timeout(120)  # what is not refused takes hours
+@pytest.mark.timeout(300)  # what is not refused takes hours
 @pytest.mark.parametrize("name", HOSTILE)
 def test_seeds_and_integers_that_take_hours_are_refused(name):
     out = io.BytesIO()
