@@ -17,7 +17,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:1] = [str(TESTS.parent), *(str(TESTS / name) for name in ("", "support", "jobs", "backends", "data"))]
+    sys.path[:1] = [str(TESTS.parent), *(str(TESTS / name) for name in ("", "support", "jobs", "data"))]
 
 from golden.cases import CASES, codecs_of  # noqa: E402
 from golden.expected import DATA, Record, check_plain, read, store  # noqa: E402
