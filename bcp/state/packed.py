@@ -12,12 +12,12 @@ import io
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.serialization.config  # torch.save would import it in the first save
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
@@ -26,6 +26,9 @@ from bcp.errors import CheckpointError, StateError
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.native_values import take_apart, together
 from bcp.state.tensor_specs import PLAIN
+
+with suppress(ImportError):  # torch 2.6 has no such module
+    import torch.utils.serialization.config  # torch.save would import it in the first save
 
 __all__ = ["hex_number", "hex_text", "keeps_type", "pack", "unpack"]
 
