@@ -4,6 +4,8 @@
 ``bcp.Run`` a whole training loop. Options, results and errors are plain data. ``bcp.extend`` is the door for stages,
 codecs, backends, planners, coordinators and observers of others; no name is in both.
 
+``import bcp`` imports neither torch nor anything else that takes time. The first use of a name does.
+
 Example::
 
     bcp.save("ckpt/step-200", states)
@@ -11,25 +13,31 @@ Example::
 
 """
 
-from bcp import errors, extend, policies, telemetry
-from bcp._api import aload, aprepare, asave, load, prepare, save, save_async
-from bcp._pending import Pending
-from bcp._report import Report, report
-from bcp._version import __version__
+from typing import TYPE_CHECKING
+
+from bcp import errors
 from bcp.errors import *  # noqa: F403 -- the error tree is public as a whole
 from bcp.errors import NothingLoadedWarning
-from bcp.events import LoadResult, SaveResult
-from bcp.interop.megatron_names import MegatronNames
-from bcp.options import LoadOptions, SaveOptions
-from bcp.plan.box import Box
-from bcp.plan.read.renames import Moved
-from bcp.planners import Framework, MegatronRng
-from bcp.protocols import RetryPolicy
-from bcp.runs.latest import alatest, latest
-from bcp.runs.preemption import Preemption
-from bcp.runs.run import Run
-from bcp.state.random_states import RngState
-from bcp.state.units import prefetch_data_state
+from bcp.runtime.imports import lazy_names
+
+if TYPE_CHECKING:
+    from bcp import extend, policies, telemetry
+    from bcp._api import aload, aprepare, asave, load, prepare, save, save_async
+    from bcp._pending import Pending
+    from bcp._report import Report, report
+    from bcp._version import __version__
+    from bcp.events import LoadResult, SaveResult
+    from bcp.interop.megatron_names import MegatronNames
+    from bcp.options import LoadOptions, SaveOptions
+    from bcp.plan.box import Box
+    from bcp.plan.read.renames import Moved
+    from bcp.planners import Framework, MegatronRng
+    from bcp.protocols import RetryPolicy
+    from bcp.runs.latest import alatest, latest
+    from bcp.runs.preemption import Preemption
+    from bcp.runs.run import Run
+    from bcp.state.random_states import RngState
+    from bcp.state.units import prefetch_data_state
 
 __all__ = [
     "Box",
@@ -65,3 +73,32 @@ __all__ = [
     "telemetry",
 ]
 __all__ += errors.__all__
+
+if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept every name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp._api": ["aload", "aprepare", "asave", "load", "prepare", "save", "save_async"],
+            "bcp._pending": ["Pending"],
+            "bcp._report": ["Report", "report"],
+            "bcp._version": ["__version__"],
+            "bcp.backends": [],  # messages of errors name functions of it
+            "bcp.events": ["LoadResult", "SaveResult"],
+            "bcp.extend": [],
+            "bcp.interop.megatron_names": ["MegatronNames"],
+            "bcp.options": ["LoadOptions", "SaveOptions"],
+            "bcp.plan.box": ["Box"],
+            "bcp.plan.read.renames": ["Moved"],
+            "bcp.planners": ["Framework", "MegatronRng"],
+            "bcp.policies": [],
+            "bcp.protocols": ["RetryPolicy"],
+            "bcp.runs.latest": ["alatest", "latest"],
+            "bcp.runs.preemption": ["Preemption"],
+            "bcp.runs.run": ["Run"],
+            "bcp.state.random_states": ["RngState"],
+            "bcp.state.units": ["prefetch_data_state"],
+            "bcp.telemetry": [],
+        },
+        __all__,
+        together=["bcp._api", "bcp.runs.run"],  # no later save, load or run imports anything
+    )

@@ -1,4 +1,4 @@
-"""The command line: ``python -m bcp COMMAND``."""
+"""The command line: ``python -m bcp COMMAND``. Each command imports its own needs: the doctor needs torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from bcp._doctor import doctor, leave
-from bcp._report import show
+from bcp.runtime.process import leave
 
 __all__ = ["main"]
 
@@ -55,7 +54,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=30.0,
         help="how long all of it may take, 30 by default; more for ranks that start far apart",
     )
-    parser.set_defaults(run=doctor)
+    parser.set_defaults(run=_doctor)
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +70,19 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--perfetto", metavar="FILE", help="also write a trace of the newest one for ui.perfetto.dev")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--last", metavar="N", type=int, default=100, help="read the newest N files, 100 by default")
-    parser.set_defaults(run=show)
+    parser.set_defaults(run=_report)
+
+
+def _doctor(path: str | None, timeout: float) -> int:
+    from bcp._doctor import doctor  # noqa: PLC0415 -- imports torch
+
+    return doctor(path, timeout)
+
+
+def _report(path: str, html: str | None, perfetto: str | None, last: int, *, as_json: bool) -> int:
+    from bcp._report import show  # noqa: PLC0415 -- the help does not need it
+
+    return show(path, html, perfetto, last, as_json=as_json)
 
 
 def _seconds(text: str) -> float:

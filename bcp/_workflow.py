@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+import pyarrow.compute  # noqa: F401 -- pyarrow would import it in the first save, where a fork may leave it half done
+
 from bcp import _load as loading
 from bcp import _save as saving
 from bcp._agree import any_rank, capture_error, collective_operation, unwrap_stage_errors

@@ -43,6 +43,8 @@ Example::
 
 """
 
+from typing import TYPE_CHECKING
+
 from bcp.backends import register as register_backend
 from bcp.backends.keys import Tiling, check_key, content_version
 from bcp.events import (
@@ -59,7 +61,6 @@ from bcp.options import Graph
 from bcp.pipeline import Pipeline, Stage, tee
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.planners import register as register_planner
 from bcp.protocols import (
     REFUSED,
     Agreement,
@@ -81,8 +82,12 @@ from bcp.protocols import (
     Unfinished,
     flat_view,
 )
+from bcp.runtime.imports import lazy_names
 from bcp.runtime.threads import in_thread
-from bcp.stages.items import HostPart
+
+if TYPE_CHECKING:
+    from bcp.planners import register as register_planner
+    from bcp.stages.items import HostPart
 
 __all__ = [
     "REFUSED",
@@ -128,3 +133,8 @@ __all__ = [
     "register_planner",
     "tee",
 ]
+
+if not TYPE_CHECKING:  # both import torch, which a backend or a codec does not need
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"bcp.planners": ["register as register_planner"], "bcp.stages.items": ["HostPart"]}, __all__
+    )

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from typing import NoReturn
 
 import anyio
@@ -20,8 +19,9 @@ from bcp._doctor.meeting import RankPlace
 from bcp._doctor.report import Times
 from bcp.backends import resolve
 from bcp.errors import InputError
+from bcp.runtime.process import leave
 
-__all__ = ["doctor", "leave"]
+__all__ = ["doctor"]
 
 
 def doctor(path: str | None, timeout: float) -> int:
@@ -45,14 +45,6 @@ def doctor(path: str | None, timeout: float) -> int:
     healthy = anyio.run(_until_signal, place, path, Times(timeout, place.rank))
     last.cancel()
     return 0 if healthy else 1
-
-
-def leave(status: int) -> NoReturn:
-    """End the process at once, without a wait for threads that hang in a file system or in a store."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(status)
 
 
 async def _until_signal(place: RankPlace, path: str | None, times: Times) -> bool:

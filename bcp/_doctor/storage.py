@@ -34,7 +34,7 @@ _loops: list[Loop] = []
 async def aside(work: Coroutine[Any, Any, T], seconds: float) -> T:
     """Run a coroutine in an event loop on another thread; return its result.
 
-    Work that does not end is left alone: its thread ends with the process, by :func:`bcp._doctor.leave`.
+    Work that does not end is left alone: its thread ends with the process, by :func:`bcp.runtime.process.leave`.
 
     Raises:
         TimeoutError: the work takes longer.

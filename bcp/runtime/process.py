@@ -1,19 +1,22 @@
-"""Process-wide state in forked children: bcp's one hook after a fork.
+"""Process-wide state in forked children: bcp's one hook after a fork. And an end that waits for nothing.
 
 Dataloaders fork while a save runs in the background. A child has a copy of the memory, but of all threads only the one
 that forked. A lock that another thread held at this moment would stay locked in the child for ever. So every lock of
-bcp is made here, and is open in a child. Caches, loops and pools that belong to the parent register a hook.
+bcp is made here, and is open in a child. Caches, loops and pools that belong to the parent register a hook. Work that
+a child could not do again makes forks wait.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
-__all__ = ["in_forked_child", "process_lock", "process_rlock"]
+__all__ = ["fork_lock", "in_forked_child", "leave", "process_lock", "process_rlock"]
 
 Hook = TypeVar("Hook", bound=Callable[[], object])
 
@@ -35,10 +38,28 @@ def process_rlock() -> threading.RLock:
     return lock
 
 
+def fork_lock() -> threading.RLock:
+    """Return a re-entrant lock that forks wait for: no child begins in the middle of another thread's work under it.
+
+    The thread that holds it may fork, and its child holds it as well.
+    """
+    lock = threading.RLock()
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
 def in_forked_child(hook: Hook) -> Hook:
     """Call a function in every forked child, in the order of registration, once the locks are open."""
     _hooks.append(hook)
     return hook
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once, without a wait for threads that hang in a file system or in a store."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _after_fork_in_child() -> None:

@@ -14,8 +14,9 @@ Example::
 
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bcp.runtime.imports import lazy_names
 
 if TYPE_CHECKING:
     from bcp.testing.backend_suite import BackendSuite
@@ -25,16 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["BackendSuite", "CoordinatorSuite", "CountingBackend", "FaultyBackend", "PlannerSuite"]
 
-_MODULES = {
-    "BackendSuite": "backend_suite",
-    "CoordinatorSuite": "coordinator_suite",
-    "CountingBackend": "storage_fakes",
-    "FaultyBackend": "storage_fakes",
-    "PlannerSuite": "planner_suite",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp.testing.backend_suite": ["BackendSuite"],
+            "bcp.testing.coordinator_suite": ["CoordinatorSuite"],
+            "bcp.testing.planner_suite": ["PlannerSuite"],
+            "bcp.testing.storage_fakes": ["CountingBackend", "FaultyBackend"],
+        },
+        __all__,
+    )

@@ -17,6 +17,7 @@ import torch
 from logs import captured_logs
 
 import bcp
+import bcp.backends
 from bcp.__main__ import main
 
 ESCAPE = "\x1b[31m\x9b2J"

@@ -88,7 +88,9 @@ import sys
 import torch
 import bcp
 
-before, path = set(sys.modules), sys.argv[1]
+path, first = sys.argv[1:]
+exec(first)
+before = set(sys.modules)
 states = {"model": {f"w{n}": torch.ones(n + 1) for n in range(5)}, "extra_states": {"rng": bcp.RngState(), "a": [1]}}
 for url in (path, f"memory://{path}"):
     bcp.save(f"{url}/one", states, async_checkpoint=True).wait()
@@ -102,9 +104,13 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_saves_and_loads_import_nothing(tmp_path: Path) -> None:
-    """A process that is forked in an import cannot make the same import: it waits for the thread that did not come."""
-    command = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+@pytest.mark.parametrize("first", ["bcp.load", "bcp.Run", "bcp.prepare({'model': {'w': torch.ones(1)}}).wait()"])
+def test_saves_and_loads_import_nothing(first: str, tmp_path: Path) -> None:
+    """All imports are made with the first name.
+
+    A process that is forked in an import cannot make the same import: it waits for the thread that did not come.
+    """
+    command = [sys.executable, "-c", IMPORTS, str(tmp_path), first]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)  # noqa: S603 -- our own code
     assert done.stdout.split() == []
 
