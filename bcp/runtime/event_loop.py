@@ -21,6 +21,8 @@ import anyio._backends._asyncio  # noqa: F401 -- imported at first use: a fork j
 from bcp._log import log
 from bcp.runtime.process import in_forked_child, process_rlock
 
+asyncio.new_event_loop().close()  # the first one takes a lock of asyncio, which a fork just then leaves taken for ever
+
 __all__ = ["Loop", "Running", "current_loop", "lock", "refuse_on_own_thread", "wait_for", "words_of"]
 
 NAP_SECONDS = 0.2

@@ -195,6 +195,17 @@ if children == [0]:
 assert ended_well(*children)
 """
 
+FIRST_LOOP = """\
+import asyncio.events
+
+importer = None
+assert bcp.save_async
+with asyncio.events._lock:  # held by a thread that makes its first event loop
+    if (child := os.fork()) == 0:
+        work_in_child()
+assert ended_well(child)
+"""
+
 
 @pytest.mark.parametrize("moment", ["bcp._api", "bcp._save.leader", "bcp.runs.latest"])
 def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(moment: str, tmp_path: Path) -> None:
@@ -203,6 +214,10 @@ def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(moment: str, 
 
 def test_a_thread_may_fork_in_the_middle_of_its_own_import(tmp_path: Path) -> None:
     printed_by(HEAD + SAME_THREAD, "bcp._save.leader", str(tmp_path))
+
+
+def test_a_child_forked_while_another_thread_makes_its_first_event_loop_has_one(tmp_path: Path) -> None:
+    printed_by(HEAD + FIRST_LOOP, "", str(tmp_path))
 
 
 THREADS = """\
