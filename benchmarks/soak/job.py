@@ -22,7 +22,8 @@ class Log:
     """Appends lines to a file that all ranks of all lives share. A line that was written outlives a kill."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, and remember the rank and the restart."""
+        """Open the file, and remember its folder, the rank and the restart."""
+        self.folder = path.parent
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self.rank = int(os.environ["RANK"])
         self.life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
