@@ -38,7 +38,7 @@ STEPS_BEFORE = 4
 GRACE_SECONDS = 8.0
 """Of the situation ``hang``: its standby snapshot is written when half of them have passed, however long that takes."""
 STEP_SECONDS = 0.1
-"""Of a step behind the signal: threads that agree on the last one are slow where a machine is busy."""
+"""Of the step of the signal. Each one behind it takes twice as long: ranks agree slowly where a machine is busy."""
 
 heard = threading.Event()
 """Whether this process has got the signal. torchrun may take its time to pass it on."""
@@ -196,7 +196,7 @@ def train(out: Path, steps: int, situation: str) -> dict[str, Any]:
                 if situation == "hang":
                     hang(out / f"step-{step - 1:08d}")
             step_of(model, optimizer, batch)
-            time.sleep(STEP_SECONDS if 0 < at <= step else 0.01)
+            time.sleep(STEP_SECONDS * 2 ** (step - at) if 0 < at <= step else 0.01)
             run.maybe_save(step)
             stopped = run.should_stop(step)
             if stopped:

@@ -12,9 +12,9 @@ from by_torchrun import torchrun
 
 from bcp.format.metadata import METADATA_KEY
 
-STEPS = 110
-FEW = 6
-"""Most steps that a job goes on after the signal."""
+STEPS = 150
+FEW = 9
+"""Most steps that a job goes on after the signal; together they take almost a minute."""
 
 
 def job(ranks: int, out: Path, *words: str) -> dict[str, Any]:
