@@ -13,10 +13,9 @@ from typing import Any
 
 from bcp.runtime.process import fork_lock
 
-__all__ = ["importing", "lazy_names"]
+__all__ = ["lazy_names"]
 
-importing = fork_lock()
-"""Held around an import at first use, as in ``with importing: import grpc``."""
+_importing = fork_lock()
 
 Access = tuple[Callable[[str], Any], Callable[[], list[str]]]
 
@@ -43,7 +42,7 @@ def lazy_names(
         if name not in found:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, original = found[name]
-        with importing:
+        with _importing:
             for module in together if home in together else [home]:
                 import_module(module)
         value = getattr(sys.modules[home], original) if original else sys.modules[home]

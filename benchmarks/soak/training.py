@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 import bcp
 from benchmarks.soak.job import Log
 from benchmarks.soak.rules import KEEP, SAVE_EVERY
+from benchmarks.soak.store import own_store
 
 __all__ = ["train"]
-
-HOST = "127.0.0.1"
 
 STEP_SECONDS = 0.02
 """Rest of each step, so that saves end within an interval on a busy machine."""
@@ -56,26 +55,10 @@ def join(log: Log) -> None:
         agents = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
         store = dist.PrefixStore(f"life-{log.life}", agents)
     else:
-        store = own_store(log)
+        meeting = log.folder.parent / f"life-{log.life}"
+        meeting.mkdir(exist_ok=True)
+        store = own_store(log.rank, meeting)
     dist.init_process_group("gloo", store=store, rank=log.rank, world_size=ranks)
-
-
-def own_store(log: Log) -> dist.TCPStore:
-    """Return a store that rank 0 serves at a port from the kernel.
-
-    torchrun looks for a free port itself, and gives it up seconds before rank 0 listens there: another process may have
-    it then.
-    """
-    place = log.folder.parent / f"port-{log.life}"
-    if log.rank == 0:
-        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        new = place.with_suffix(".new")
-        new.write_text(str(store.port))
-        new.rename(place)
-        return store
-    while not place.exists():
-        time.sleep(0.01)
-    return dist.TCPStore(HOST, int(place.read_text()), is_master=False, wait_for_workers=False)
 
 
 def train(folder: str, log: Log, steps: int) -> None:

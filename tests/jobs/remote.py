@@ -21,7 +21,6 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from own_store import own_store
 from ranks import PRELOADED, forkserver
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bcp
 from bcp.backends import resolve
 from bcp.format.metadata import METADATA_KEY
+from benchmarks.soak.store import own_store
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB

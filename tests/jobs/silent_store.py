@@ -11,10 +11,11 @@ from typing import Any
 import anyio
 import torch
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake": no connections
-from own_store import own_store, wait_until
 from torch import distributed as dist
+from waiting import wait_until
 
 import bcp
+from benchmarks.soak.store import own_store
 
 TIMEOUTS = (1.5, 30.0)  # seconds of silence; the longer one where a machine is too busy for the other
 JOINING_SECONDS = 60.0
@@ -22,6 +23,8 @@ JOINING_SECONDS = 60.0
 
 def main(rank: int, size: int, folder: Path, moment: str, call: str, number: int, timeout: float) -> None:
     """Save once or twice after rank 0 has sent itself the signal; write down what came of each save."""
+    if rank == 0:
+        (folder / "server").write_text(str(os.getpid()))
     store = own_store(rank, folder)
     dist.init_process_group(
         "fake", rank=rank, world_size=size, store=dist.PrefixStore("a", dist.PrefixStore("b", store))
@@ -69,7 +72,7 @@ TORCHRUN = """
 import json, os, signal, sys
 from pathlib import Path
 from torch import distributed as dist
-from own_store import wait_until
+from waiting import wait_until
 from silent_store import JOINING_SECONDS, outcome, state_of
 
 dist.init_process_group("gloo")

@@ -25,11 +25,11 @@ import pytest
 from by_torchrun import END_SECONDS
 from by_torchrun import started as torchrun
 from logs import captured_logs
-from own_store import wait_until
 from patience import patiently
 from ranks import HOST, Ranks
 from servers.ports import held_ports
 from torch.distributed import HashStore, Store, TCPStore
+from waiting import wait_until
 
 from bcp._messages.running import Standing
 from bcp.coordinators.store_client import set_bytes
