@@ -64,12 +64,13 @@ async def twice(number: int) -> int:
 
 
 def test_from_a_plain_thread_on_bcps_own() -> None:
-    async def where() -> str:
-        return threading.current_thread().name
+    async def where() -> threading.Thread:
+        return threading.current_thread()
 
     assert _bridge.run(lambda: twice(21)) == 42
-    assert _bridge.run(where) == "bcp-loop"
-    assert [thread.name for thread in threading.enumerate()].count("bcp-loop") == 1
+    thread = _bridge.run(where)
+    assert thread.name == "bcp-loop"
+    assert _bridge.run(where) is thread
 
 
 def test_inside_a_running_loop() -> None:
