@@ -83,6 +83,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp._report": ["Report", "report"],
             "bcp._version": ["__version__"],
             "bcp.backends": [],  # messages of errors name functions of it
+            "bcp.data": [],  # as bcp.testing: a thread may ask before the one that imports it has told the package
             "bcp.events": ["LoadResult", "SaveResult"],
             "bcp.extend": [],
             "bcp.interop.megatron_names": ["MegatronNames"],
@@ -98,6 +99,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.state.random_states": ["RngState"],
             "bcp.state.units": ["prefetch_data_state"],
             "bcp.telemetry": [],
+            "bcp.testing": [],
         },
         __all__,
         together=["bcp._api", "bcp.runs.run"],  # no later save, load or run imports anything

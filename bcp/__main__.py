@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from bcp.runtime.imports import importing
 from bcp.runtime.process import leave
 
 __all__ = ["main"]
@@ -74,13 +75,15 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(path: str | None, timeout: float) -> int:
-    from bcp._doctor import doctor  # noqa: PLC0415 -- imports torch
+    with importing:
+        from bcp._doctor import doctor  # noqa: PLC0415 -- imports torch
 
     return doctor(path, timeout)
 
 
 def _report(path: str, html: str | None, perfetto: str | None, last: int, *, as_json: bool) -> int:
-    from bcp._report import show  # noqa: PLC0415 -- the help does not need it
+    with importing:
+        from bcp._report import show  # noqa: PLC0415 -- the help does not need it
 
     return show(path, html, perfetto, last, as_json=as_json)
 

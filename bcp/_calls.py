@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
+import bcp.telemetry.otel  # noqa: F401 -- spans and metrics follow all saves and loads
 from bcp._agree import nothing_in, refuse_on_all_ranks
 from bcp._job import Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
 from bcp._workflow import aload, aprepare, asave

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy
 from bcp.runtime import bridge as _bridge
+from bcp.runtime.imports import importing
+from bcp.runtime.process import cached_property
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.telemetry.encode import joined
 from bcp.telemetry.findings import Summary, Trend
@@ -51,14 +53,22 @@ class Report:
     recordings: Sequence[Recording]
     unreadable: Mapping[str, str]
 
-    @cached_property
+    @property
     def summaries(self) -> Sequence[Summary]:
         """The findings in each recording."""
+        return self._summaries
+
+    @property
+    def trends(self) -> Sequence[Trend]:
+        """How figures change from save to save, and from load to load."""
+        return self._trends
+
+    @cached_property
+    def _summaries(self) -> Sequence[Summary]:
         return [summary_of(recording) for recording in self.recordings]
 
     @cached_property
-    def trends(self) -> Sequence[Trend]:
-        """How figures change from save to save, and from load to load."""
+    def _trends(self) -> Sequence[Trend]:
         return trends_of(self.summaries)
 
     @property
@@ -87,7 +97,8 @@ class Report:
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs no network. It needs ``bcp-checkpoint[report]``."""
         recordings = self._some()
-        from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
+        with importing:
+            from bcp.telemetry.page import page  # noqa: PLC0415 -- optional, and slow to import
 
         findings = [sentences(summary) for summary in self.summaries]
         text = page(recordings, findings=findings, highlights=highlights(self.summaries, self.trends))
@@ -96,7 +107,8 @@ class Report:
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of the newest recording, for https://ui.perfetto.dev and chrome://tracing."""
         newest = self._some()[-1]
-        from bcp.telemetry.page import trace_json  # noqa: PLC0415 -- slow to import
+        with importing:
+            from bcp.telemetry.page import trace_json  # noqa: PLC0415 -- slow to import
 
         Path(path).expanduser().write_text(json.dumps(trace_json(newest)), encoding="utf-8")
 
@@ -245,9 +257,10 @@ def show(path: str, html: str | None, perfetto: str | None, last: int, *, as_jso
 def _draw(path_report: Report) -> None:
     """Print with colours, if rich is installed."""
     try:
-        from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
-        from rich.table import Table  # noqa: PLC0415 -- same
-        from rich.text import Text  # noqa: PLC0415 -- same
+        with importing:
+            from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
+            from rich.table import Table  # noqa: PLC0415 -- same
+            from rich.text import Text  # noqa: PLC0415 -- same
     except ImportError:
         print(path_report.text(), end="")  # noqa: T201 -- for the user
         return

@@ -45,48 +45,48 @@ Example::
 
 from typing import TYPE_CHECKING
 
-from bcp.backends import register as register_backend
-from bcp.backends.keys import Tiling, check_key, content_version
-from bcp.events import (
-    BudgetEvent,
-    Event,
-    Observer,
-    PhaseEvent,
-    RequestEvent,
-    RetryEvent,
-    StageEvent,
-    StageStart,
-)
-from bcp.options import Graph
-from bcp.pipeline import Pipeline, Stage, tee
-from bcp.plan.read.renamed import CheckpointNames
-from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.protocols import (
-    REFUSED,
-    Agreement,
-    Backend,
-    Codec,
-    Coordinator,
-    CpuAwareWriter,
-    FailureReporter,
-    FolderLister,
-    LoadTargets,
-    LocalShards,
-    ObjectInfo,
-    PartWriter,
-    Planner,
-    Refused,
-    ScatterReader,
-    ShardedState,
-    Sweeper,
-    Unfinished,
-    flat_view,
-)
 from bcp.runtime.imports import lazy_names
-from bcp.runtime.threads import in_thread
 
 if TYPE_CHECKING:
+    from bcp.backends import register as register_backend
+    from bcp.backends.keys import Tiling, check_key, content_version
+    from bcp.events import (
+        BudgetEvent,
+        Event,
+        Observer,
+        PhaseEvent,
+        RequestEvent,
+        RetryEvent,
+        StageEvent,
+        StageStart,
+    )
+    from bcp.options import Graph
+    from bcp.pipeline import Pipeline, Stage, tee
+    from bcp.plan.read.renamed import CheckpointNames
+    from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
     from bcp.planners import register as register_planner
+    from bcp.protocols import (
+        REFUSED,
+        Agreement,
+        Backend,
+        Codec,
+        Coordinator,
+        CpuAwareWriter,
+        FailureReporter,
+        FolderLister,
+        LoadTargets,
+        LocalShards,
+        ObjectInfo,
+        PartWriter,
+        Planner,
+        Refused,
+        ScatterReader,
+        ShardedState,
+        Sweeper,
+        Unfinished,
+        flat_view,
+    )
+    from bcp.runtime.threads import in_thread
     from bcp.stages.items import HostPart
 
 __all__ = [
@@ -134,7 +134,50 @@ __all__ = [
     "tee",
 ]
 
-if not TYPE_CHECKING:  # both import torch, which a backend or a codec does not need
+if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_names(
-        __name__, {"bcp.planners": ["register as register_planner"], "bcp.stages.items": ["HostPart"]}, __all__
+        __name__,
+        {
+            "bcp.backends": ["register as register_backend"],
+            "bcp.backends.keys": ["Tiling", "check_key", "content_version"],
+            "bcp.events": [
+                "BudgetEvent",
+                "Event",
+                "Observer",
+                "PhaseEvent",
+                "RequestEvent",
+                "RetryEvent",
+                "StageEvent",
+                "StageStart",
+            ],
+            "bcp.options": ["Graph"],
+            "bcp.pipeline": ["Pipeline", "Stage", "tee"],
+            "bcp.plan.read.renamed": ["CheckpointNames"],
+            "bcp.plan.shards": ["ShardRow", "ShardTable", "TensorMeta"],
+            "bcp.planners": ["register as register_planner"],  # imports torch, which a backend or a codec does not need
+            "bcp.protocols": [
+                "REFUSED",
+                "Agreement",
+                "Backend",
+                "Codec",
+                "Coordinator",
+                "CpuAwareWriter",
+                "FailureReporter",
+                "FolderLister",
+                "LoadTargets",
+                "LocalShards",
+                "ObjectInfo",
+                "PartWriter",
+                "Planner",
+                "Refused",
+                "ScatterReader",
+                "ShardedState",
+                "Sweeper",
+                "Unfinished",
+                "flat_view",
+            ],
+            "bcp.runtime.threads": ["in_thread"],
+            "bcp.stages.items": ["HostPart"],  # imports torch, too
+        },
+        __all__,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import accumulate, repeat
 from operator import ne
 from pathlib import Path
@@ -30,6 +30,7 @@ from bcp.plan.columns import Ints, concat, matrix, spread
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.protocols import LocalShards, ObjectKey
 from bcp.runtime.device import Fence, accelerators
+from bcp.runtime.process import cached_property
 from bcp.runtime.threads import in_thread
 from bcp.stages.gather import host_copies
 from bcp.stages.items import WriteItem

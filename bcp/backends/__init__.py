@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from bcp.backends.memory import MemoryBackend
 from bcp.backends.prefixed import child
 from bcp.errors import InputError
 from bcp.protocols import Backend, RetryPolicy
+from bcp.runtime.imports import imported, importing
 
 __all__ = ["LocalBackend", "MemoryBackend", "child", "register", "resolve", "shown"]
 
@@ -99,14 +99,15 @@ def _factory(scheme: str, url: str) -> Factory:
         return _factories[scheme]
     if scheme in _OWN:
         module, _, name = _OWN[scheme].partition(":")
-        opened: Factory = getattr(importlib.import_module(module), name)
+        opened: Factory = getattr(imported(module), name)
         return opened
-    import fsspec  # noqa: PLC0415 -- here it takes 0.1 s that local paths need not pay
+    with importing:
+        import fsspec  # noqa: PLC0415 -- here it takes 0.1 s that local paths need not pay
 
-    if scheme in {*fsspec.available_protocols(), *fsspec.registry}:
-        from bcp.backends.objects.generic import open_generic  # noqa: PLC0415 -- as above
+        if scheme in {*fsspec.available_protocols(), *fsspec.registry}:
+            from bcp.backends.objects.generic import open_generic  # noqa: PLC0415 -- as above
 
-        return open_generic
+            return open_generic
     known = ", ".join(f"{name}://" for name in sorted({*_factories, *_OWN}))
     raise InputError(
         f"{shown(url)!r}: unknown scheme {scheme}://; known are plain local paths, {known}, and what fsspec knows; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from bcp.coordinators.local import SoloCoordinator, grpc_coordinators, memory_co
 from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError
 from bcp.protocols import Coordinator
+from bcp.runtime.imports import importing, lazy_names
 
 if TYPE_CHECKING:
     from bcp.coordinators.tree.coordinator import GrpcCoordinator
@@ -38,7 +39,8 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
             return SoloCoordinator()
         group = distributed_c10d._get_default_group()  # noqa: SLF001 -- no public name for the group's object
         if group not in _of_group:
-            from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- see __getattr__
+            with importing:
+                from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
 
             _of_group[group] = GrpcCoordinator.over(group)
         return _of_group[group]
@@ -51,10 +53,5 @@ def coordinator(given: Coordinator | None = None) -> Coordinator:
     return SoloCoordinator()
 
 
-def __getattr__(name: str) -> Any:
-    """Import gRPC, and set it up for this process, at the first use only."""
-    if name == "GrpcCoordinator":
-        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
-
-        return GrpcCoordinator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # it imports gRPC, and sets it up for this process
+    __getattr__, __dir__ = lazy_names(__name__, {"bcp.coordinators.tree.coordinator": ["GrpcCoordinator"]}, __all__)

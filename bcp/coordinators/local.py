@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bcp.coordinators.tree.rendezvous import Tree
 from bcp.errors import InputError
 from bcp.protocols import Agreement, Buffer, Coordinator, flat_view
+from bcp.runtime.imports import importing
 from bcp.runtime.threads import in_thread
 
 __all__ = ["SoloCoordinator", "grpc_coordinators", "memory_coordinators"]
@@ -79,6 +80,7 @@ def grpc_coordinators(world_size: int, fanout: int = 16, hosts: Sequence[str] | 
     They connect over the loopback, and behave as in a job. ``hosts`` names each rank's host, to shape the tree; None
     puts all ranks on one host.
     """
-    from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
+    with importing:
+        from bcp.coordinators.tree.coordinator import GrpcCoordinator  # noqa: PLC0415 -- imports gRPC
 
     return GrpcCoordinator.in_memory(Tree.of(["host"] * world_size if hosts is None else hosts, fanout))

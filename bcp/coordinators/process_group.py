@@ -34,6 +34,7 @@ _FOREVER = timedelta(days=365)  # a rank may be late for a round for as long as 
 _AT_ONCE = timedelta(milliseconds=1)
 _LEAST_JOIN_SECONDS = 10.0  # a busy host is late, not dead; of those that are dead the coordinator tells
 _WORD_SECONDS = 2.0  # what the word of a failed rank needs, with a margin
+_CAUSE_SECONDS = 10.0  # what the coordinator needs to name the rank whose end broke the joining of the others
 _CLOSING_TAG = (1 << 31) - 1  # of a message that no rank sends
 _CLEAN_UP_ONLY = "2"
 
@@ -83,7 +84,8 @@ async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.de
     The random ``nonce``, the same on all ranks, is a part of the keys in the store. ``patience`` is the number of
     seconds that others may need. The thread that makes the group is left behind if the store or a peer does not answer.
     This thread holds no buffer. Raises PeerError if the store does not answer, or ranks do not come. Raises BcpError if
-    torch cannot make the group on this rank.
+    torch cannot make the group on this rank. A rank that leaves while others join breaks their connections, too. So the
+    error waits until the coordinator would have named such a rank, which cancels this call.
     """
     client, patience = StoreClient(*store_of_job()), max(patience, _LEAST_JOIN_SECONDS)
     backend, make = ("nccl", _nccl_group) if _is_accelerator(device) else ("gloo", _gloo_group)
@@ -91,6 +93,7 @@ async def join_group(nonce: str, rank: int, world_size: int, *, device: torch.de
         _attempt, make, client, nonce, rank, world_size, device, timedelta(seconds=patience), seconds=2 * patience
     )
     if isinstance(outcome, RuntimeError):
+        await anyio.sleep(_CAUSE_SECONDS)
         raise BcpError(
             f"rank {rank} cannot join a {backend} group of {world_size} ranks: {outcome}; look at GLOO_SOCKET_IFNAME "
             "or NCCL_SOCKET_IFNAME, or use exchange='sockets'"

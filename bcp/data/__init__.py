@@ -4,10 +4,25 @@
 complete them out of order.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from bcp.data.frontier import Frontier
-from bcp.data.loader import Batch, SampleId, TokenLoader
-from bcp.data.recipe import Source
+from bcp.runtime.imports import lazy_names
+
+if TYPE_CHECKING:
+    from bcp.data.frontier import Frontier
+    from bcp.data.loader import Batch, SampleId, TokenLoader
+    from bcp.data.recipe import Source
 
 __all__ = ["Batch", "Frontier", "SampleId", "Source", "TokenLoader"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp.data.adapters": [],
+            "bcp.data.frontier": ["Frontier"],
+            "bcp.data.loader": ["Batch", "SampleId", "TokenLoader"],
+            "bcp.data.recipe": ["Source"],
+        },
+        __all__,
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from math import gcd
+
+from bcp.runtime.process import cached_property
 
 __all__ = ["Strided", "overlaps_itself"]
 

@@ -20,6 +20,7 @@ from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
+from bcp.runtime.imports import importing
 from bcp.state.detection import InspectedStates
 from bcp.state.dtensor import is_dtensor
 from bcp.state.hooks import is_sharded_tensor
@@ -69,7 +70,8 @@ class Fsdp1Planner(PlainPlanner):
         """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
         super().probe()
         try:
-            from torch.distributed.fsdp import _flat_param as flat  # noqa: PLC0415 -- where nobody uses it, not at all
+            with importing:
+                from torch.distributed.fsdp import _flat_param as flat  # noqa: PLC0415 -- where nobody uses it, not at all
         except ImportError as error:
             raise InputError(f"this torch, {torch.__version__}, has no FSDP1 that bcp could read: {error}") from error
         tested = probe({flat.FlatParamHandle: _HANDLE, flat._ShardParamInfo: _SHARD}, self.name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bcp.errors import StateError
@@ -13,7 +12,7 @@ from bcp.plan.read.renamed import CheckpointNames
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import States
 from bcp.state.detection import InspectedStates
-from bcp.state.dtensor import is_dtensor, is_ragged
+from bcp.state.dtensor import is_dtensor, is_ragged, torchs
 from bcp.state.hooks import hooked_placement, ragged_placement, unstated
 from bcp.state.inventory import Leaves, probe
 from bcp.state.optimizers import Slot
@@ -34,7 +33,8 @@ class Fsdp2Planner(PlainPlanner):
     def probe(self) -> str:
         """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
         super().probe()
-        return probe({DTensor: ["_spec", "_local_tensor", "device_mesh", "placements"]}, self.name)
+        needed = ["_spec", "_local_tensor", "device_mesh", "placements"]
+        return probe({kind: needed} if (kind := torchs("DTensor")) else {}, self.name)
 
     def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots; where a parameter says itself where it lies, its states lie there, too."""

@@ -3,34 +3,39 @@
 They are pure: no input or output, no clock of their own. A run passes them the time and its measurements.
 """
 
-from bcp.policies.frequency import Tuned, interval
-from bcp.policies.keep import (
-    AnyKept,
-    Best,
-    ClosestTo,
-    Entry,
-    EveryKSteps,
-    Everything,
-    KeepPolicy,
-    LastDays,
-    Latest,
-    Pinned,
-    as_keep_policy,
-    doomed,
-)
-from bcp.policies.save import (
-    AnyOf,
-    AtSteps,
-    Continuously,
-    Costs,
-    EverySeconds,
-    EverySteps,
-    FirstStep,
-    Moment,
-    OnPreemption,
-    SavePolicy,
-    as_save_policy,
-)
+from typing import TYPE_CHECKING
+
+from bcp.runtime.imports import lazy_names
+
+if TYPE_CHECKING:
+    from bcp.policies.frequency import Tuned, interval
+    from bcp.policies.keep import (
+        AnyKept,
+        Best,
+        ClosestTo,
+        Entry,
+        EveryKSteps,
+        Everything,
+        KeepPolicy,
+        LastDays,
+        Latest,
+        Pinned,
+        as_keep_policy,
+        doomed,
+    )
+    from bcp.policies.save import (
+        AnyOf,
+        AtSteps,
+        Continuously,
+        Costs,
+        EverySeconds,
+        EverySteps,
+        FirstStep,
+        Moment,
+        OnPreemption,
+        SavePolicy,
+        as_save_policy,
+    )
 
 __all__ = [
     "AnyKept",
@@ -59,3 +64,39 @@ __all__ = [
     "doomed",
     "interval",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp.policies.frequency": ["Tuned", "interval"],
+            "bcp.policies.keep": [
+                "AnyKept",
+                "Best",
+                "ClosestTo",
+                "Entry",
+                "EveryKSteps",
+                "Everything",
+                "KeepPolicy",
+                "LastDays",
+                "Latest",
+                "Pinned",
+                "as_keep_policy",
+                "doomed",
+            ],
+            "bcp.policies.save": [
+                "AnyOf",
+                "AtSteps",
+                "Continuously",
+                "Costs",
+                "EverySeconds",
+                "EverySteps",
+                "FirstStep",
+                "Moment",
+                "OnPreemption",
+                "SavePolicy",
+                "as_save_policy",
+            ],
+        },
+        __all__,
+    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bcp.errors import CorruptError, InputError, StorageError
-from bcp.policies import Entry
+from bcp.policies.keep import Entry
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 

@@ -24,7 +24,7 @@ from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit
-from bcp.policies import Entry
+from bcp.policies.keep import Entry
 from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
 from bcp.runs.ledger import Ledger, Life

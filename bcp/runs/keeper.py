@@ -19,7 +19,7 @@ from bcp.errors import (
     StorageError,
     UncommittedError,
 )
-from bcp.policies import Entry, KeepPolicy, doomed
+from bcp.policies.keep import Entry, KeepPolicy, doomed
 from bcp.protocols import Unfinished
 from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
 from bcp.runs.folder import Folder

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from bcp.errors import CorruptError, FormatVersionError, InputError
-from bcp.policies import Entry
+from bcp.policies.keep import Entry
 
 __all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "numbers"]
 

@@ -22,7 +22,8 @@ from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
-from bcp.policies import Costs, KeepPolicy, SavePolicy, as_keep_policy, as_save_policy
+from bcp.policies.keep import KeepPolicy, as_keep_policy
+from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import check_arguments, check_lazy, place_of, whole_step
 from bcp.runs.calls import Body, adrive, drive, noting, once

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from bcp.policies import Costs, Moment, SavePolicy
-from bcp.policies.save import divided
+from bcp.policies.save import Costs, Moment, SavePolicy, divided
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body
 from bcp.runs.plans import Clock, Plan, Plans, agreed, horizon_of, next_plan

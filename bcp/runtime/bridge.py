@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
-from structlog.stdlib import BoundLogger
+import structlog
 
 from bcp._log import log, was_logged
 from bcp.errors import InputError
@@ -173,7 +173,7 @@ class Background(Generic[T]):
 
     def tell_unseen(
         self,
-        log: BoundLogger = log,
+        log: structlog.stdlib.BoundLogger = log,
         cancelled: type[BaseException] = CancelledError,
         was_logged: Callable[[BaseException], bool] = was_logged,
     ) -> bool:

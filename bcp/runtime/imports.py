@@ -1,7 +1,12 @@
 """Imports at first use, which no fork interrupts.
 
 A process forked in the middle of an import has the module half made, and waits for ever for the thread that would
-finish it. So imports at first use take one lock of the process, and a fork in another thread waits for this lock.
+finish it. So imports at first use take one lock of the process, and a fork in another thread waits for this lock. An
+import inside of a function takes it, too::
+
+    with importing:
+        import fsspec
+
 """
 
 from __future__ import annotations
@@ -13,11 +18,17 @@ from typing import Any
 
 from bcp.runtime.process import fork_lock
 
-__all__ = ["lazy_names"]
-
-_importing = fork_lock()
+__all__ = ["imported", "importing", "lazy_names"]
 
 Access = tuple[Callable[[str], Any], Callable[[], list[str]]]
+
+importing = fork_lock()
+
+
+def imported(name: str) -> Any:
+    """Import a module by its name, under the lock of imports. Raises ImportError as the import does."""
+    with importing:
+        return import_module(name)
 
 
 def lazy_names(
@@ -42,7 +53,7 @@ def lazy_names(
         if name not in found:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, original = found[name]
-        with _importing:
+        with importing:
             for module in together if home in together else [home]:
                 import_module(module)
         value = getattr(sys.modules[home], original) if original else sys.modules[home]

@@ -13,10 +13,10 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
-__all__ = ["fork_lock", "in_forked_child", "leave", "process_lock", "process_rlock"]
+__all__ = ["cached_property", "fork_lock", "in_forked_child", "leave", "process_lock", "process_rlock"]
 
 Hook = TypeVar("Hook", bound=Callable[[], object])
 
@@ -46,6 +46,30 @@ def fork_lock() -> threading.RLock:
     lock = threading.RLock()
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
+
+
+if TYPE_CHECKING:
+    from functools import cached_property
+else:
+
+    class cached_property:  # noqa: N801 -- read as the standard library's
+        """Compute an attribute at its first use, without a lock.
+
+        Until Python 3.12, ``functools.cached_property`` has one lock for all objects of a class. A child that is forked
+        while a thread computes the attribute inherits the lock as it is: taken for ever. Without a lock two threads may
+        compute a value at once. All readers get the same object, which is the one stored first.
+        """
+
+        def __init__(self, compute: Callable[[Any], Any]) -> None:
+            self._compute = compute
+            self._name = ""
+            self.__doc__ = compute.__doc__
+
+        def __set_name__(self, _owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: Any, _owner: type | None = None) -> Any:
+            return self if instance is None else vars(instance).setdefault(self._name, self._compute(instance))
 
 
 def in_forked_child(hook: Hook) -> Hook:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from bcp.plan.shards import ShardTable
 from bcp.plan.write.files import Part
 from bcp.protocols import Buffer
 from bcp.runtime.device import Mark
+from bcp.runtime.process import cached_property
 from bcp.stages.memcpy import torch_dtype, typed
 
 __all__ = ["Blob", "HostPart", "Loaded", "PartReceipt", "ReadItem", "Stored", "WriteItem"]
@@ -83,12 +83,16 @@ class HostPart:
         """Bytes of the part."""
         return self.item.nbytes
 
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The staged elements: FQN to 1-D tensor.
 
         If a part holds only some of a tensor, the name carries the flat range inside the shard, as in ``w{0:1024}``.
         """
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
         table, tensors = self.item.table, {}
         for span in self.item.part.spans:
             meta = table.meta(span.row)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from bcp.protocols import States
+from bcp.runtime.process import cached_property
 from bcp.state.names import Path, walk
 from bcp.state.tensor_specs import PLAIN, is_flat
 

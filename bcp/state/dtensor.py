@@ -15,17 +15,19 @@ readings agree on dimensions that divide evenly.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import placement_types as _placement_types
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "DimensionCut",
@@ -43,6 +45,7 @@ __all__ = [
     "placement_key",
     "runs_of",
     "stated_orders",
+    "torchs",
 ]
 
 Run = tuple[int, int]
@@ -162,8 +165,8 @@ def _merged(runs: Iterator[Run]) -> list[Run]:
     return out
 
 
-_StridedShard: Any = getattr(_placement_types, "_StridedShard", ())
-"""() where torch no longer has it: nothing is an instance of it then."""
+_TENSOR = "torch.distributed.tensor"
+_PLACEMENTS = f"{_TENSOR}.placement_types"
 
 _NAMES = frozenset({"Replicate", "Shard", "_StridedShard"})
 """Class names by which placements that are not torch's own are known; veScale has had such."""
@@ -184,9 +187,27 @@ Traced = tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]
 """(shape of the local tensor, its blocks of the global one with the local index where each starts)."""
 
 
+def torchs(name: str, module: str = _TENSOR) -> Any:
+    """Return a class of torch's DTensors, or () if nobody has imported it: nothing is an instance of it then.
+
+    bcp does not import it. The import takes seconds: it brings sympy.
+
+    Example::
+
+        isinstance(value, torchs("DTensor"))
+
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _placement_kinds() -> tuple[Any, ...]:
+    """Return torch's own placements that bcp knows. torch may no longer have ``_StridedShard``."""
+    return tuple(torchs(name, _PLACEMENTS) for name in sorted(_NAMES))
+
+
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is torch's DTensor, or looks like one: veScale's has not always been derived from it."""
-    return isinstance(tensor, DTensor) or (hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements"))
+    return isinstance(tensor, torchs("DTensor")) or (hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements"))
 
 
 def is_ragged(tensor: object) -> bool:
@@ -244,9 +265,9 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
     Placements are not compared themselves: torch has said that ``_StridedShard(0)`` equals ``Shard(0)``, which cuts
     otherwise (2.6), and veScale's may crash.
     """
-    spec, cuts = tensor._spec, []  # noqa: SLF001 -- probe() checks it
+    spec, cuts, kinds = tensor._spec, [], _placement_kinds()  # noqa: SLF001 -- probe() checks it
     for placement in spec.placements:
-        if type(placement) not in (Shard, Replicate, _StridedShard):
+        if type(placement) not in kinds:
             return None
         cuts.append((getattr(placement, "dim", None), getattr(placement, "split_factor", None)))
     mesh = spec.mesh
@@ -260,7 +281,7 @@ def layout_of(tensor: Any, meshes: Meshes) -> object:
 
 
 def mesh_blocks(tensor: Any, placements: Sequence[Any], name: str, orders: Sequence[Order] = ()) -> Traced | None:
-    """Trace which blocks this rank would hold of a DTensor if its placements were these.
+    """Trace which blocks this rank would hold of a DTensor if its placements were these; None stands for a replica.
 
     Return the shape that the local tensor would have, and the blocks with the local index where each starts; None on a
     rank outside of the mesh. Raises StateError if a placement is a pending reduction or unknown, or does not fit tensor
@@ -314,23 +335,26 @@ def _traced(
 
 def _split(placement: Any, shape: Sequence[int], name: str) -> Split | None:
     """Return (tensor dimension, split factor) of a placement, None for one that splits nothing."""
+    if placement is None:
+        return None
     if hasattr(placement, "local_units"):  # first: any other question to veScale's RaggedShard may crash
         raise StateError(f"{name} has more than one ragged placement, which is not supported; redistribute it")
     kind = type(placement).__name__
-    if not isinstance(placement, (Replicate, Shard, _StridedShard)) and kind not in _NAMES:
+    replicate, shard, strided = (torchs(known, _PLACEMENTS) for known in ("Replicate", "Shard", "_StridedShard"))
+    if not isinstance(placement, (replicate, shard, strided)) and kind not in _NAMES:
         raise StateError(
             f"{name} has the placement {placement!r}: its values are not there before a reduction, or lie in an order "
             "that is not known; redistribute it to Shard or Replicate first"
         )
-    if isinstance(placement, Replicate) or kind == "Replicate":
+    if isinstance(placement, replicate) or kind == "Replicate":
         return None
     if not -len(shape) <= placement.dim < len(shape):
         raise StateError(
             f"{name} has the placement {placement!r}, but its global shape is {tuple(shape)}; "
             "place it on a dimension that it has"
         )
-    strided = isinstance(placement, _StridedShard) or kind == "_StridedShard"
-    return placement.dim % len(shape), int(placement.split_factor) if strided else None
+    has_factor = isinstance(placement, strided) or kind == "_StridedShard"
+    return placement.dim % len(shape), int(placement.split_factor) if has_factor else None
 
 
 def stated_orders(tensor: DTensor) -> tuple[Order, ...]:

@@ -27,10 +27,10 @@ from operator import add
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
+from bcp.runtime.imports import importing
 from bcp.state.dtensor import is_dtensor, is_reordered, local_tensor, mesh_blocks
 from bcp.state.placement import LocalInterval, Placement, ShardedLeaf
 
@@ -138,7 +138,8 @@ def _stated(tensor: Any, name: str) -> Iterator[tuple[Box, torch.Tensor]]:
             )
         yield from ((Box(tuple(part.offsets), tuple(part.sizes)), tensor) for part in parts)
         return
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 -- slow to import, rarely needed
+    with importing:
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: PLC0415 -- slow to import, rarely needed
 
     for index, part in enumerate(parts):
         view = tensor.__get_tensor_shard__(MetadataIndex(name, part.offsets, index))
@@ -156,7 +157,7 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"
     _check(tensor, mesh_dim, ragged, label)
     local = local_tensor(tensor)
-    others = [Replicate() if index == mesh_dim else placement for index, placement in enumerate(tensor.placements)]
+    others = [None if index == mesh_dim else placement for index, placement in enumerate(tensor.placements)]
     if (traced := mesh_blocks(tensor, others, name)) is None:
         return Placement(tuple(tensor.shape), tuple(local.shape), ())
     blocks = [box for box, _ in traced[1] if box.numel]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor
 
 from bcp.errors import InputError, StateError
 from bcp.protocols import LocalShards, ObjectKey, Refused
+from bcp.state.dtensor import torchs
 from bcp.state.hooks import is_sharded_tensor, sharded_leaf
 from bcp.state.memory import readable, unsupported, writable
 from bcp.state.placement import Leaf, ShardedLeaf
@@ -28,8 +28,8 @@ Name = tuple[str, str]
 Group = tuple[str, Sequence[str], Mapping[str, Any]]
 """(kind, prefixes, values): objects ``<prefix>.<key>``, which have the same values for all prefixes."""
 
-_ASKED_LATER = PLAIN | {DTensor, ShardedLeaf}
-"""Types of tensor leaves that are looked at when all are there; those of others may be nothing that can be asked."""
+_ASKED_LATER = PLAIN | {ShardedLeaf}
+"""Types of tensor leaves that, as DTensors, are looked at when all are there; others may be nothing to be asked."""
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
@@ -71,10 +71,11 @@ class Leaves:
     def add_all(self, kind: str, named: Iterable[tuple[str, Any]]) -> None:
         """Take many leaves of one kind, as (FQN, leaf); otherwise as :meth:`add`."""
         tensors, objects = self.tensors.setdefault(kind, {}), self.objects.setdefault(kind, {})
+        asked_later = _ASKED_LATER | {torchs("DTensor")}
         for fqn, value in named:
             if fqn in tensors or fqn in objects:
                 raise self._named_twice((kind, fqn))
-            if type(value) in _ASKED_LATER:
+            if type(value) in asked_later:
                 tensors[fqn] = value
             elif isinstance(value, torch.Tensor):
                 tensors[fqn] = self._readable((kind, fqn), value)

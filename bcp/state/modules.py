@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from bcp.errors import StateError
 from bcp.protocols import ObjectKey
+from bcp.runtime.process import cached_property
 from bcp.state.buffers import broadcast_buffers, buffer_marks
 from bcp.state.dtensor import local_tensor
 from bcp.state.hooks import ATTACH, is_sharded_tensor, shape_of

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from bcp.errors import BcpError, StateError
 from bcp.plan.strided import overlaps_itself
 from bcp.protocols import Stateful
+from bcp.state.dtensor import torchs
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import state_dict_of
 from bcp.state.names import key_text
@@ -205,7 +205,7 @@ class _Restoring:
         Raises StateError if the target is a DTensor or a ShardedTensor: the loaded tensor may be this rank's part of
         the target, or the whole.
         """
-        if is_sharded_tensor(target) or isinstance(target, DTensor):
+        if is_sharded_tensor(target) or isinstance(target, torchs("DTensor")):
             kind = type(target).__name__
             raise StateError(
                 f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"

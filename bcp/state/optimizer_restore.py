@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bcp.errors import CorruptError, MismatchError, StateError
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import ObjectKey
+from bcp.state.dtensor import torchs
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Check, Finish, put
@@ -435,7 +435,7 @@ def _settle_steps(slots: Iterable[Slot]) -> None:
     """Move step counts to the device where the loaded group's kernels read them (``fused``, ``capturable``)."""
     for slot in slots:
         step = slot.values.get(STEP)
-        if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.dim() == 0:
+        if isinstance(step, torch.Tensor) and not isinstance(step, torchs("DTensor")) and step.dim() == 0:
             wanted = scalar_device(slot, STEP)
             if wanted.type != "cpu" and step.device != wanted:
                 slot.values[STEP] = step.to(wanted)

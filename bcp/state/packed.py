@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from bcp.errors import CheckpointError, StateError
+from bcp.state.dtensor import torchs
 from bcp.state.hooks import is_sharded_tensor
 from bcp.state.native_values import take_apart, together
 from bcp.state.tensor_specs import PLAIN
@@ -283,7 +283,7 @@ def _looks_marked(value: tuple[Any, ...]) -> bool:
 
 def _check_memory(tensor: torch.Tensor, where: str) -> None:
     """Refuse a tensor whose values are not in memory here. Raises StateError, which tells the reason and the remedy."""
-    if is_sharded_tensor(tensor) or isinstance(tensor, DTensor):
+    if is_sharded_tensor(tensor) or isinstance(tensor, torchs("DTensor")):
         kind = type(tensor).__name__
         raise StateError(
             f"{where} is a {kind}; put it under states['model'], which reshards it, or pass its local tensor"

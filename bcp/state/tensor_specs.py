@@ -17,11 +17,10 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from bcp.errors import StateError
 from bcp.plan.columns import Ints
-from bcp.state.dtensor import Meshes, layout_of, local_tensor
+from bcp.state.dtensor import Meshes, layout_of, local_tensor, torchs
 from bcp.state.hooks import HOOKS, MEGATRON_FSDP, is_hooked
 from bcp.state.memory import FLATTENED, memory, parts_of, unsupported
 from bcp.state.placement import Leaf, LocalInterval, LocalShard, ShardedLeaf, memory_of, numel_of
@@ -134,7 +133,7 @@ def _spec_key(leaf: Any, memory: torch.Tensor, kind: type, meshes: Meshes) -> ob
         return memory_key
     if kind is ShardedLeaf:  # whose placement is there as long as the leaves are looked at, and no longer
         return (id(leaf.placement), memory_key) if memory is leaf.tensor and not leaf.more else None
-    if kind is not DTensor or (layout := layout_of(leaf, meshes)) is None:
+    if kind is not torchs("DTensor") or (layout := layout_of(leaf, meshes)) is None:
         return None
     return layout, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, memory_key
 

@@ -6,10 +6,9 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import structlog
-from structlog.typing import EventDict, Processor
 
 from bcp._log import log, mark_logged
 from bcp._text import printable
@@ -17,6 +16,9 @@ from bcp.events import LoadResult, SaveResult
 from bcp.runtime.process import process_rlock
 from bcp.telemetry.failures import failure_of
 from bcp.telemetry.watch import Watch
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor
 
 __all__ = ["Form", "LineOutput", "OperationLines"]
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from bcp._text import printable
 from bcp.errors import MissingExtraError
 from bcp.events import Event, Observer, StageEvent, ignore
+from bcp.runtime.imports import importing
 from bcp.runtime.process import in_forked_child, process_lock, process_rlock
 from bcp.telemetry.amounts import bytes_words as _bytes
 from bcp.telemetry.amounts import duration_words as _duration
@@ -91,7 +92,8 @@ def _open(title: str, nbytes: int) -> Bar:
     """Return a bar of the kind that standard error can show. Control characters of the title are escaped."""
     title = printable(title)
     try:
-        from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
+        with importing:
+            from rich.console import Console  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
     except ImportError as error:
         raise MissingExtraError(
             "progress=True draws with rich, which is not installed: pip install 'bcp-checkpoint[cli]'"
@@ -193,15 +195,16 @@ class _Drawn:
 
 def _progress(console: Console) -> Progress:
     """Make the display."""
-    from rich.progress import (  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    with importing:
+        from rich.progress import (  # noqa: PLC0415 -- optional: bcp-checkpoint[cli]
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
     return Progress(
         TextColumn("{task.description}", markup=False),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import bcp
+import bcp.data.adapters
 import bcp.extend
+import bcp.policies
+import bcp.telemetry
 import bcp.testing
 
 ROOT = Path(__file__).parents[2]
@@ -40,10 +46,40 @@ def heavy(modules: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} & HEAVY
 
 
-def test_import_bcp_is_light(tmp_path: Path) -> None:
-    modules = imported_by("import bcp", str(tmp_path), before="import torch")
+DOORS = [bcp, bcp.data, bcp.data.adapters, bcp.extend, bcp.policies, bcp.telemetry, bcp.testing]
+"""Public modules, which make all their imports at first use, under one lock."""
+
+
+def name_of(module: ModuleType) -> str:
+    return module.__name__
+
+
+@pytest.mark.parametrize("door", DOORS, ids=name_of)
+def test_the_import_of_a_public_module_is_light(door: ModuleType, tmp_path: Path) -> None:
+    modules = imported_by(f"import {door.__name__}", str(tmp_path), before="import torch")
     assert len(modules) <= 20, sorted(modules)
-    assert not heavy(imported_by("import bcp", str(tmp_path)))
+    assert not heavy(imported_by(f"import {door.__name__}", str(tmp_path)))
+
+
+@pytest.mark.parametrize("door", DOORS, ids=name_of)
+def test_no_public_name_is_a_submodule_too(door: ModuleType) -> None:
+    """The import of such a submodule would take the place of the lazy name."""
+    submodules = {each.name for each in pkgutil.iter_modules(getattr(door, "__path__", []))}
+    assert submodules & set(door.__all__) <= {"errors", "extend", "policies", "telemetry"}
+
+
+def test_structlog_is_imported_by_its_root_alone() -> None:
+    """Two threads would find it half made: one imports it, the other begins with a module of it."""
+    at_import = re.compile(r"^(?:from structlog\b|import structlog\.)", re.MULTILINE)
+    assert [str(path) for path in (ROOT / "bcp").rglob("*.py") if at_import.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "first", ["import bcp.telemetry as watch", "from bcp import save\nfrom bcp.telemetry import watch"]
+)
+def test_spans_and_metrics_follow_all_saves(first: str) -> None:
+    sinks = printed_by(f"{first}\nprint(*[type(sink).__name__ for sink in watch.sinks()])")
+    assert sinks.split() == ["Spans", "Metrics"]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +112,61 @@ def test_calls_without_tensors_import_no_torch(program: str, run: str) -> None:
     assert "torch" not in modules
 
 
+PLAIN = """\
+import sys, torch, bcp
+folder = sys.argv[1]
+states = {"model": {"w": torch.arange(8.0)}, "extra_states": {"rng": bcp.RngState(), "a": [1]}}
+bcp.save(f"{folder}/plain", states)
+bcp.load(f"{folder}/plain", states)
+"""
+
+DTENSORS = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+
+
+def made(seed):
+    torch.manual_seed(seed)
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    cut = distribute_tensor(torch.rand(8), mesh, [Shard(0)])
+    return {"model": [model, {"cut": cut}], "optimizer": optimizer}
+
+
+def values(states):
+    tensors = [*states["model"][0].parameters(), states["model"][1]["cut"]]
+    moments = [state["exp_avg"] for state in states["optimizer"].state.values()]
+    assert all(isinstance(tensor, DTensor) for tensor in tensors + moments)
+    return [tensor.to_local().detach() for tensor in tensors + moments]
+
+
+states, fresh = made(1), made(2)
+bcp.save(f"{folder}/dtensors", states)
+bcp.load(f"{folder}/dtensors", fresh)
+assert all(map(torch.equal, values(states), values(fresh)))
+try:
+    bcp.save(f"{folder}/refused", {"model": {}, "extra_states": {"cut": states["model"][1]["cut"]}})
+except bcp.errors.StateError as error:
+    assert "is a DTensor" in str(error)
+else:
+    raise AssertionError("a DTensor among extra states was saved")
+"""
+
+
+def test_a_save_of_plain_tensors_imports_neither_dtensors_nor_sympy(tmp_path: Path) -> None:
+    modules = imported_by(PLAIN, str(tmp_path))
+    assert not modules & {"sympy", "torch.distributed.tensor"}
+
+
+def test_dtensors_imported_after_the_first_save_are_saved_and_loaded(tmp_path: Path) -> None:
+    printed_by(PLAIN + DTENSORS, str(tmp_path))
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["doctor", "--help"]])
 def test_help_of_the_command_line_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
     call = f"import contextlib\nfrom bcp.__main__ import main\nwith contextlib.suppress(SystemExit): main({arguments})"
@@ -91,8 +182,8 @@ def test_dir_has_the_public_names(use: str) -> None:
     assert printed_by(names).split() == sorted(bcp.__all__)
 
 
-@pytest.mark.parametrize("module", [bcp, bcp.extend, bcp.testing], ids=lambda module: module.__name__)
-def test_a_type_checker_sees_the_same_names(module: object) -> None:
+@pytest.mark.parametrize("module", DOORS, ids=name_of)
+def test_a_type_checker_sees_the_same_names(module: ModuleType) -> None:
     """Its imports and the table of lazy names are written twice: they name the same objects."""
     body = ast.parse(Path(str(module.__file__)).read_text()).body
     typed = [
@@ -113,7 +204,8 @@ def test_a_type_checker_sees_the_same_names(module: object) -> None:
         _ = module.nothing
 
 
-DOOR = re.compile(r"^(?:from bcp(?:\.extend|\.testing)? import (?!errors$|_)|import bcp\b)", re.MULTILINE)
+NAMES = "|".join(re.escape(door.__name__) for door in DOORS)
+DOOR = re.compile(rf"^(?:from (?:{NAMES}) import (?!errors$|_)|import bcp$)", re.MULTILINE)
 
 
 def test_no_module_of_bcp_takes_a_lazy_name_while_it_is_imported() -> None:
@@ -127,8 +219,8 @@ import faulthandler, os, signal, sys, threading
 import torch
 import bcp
 
-moment, folder = sys.argv[1:]
-inside, forking = threading.Event(), threading.Event()
+first, moment, folder = sys.argv[1:]
+inside, forking, forked = threading.Event(), threading.Event(), threading.Event()
 
 
 class Pause:
@@ -152,6 +244,7 @@ def work_in_child():
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(120)  # a child that hangs says where, and is killed
     try:
+        exec(first)
         work("child")
     except BaseException as error:
         print(f"child: {error!r}", file=sys.stderr, flush=True)
@@ -171,12 +264,20 @@ def at_the_moment():
     inside.set()
     forking.wait()
 
-importer = threading.Thread(target=work, args=("parent",))
+def import_and_work():
+    exec(first)
+    forked.wait()  # the child begins between imports: it has no half of torch's first operations
+    work("parent")
+
+importer = threading.Thread(target=import_and_work, daemon=True)
+if not first.startswith("bcp.save_async"):
+    bcp.save_async
 importer.start()
-inside.wait()
+assert inside.wait(120)
 os.register_at_fork(before=forking.set)  # it runs before the older hook of bcp
 if (child := os.fork()) == 0:
     work_in_child()
+forked.set()
 importer.join()
 assert ended_well(child)
 """
@@ -207,24 +308,61 @@ assert ended_well(child)
 """
 
 
-@pytest.mark.parametrize("moment", ["bcp._api", "bcp._save.leader", "bcp.runs.latest"])
-def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(moment: str, tmp_path: Path) -> None:
-    printed_by(HEAD + ANOTHER_THREAD, moment, str(tmp_path))
+@pytest.mark.parametrize(
+    ("first", "moment"),
+    [
+        ("bcp.save_async", "bcp._api"),
+        ("bcp.save_async", "bcp._save.leader"),
+        ("bcp.latest", "bcp.runs.latest"),
+        ("bcp.backends.resolve('local:///tmp/a')", "fsspec"),
+        ("bcp.backends.resolve('local:///tmp/a')", "fsspec.implementations.local"),
+        ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3"),
+        ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3_store"),
+        ("from bcp.coordinators import GrpcCoordinator", "grpc"),
+    ],
+)
+def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(first: str, moment: str, tmp_path: Path) -> None:
+    printed_by(HEAD + ANOTHER_THREAD, first, moment, str(tmp_path))
 
 
 def test_a_thread_may_fork_in_the_middle_of_its_own_import(tmp_path: Path) -> None:
-    printed_by(HEAD + SAME_THREAD, "bcp._save.leader", str(tmp_path))
+    printed_by(HEAD + SAME_THREAD, "", "bcp._save.leader", str(tmp_path))
 
 
 def test_a_child_forked_while_another_thread_makes_its_first_event_loop_has_one(tmp_path: Path) -> None:
-    printed_by(HEAD + FIRST_LOOP, "", str(tmp_path))
+    printed_by(HEAD + FIRST_LOOP, "", "", str(tmp_path))
+
+
+def test_every_import_inside_of_a_function_takes_the_lock_of_imports() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in (ROOT / "bcp").rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line in lines_without_the_lock(function.body)
+    ]
+    assert found == []
+
+
+def lines_without_the_lock(body: Sequence[ast.stmt | ast.excepthandler | ast.expr]) -> Iterator[int]:
+    """Yield the lines that import something outside of ``with importing``."""
+    for node in body:
+        if isinstance(node, ast.With) and "importing" in [ast.unparse(item.context_expr) for item in node.items]:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom) or IMPORT.match(ast.unparse(node)):
+            yield node.lineno
+        else:
+            yield from lines_without_the_lock([*ast.iter_child_nodes(node)])
+
+
+IMPORT = re.compile(r"(importlib\.)?import_module\(|fsspec\.get_filesystem_class\(")
 
 
 THREADS = """\
 import sys, threading
 import bcp
 
-begin, errors = threading.Barrier(len(bcp.__all__) + 2), []
+errors = []
 
 
 def use(statement):
@@ -235,7 +373,11 @@ def use(statement):
         errors.append(error)
 
 
-statements = [f"bcp.{name}" for name in bcp.__all__] + ["from bcp.extend import HostPart", "from bcp import *"]
+doors = ["data", "data.adapters", "extend", "policies", "telemetry", "testing"]
+statements = [f"bcp.{name}" for name in bcp.__all__] + ["from bcp.extend import HostPart, Stage", "from bcp import *"]
+statements += [f"import bcp.{door}; dir(bcp.{door})" for door in doors]
+statements += ["from bcp.data import Source", "from bcp.policies import Tuned", "from bcp.telemetry import measure"]
+begin = threading.Barrier(len(statements))
 threads = [threading.Thread(target=use, args=(statement,)) for statement in statements]
 for thread in threads:
     thread.start()

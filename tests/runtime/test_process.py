@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from bcp.runtime.process import in_forked_child, process_lock, process_rlock
+from bcp.runtime.process import cached_property, in_forked_child, process_lock, process_rlock
 
 ROOT = Path(__file__).parents[2]
-LOCK = re.compile(r"(?<![\w.])(threading\.)?R?Lock\(\)")
+LOCK = re.compile(r"(?<![\w.])(threading\.)?R?Lock\(\)|from functools import .*cached_property")
 
 FORKS = """\
 import faulthandler, itertools, os, random, signal, sys, threading
@@ -133,6 +136,46 @@ def test_a_lock_that_another_thread_holds_is_open_in_a_child(make: type) -> None
     assert not lock.acquire(blocking=False)
     may_end.set()
     holder.join()
+
+
+class Slow:
+    """Has an attribute whose first computation takes as long as another thread wants."""
+
+    def __init__(self, compute: Callable[[], object]) -> None:
+        self.compute = compute
+
+    @cached_property
+    def value(self) -> object:
+        return self.compute()
+
+
+def test_a_child_forked_while_another_thread_computes_an_attribute_computes_its_own() -> None:
+    is_inside, may_end = threading.Event(), threading.Event()
+    slow = Slow(lambda: is_inside.set() or may_end.wait())
+    thread = threading.Thread(target=lambda: slow.value)
+    thread.start()
+    is_inside.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        os._exit(0 if Slow(lambda: 7).value == 7 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    may_end.set()
+    thread.join()
+
+
+def test_an_attribute_is_computed_once() -> None:
+    counted = Slow(object)
+    assert counted.value is counted.value
+    assert Slow(object).value is not counted.value
+    assert type(Slow.value) is cached_property
+
+
+def test_threads_that_compute_an_attribute_at_once_read_one_object() -> None:
+    begin = threading.Barrier(2)
+    slow = Slow(lambda: (begin.wait(), object())[1])
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: slow.value, range(2))
+    assert one is other
 
 
 def test_hooks_run_in_the_child_alone() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from forked import run_forked
 from logs import captured_logs
 
 from bcp._log import log
@@ -32,7 +33,9 @@ log.error("%s failed, and nobody waited for it", "save to x", exc_info=RuntimeEr
 
 
 def run(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=True)  # noqa: S603 -- our own program
+    done = run_forked([sys.executable, "-c", program], cwd=cwd)
+    done.check_returncode()
+    return done
 
 
 def test_an_application_without_logging_sees_no_line(tmp_path: Path) -> None:

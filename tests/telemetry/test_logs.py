@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from forked import run_forked
 
 import bcp
 from bcp._log import log
@@ -312,7 +313,8 @@ except bcp.ExistsError:
 
 
 def test_console_lines_go_to_standard_error_once(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CONSOLE], cwd=tmp_path, capture_output=True, text=True, check=True)  # noqa: S603 -- our own program
+    done = run_forked([sys.executable, "-c", CONSOLE], cwd=tmp_path)
+    assert done.returncode == 0
     assert done.stdout == ""
     saved, failed = done.stderr.splitlines()
     assert "[info     ] saved " in saved

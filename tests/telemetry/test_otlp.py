@@ -10,7 +10,7 @@ import traced
 from by_torchrun import torchrun
 from servers.otlp import OtlpServer, Received
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 RANKS = range(4)
 SAVE_PHASES = {"bcp.plan", "bcp.snapshot", "bcp.write", "bcp.commit"}
 LOAD_PHASES = {"bcp.open", "bcp.plan", "bcp.read", "bcp.finish"}

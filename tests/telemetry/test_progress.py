@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 
 import bcp
 from bcp.telemetry import progress
@@ -53,7 +54,7 @@ def on_a_terminal(program: str, cwd: Path) -> tuple[str, str]:
     """Run a program whose standard error is a terminal; return what it prints there and on standard output."""
     ours, its = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen([sys.executable, "-c", program], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=its) as job:  # noqa: S603 -- our own program
+    with Forked([sys.executable, "-c", program], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=its) as job:
         os.close(its)
         shown = b"".join(chunks(ours))
         os.close(ours)

@@ -19,11 +19,12 @@ from servers.prometheus import Prometheus, promtool
 
 from monitoring import dashboard
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(3600)]
 MONITORING = Path(dashboard.__file__).parent
 RANKS = ("0", "1")
 ROUNDS = 2
-DEADLINE = 120.0
+DEADLINE = 1200.0
+"""Seconds of each wait; alone, the longest one takes 20."""
 
 HISTOGRAMS = {
     f"bcp_{name}_seconds"
@@ -40,11 +41,11 @@ OTHERS = {
 
 
 def eventually(met: Callable[[], bool], alive: Callable[[], object]) -> None:
-    """Wait until a condition is met of which nothing tells; fail after two minutes."""
+    """Wait until a condition is met of which nothing tells; fail after :data:`DEADLINE`."""
     deadline = time.monotonic() + DEADLINE
     while not met():
         alive()
-        assert time.monotonic() < deadline, "nothing has happened for two minutes"
+        assert time.monotonic() < deadline, f"nothing has happened for {DEADLINE:.0f} s"
         time.sleep(0.02)
 
 
@@ -216,7 +217,8 @@ def test_the_dashboard_is_what_its_generator_makes() -> None:
 @pytest.mark.parametrize("panel", PANELS, ids=[panel.title for panel in PANELS])
 def test_every_query_of_the_dashboard_returns_data(job: Scraped, panel: dashboard.Panel) -> None:
     for query in panel.queries:
-        found = job.prometheus.query(query.expression.replace("$job", "train").replace("$window", "10m"))
+        expression = query.expression.replace("$window", "2h")  # all rounds have been in these hours
+        found = job.prometheus.query(expression.replace("$job", "train"))
         assert found, query.expression
         assert any(math.isfinite(value) for value in found.values()), (query.expression, found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -139,10 +140,14 @@ def test_a_terminal_gets_the_same_with_and_without_rich(
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["report", str(run)]) == 0
-    out = capsys.readouterr().out
-    words = [line.strip() for line in bcp.report(run).text().splitlines() if line.startswith(("FAILED", "  Bottle"))]
+    out, found = capsys.readouterr().out, bcp.report(run)
+    words = [line.strip() for line in found.text().splitlines() if line.startswith(("FAILED", "  Bottle"))]
     assert words
     assert all(line in out for line in words)
+    tables = [[block.columns, *block.rows] for block in found.blocks if block.rows]
+    assert tables
+    shown = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()]
+    assert [row for rows in tables for row in rows if " ".join(row).split() not in shown] == []
 
 
 def test_the_command_runs_as_a_process(run: Path) -> None:

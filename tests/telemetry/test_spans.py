@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -11,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from forked import run_forked
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -488,7 +488,7 @@ bcp.save("c", {"model": {"w": torch.ones(4)}})
 
 
 def run(program: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False)  # noqa: S603 -- our own program
+    done = run_forked([sys.executable, "-c", program], cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

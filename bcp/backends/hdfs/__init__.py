@@ -16,6 +16,7 @@ from bcp.backends.hdfs.store import HdfsStore, as_root
 from bcp.backends.objects import ObjectBackend
 from bcp.errors import InputError, MissingExtraError
 from bcp.protocols import RetryPolicy
+from bcp.runtime.imports import importing
 
 __all__ = ["open_hdfs", "register"]
 
@@ -67,6 +68,7 @@ def register() -> None:
             ...
 
     """
-    import fsspec  # noqa: PLC0415 -- as in bcp.backends
+    with importing:
+        import fsspec  # noqa: PLC0415 -- as in bcp.backends
 
     fsspec.register_implementation("hdfs", "bcp.backends.hdfs.filesystem.HdfsFileSystem", clobber=True)

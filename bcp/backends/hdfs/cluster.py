@@ -19,6 +19,7 @@ from bcp.backends.hdfs import wire
 from bcp.backends.hdfs.faults import HdfsError, from_java
 from bcp.backends.hdfs.wire import Address, Call, Connection, RpcRefusedError
 from bcp.errors import InputError, MissingExtraError
+from bcp.runtime.imports import importing
 
 __all__ = ["Cluster", "FileState", "NameNodes", "ServiceAbsentError", "find_cluster", "user_name"]
 
@@ -290,10 +291,11 @@ def _groups(names: Sequence[str]) -> list[list[str]]:
 async def _web_request(method: str, address: str, path: str, query: Mapping[str, str]) -> dict[str, Any]:
     """Make one request to WebHDFS; return the answer, empty where there is none."""
     try:
-        import aiohttp  # noqa: PLC0415 -- only this second channel needs it
+        with importing:
+            import aiohttp  # noqa: PLC0415 -- only this second channel needs it
+            from yarl import URL  # noqa: PLC0415 -- comes with aiohttp
     except ImportError as error:
         raise MissingExtraError("WebHDFS needs aiohttp: pip install 'bcp-checkpoint[hdfs]'") from error
-    from yarl import URL  # noqa: PLC0415 -- comes with aiohttp
 
     url = URL.build(scheme="http", authority=address, path=f"/webhdfs/v1{path}", query=query)
     try:

@@ -27,6 +27,7 @@ import anyio
 from bcp.backends.hdfs.faults import hdfs_errors
 from bcp.errors import MissingExtraError
 from bcp.runtime.event_loop import Loop
+from bcp.runtime.imports import importing
 from bcp.runtime.process import in_forked_child, process_lock
 
 __all__ = ["hdfs_native", "native_client", "transfer_loop", "wait_after_fork"]
@@ -41,7 +42,8 @@ _forked_at: float | None = None
 def hdfs_native() -> Any:
     """Return the module hdfs_native."""
     try:
-        import hdfs_native as native  # noqa: PLC0415 -- an extra
+        with importing:
+            import hdfs_native as native  # noqa: PLC0415 -- an extra
     except ImportError as error:
         raise MissingExtraError("hdfs:// needs hdfs-native: pip install 'bcp-checkpoint[hdfs]'") from error
     return native

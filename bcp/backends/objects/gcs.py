@@ -27,6 +27,7 @@ from bcp.backends.objects.retry import in_turns
 from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, Upload
 from bcp.errors import CorruptError, InputError, MissingExtraError
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
+from bcp.runtime.imports import importing
 
 __all__ = ["GcsStore", "open_gcs"]
 
@@ -371,9 +372,10 @@ def open_gcs(url: str, options: Mapping[str, Any], policy: RetryPolicy | None) -
     if isinstance(token, str) and token.startswith(("/", "~", ".")) and not Path(token).expanduser().exists():
         raise InputError(f"storage_options has the token {token!r}, and there is no such file; correct the path")
     try:
-        import google_crc32c  # noqa: F401, PLC0415 -- packages of the extra
+        with importing:
+            import google_crc32c  # noqa: F401, PLC0415 -- packages of the extra
 
-        from bcp.backends.objects.gcs_http import GcsHttp  # noqa: PLC0415 -- as above
+            from bcp.backends.objects.gcs_http import GcsHttp  # noqa: PLC0415 -- as above
     except ImportError as error:
         raise MissingExtraError(f"gs:// needs gcsfs: pip install 'bcp-checkpoint[gcs]' ({error})") from error
     return ObjectBackend(GcsStore(GcsApi(GcsHttp(bucket, options)), root), policy)

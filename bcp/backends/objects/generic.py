@@ -26,6 +26,7 @@ from bcp.backends.objects.store import ConditionError, If, RequestError, Stat, U
 from bcp.backends.small import check_small
 from bcp.errors import BcpError, InputError, MissingExtraError
 from bcp.protocols import Backend, ObjectInfo, RetryPolicy, Unfinished, Version
+from bcp.runtime.imports import importing
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_pool
 
@@ -62,11 +63,12 @@ def open_generic(url: str, options: Mapping[str, Any], policy: RetryPolicy | Non
         InputError: it does not take the URL or the options.
 
     """
-    import fsspec  # noqa: PLC0415 -- here it takes 0.1 s that local paths need not pay
-
     scheme = url.partition("://")[0]
     try:
-        kind = fsspec.get_filesystem_class(scheme)
+        with importing:
+            import fsspec  # noqa: PLC0415 -- here it takes 0.1 s that local paths need not pay
+
+            kind = fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise MissingExtraError(f"{scheme}:// needs a package that is not installed: {error}") from error
     opened = partial(_open, kind, url, options)

@@ -6,11 +6,13 @@ CRC-32C of bytes, and of bytes that lie one after the other, from their CRCs alo
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
+from bcp.runtime.imports import importing
 from bcp.runtime.threads import in_thread
 
 __all__ = ["Grid", "checksum", "combined", "encoded"]
@@ -27,11 +29,17 @@ async def checksum(data: memoryview) -> int:
 
 
 def _crc(data: memoryview) -> int:
-    import google_crc32c  # noqa: PLC0415 -- a package of the extra
-
     # It refuses every buffer that has to be released, as memoryview and bytearray; an array of numpy has not.
-    crc: int = google_crc32c.value(np.frombuffer(data, np.uint8) if len(data) else b"")
-    return crc
+    return _crc32c()(np.frombuffer(data, np.uint8) if len(data) else b"")
+
+
+@cache  # a checksum waits for no import of another thread
+def _crc32c() -> Callable[[Any], int]:
+    with importing:
+        import google_crc32c  # noqa: PLC0415 -- a package of the extra
+
+    crc32c: Callable[[Any], int] = google_crc32c.value
+    return crc32c
 
 
 def encoded(crc: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from bcp.backends.keys import check_key
 from bcp.backends.objects.backend import ObjectBackend
 from bcp.errors import InputError, MissingExtraError
 from bcp.protocols import Backend, RetryPolicy
+from bcp.runtime.imports import imported, importing
 
 __all__ = ["open_s3"]
 
@@ -45,15 +45,16 @@ def open_s3(url: str, options: Mapping[str, Any] | None = None, policy: RetryPol
         check_key(prefix)
     for package in ("aiobotocore", "fsspec", "google_crc32c"):
         try:
-            import_module(package)
+            imported(package)
         except ImportError as error:
             raise MissingExtraError(
                 f"{scheme}:// needs {package}, which is not installed: pip install 'bcp-checkpoint[s3]'"
             ) from error
-    from fsspec.config import conf  # noqa: PLC0415 -- optional: bcp-checkpoint[s3]
+    with importing:
+        from fsspec.config import conf  # noqa: PLC0415 -- optional: bcp-checkpoint[s3]
 
-    from bcp.backends.objects.s3_client import Options  # noqa: PLC0415 -- the same
-    from bcp.backends.objects.s3_store import S3Store  # noqa: PLC0415 -- the same
+        from bcp.backends.objects.s3_client import Options  # noqa: PLC0415 -- the same
+        from bcp.backends.objects.s3_store import S3Store  # noqa: PLC0415 -- the same
 
     policy = policy or RetryPolicy()
     given = {**conf.get("s3a", {}), **conf.get("s3", {}), **(options or {})}

@@ -6,9 +6,22 @@ modules :mod:`~bcp.data.adapters.torchdata`, :mod:`~bcp.data.adapters.grain`, :m
 :mod:`~bcp.data.adapters.mosaic` know the rules of one library each. None is imported from here.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from bcp.data.adapters.opaque import PerReader, Replicated
-from bcp.data.adapters.virtual_shards import VirtualShards
+from bcp.runtime.imports import lazy_names
+
+if TYPE_CHECKING:
+    from bcp.data.adapters.opaque import PerReader, Replicated
+    from bcp.data.adapters.virtual_shards import VirtualShards
 
 __all__ = ["PerReader", "Replicated", "VirtualShards"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp.data.adapters.opaque": ["PerReader", "Replicated"],
+            "bcp.data.adapters.virtual_shards": ["VirtualShards"],
+        },
+        __all__,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from bcp.plan.box import Box, flat_boxes
 from bcp.plan.columns import Ints
 from bcp.plan.shards import KINDS, ShardTable, TensorMeta
 from bcp.plan.write.divide import Writes
+from bcp.runtime.process import cached_property
 
 __all__ = ["DTYPE_CODES", "DataFile", "HeaderEntry", "Part", "PartInterval", "data_files", "entry", "header"]
 

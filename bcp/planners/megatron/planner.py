@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
@@ -22,6 +21,7 @@ from bcp.planners.megatron.slots import (
 )
 from bcp.planners.torch_native import PlainPlanner
 from bcp.protocols import ObjectKey, States
+from bcp.runtime.imports import imported
 from bcp.state.detection import InspectedStates
 from bcp.state.inventory import Leaves
 from bcp.state.modules import Finish
@@ -160,7 +160,7 @@ def _versions() -> str:
 def _imported(path: str, tested: str) -> Any:
     """Import a module of Megatron's."""
     try:
-        return importlib.import_module(path)
+        return imported(path)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "megatron":
             raise

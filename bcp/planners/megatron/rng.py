@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bcp.runtime.imports import imported
 from bcp.state.random_states import set_tracked, tracked
 
 __all__ = ["MegatronRng"]
@@ -32,8 +32,8 @@ class MegatronRng:
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the states as one of Megatron's ``ShardedObject``."""
-        mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-        groups = importlib.import_module("megatron.core.parallel_state")
+        mapping = imported("megatron.core.dist_checkpointing.mapping")
+        groups = imported("megatron.core.parallel_state")
         sizes = [groups.get_pipeline_model_parallel_world_size(), groups.get_tensor_model_parallel_world_size()]
         ranks = [groups.get_pipeline_model_parallel_rank(), groups.get_tensor_model_parallel_rank()]
         replica = groups.get_data_parallel_rank(with_context_parallel=True)
@@ -68,4 +68,4 @@ def _states() -> dict[str, Any]:
 
 
 def _tracker() -> Any:
-    return importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()
+    return imported("megatron.core.tensor_parallel").get_cuda_rng_tracker()

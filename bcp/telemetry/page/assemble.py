@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 from bcp.errors import InputError, MissingExtraError
+from bcp.runtime.imports import importing
 from bcp.telemetry.page.data import data_of, packed, squeezed
 from bcp.telemetry.recording import Recording
 
@@ -52,7 +53,8 @@ def page(
 def _vega() -> str:
     """Return the code of vega-embed with Vega, compressed."""
     try:
-        import vl_convert  # noqa: PLC0415 -- optional: bcp-checkpoint[report]
+        with importing:
+            import vl_convert  # noqa: PLC0415 -- optional: bcp-checkpoint[report]
     except ImportError as error:
         raise MissingExtraError(
             "a report draws with Vega, which vl-convert-python has and which is not installed: "

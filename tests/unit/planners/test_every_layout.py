@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from every_rank import EveryRank, Verdict, placements_of, strided, verdict
+from every_rank import MISSING, EveryRank, Verdict, placements_of, strided, verdict
+from lacking import lacking
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -21,6 +22,12 @@ from bcp.errors import StateError
 S, R = Shard(0), Replicate()
 
 SAME = ("same", "same")
+
+
+@pytest.fixture(autouse=True)
+def _has_all_names() -> None:
+    if MISSING:
+        lacking(", ".join(MISSING))
 
 
 @pytest.fixture(autouse=True)

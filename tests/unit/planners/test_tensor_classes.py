@@ -11,6 +11,7 @@ from typing import Any, Self
 import pytest
 import torch
 from layouts import same_bits
+from nested import nested
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -137,11 +138,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "zeros": (lambda: torch._efficientzerotensor(3), f"has 3 {NOWHERE}"),
     "freed": (freed, f"has 4 {NOWHERE}"),
     "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: nested([torch.ones(2), torch.ones(3)]),
         "is a nested tensor; pass its parts",
     ),
     "jagged": (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: nested([torch.ones(2), torch.ones(3)], "jagged"),
         "is a nested tensor; pass its parts",
     ),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "is quantized; pass int_repr"),
