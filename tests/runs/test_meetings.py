@@ -24,6 +24,7 @@ import meeting_jobs
 import pytest
 from by_torchrun import END_SECONDS
 from by_torchrun import started as torchrun
+from forked import Forked
 from logs import captured_logs
 from patience import patiently
 from ranks import HOST, Ranks
@@ -512,7 +513,6 @@ def check_rounds(results: list[list[meeting_jobs.Round]]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_job_stop_together_after_the_signal_of_one(size: int) -> None:
     with closing(Ranks(size)) as ranks:
@@ -527,7 +527,6 @@ def last_words(folder: Path, size: int) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_under_torchrun_one_signal_stops_all_ranks_and_they_end_in_silence(tmp_path: Path) -> None:
     job = torchrun(4, meeting_jobs.__file__, str(tmp_path), str(meeting_jobs.STEPS))
     wait_until(lambda: job.poll() is not None or all((tmp_path / f"ready-{rank}").exists() for rank in range(4)))
@@ -542,7 +541,6 @@ def test_under_torchrun_one_signal_stops_all_ranks_and_they_end_in_silence(tmp_p
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_torchrun_that_is_itself_told_waits_for_the_stop(tmp_path: Path) -> None:
     job = torchrun(2, meeting_jobs.__file__, str(tmp_path), str(meeting_jobs.STEPS))
     wait_until(lambda: job.poll() is not None or all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
@@ -556,7 +554,6 @@ def test_a_torchrun_that_is_itself_told_waits_for_the_stop(tmp_path: Path) -> No
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_ranks_that_end_one_after_another_without_an_alarm_end_in_silence(tmp_path: Path) -> None:
     job = torchrun(4, meeting_jobs.__file__, str(tmp_path), "20")
     out, errors = job.communicate(timeout=END_SECONDS)
@@ -570,7 +567,7 @@ def test_the_rank_that_serves_the_store_may_end_first() -> None:
     paths = [str(Path(meeting_jobs.__file__).parent), str(Path(__file__).parents[2])]
     with held_ports(1) as (port,):
         jobs = [
-            subprocess.Popen(  # noqa: S603 -- our own
+            Forked(
                 [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}; {program}", str(rank), str(port), "4"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from logs import captured_logs
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader, Dataset
@@ -426,7 +427,8 @@ preemption.close()
 def test_a_fork_from_another_thread_is_the_same() -> None:
     """In a process of its own. Such a fork destroys the main thread's objects, and those of other tests may crash."""
     command = [sys.executable, "-c", FORK_IN_THREAD]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=4 * LONG)  # noqa: S603 -- our own code
+    done = run_forked(command, timeout=4 * LONG)
+    done.check_returncode()
     assert done.stdout.split() == [str(-signal.SIGTERM)] * 20
 
 

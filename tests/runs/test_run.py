@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -21,7 +22,7 @@ from bcp import policies
 from bcp.format.metadata import METADATA_KEY
 from bcp.runs.folder import Folder, step_name
 from bcp.runs.ledger import Ledger
-from bcp.runs.saves import Watchdog
+from bcp.runs.saves import Standby, Watchdog
 from bcp.runtime.threads import in_thread
 
 STEPS = 12
@@ -469,6 +470,60 @@ def test_a_standby_snapshot_that_is_written_is_told(tmp_path: Path) -> None:
         run._standby.release()
     assert (commits, committed(tmp_path)) == ([2], [2])
     assert '"step": 2' in (tmp_path / "run.json").read_text()
+
+
+def test_a_standby_snapshot_is_released_although_an_earlier_one_was() -> None:
+    standby, written = Standby(), list[int]()
+
+    async def committed(step: int, _: Any) -> None:
+        written.append(step)
+
+    for step in (1, 2):
+        goes_on = threading.Event()
+
+        async def save(_: Any, goes_on: threading.Event = goes_on) -> None:
+            await in_thread(goes_on.wait)
+
+        standby.options(bcp.SaveOptions())
+        call, saves = SimpleNamespace(run=save, name="save"), SimpleNamespace(committed=committed)
+        held = standby.begin(step, call, saves)  # type: ignore[arg-type]  # as much of them as is needed
+        released = [standby.release(), standby.release()]
+        goes_on.set()
+        held.wait_ended()
+        assert released == [True, False]
+    assert written == [1, 2]
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_standby_snapshot_that_fails_is_told_if_it_was_to_be_written(tmp_path: Path, *, released: bool) -> None:
+    failures: list[int] = []
+    is_held = threading.Event()
+
+    async def fail(_: Any) -> Any:
+        await in_thread(is_held.wait)
+        raise ValueError("no room")
+
+    def failing(graph: bcp.extend.Graph) -> bcp.extend.Graph:
+        stage = bcp.extend.Stage("mine", fail)
+        return graph.after("upload", stage) if released else graph.before("upload", stage)
+
+    with bcp.Run(
+        str(tmp_path),
+        Training().states,
+        save=100,
+        standby_steps=1,
+        save_options=bcp.SaveOptions(edit=failing),
+        on_failure=lambda step, _error: failures.append(step),
+    ) as run:
+        run.resume()
+        run.maybe_save(1)
+        held = run._standby._held
+        assert held is not None
+        is_held.set()
+        if released:
+            run._standby.release()
+        held.wait_ended()
+    assert failures == ([1] if released else [])
 
 
 @pytest.mark.parametrize("stage", ["d2h", "checksum"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 from torch import nn
 
 import bcp
@@ -224,7 +225,7 @@ returned[0].wait()
 @contextmanager
 def started(script: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program in a process of its own, from the save that hangs to the end of the block."""
-    job = subprocess.Popen(  # noqa: S603 -- the program is the test's
+    job = Forked(
         [sys.executable, "-c", script, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

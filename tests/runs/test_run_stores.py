@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 import stored_run
+from forked import run_forked
 from servers.gcs import BUCKET, GcsServer
 from servers.s3 import S3Server, moto_server
 
@@ -48,7 +49,7 @@ def test_on_a_file_system_of_fsspec(tmp_path: Path) -> None:
 def life(url: str, options: Mapping[str, Any], *words: int) -> subprocess.CompletedProcess[str]:
     """Run one life of the job in a process of its own."""
     command = [sys.executable, stored_run.__file__, url, json.dumps(dict(options)), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603 -- our own
+    return run_forked(command, timeout=300)
 
 
 async def folders(url: str, options: Mapping[str, Any]) -> list[str]:

@@ -38,11 +38,18 @@ def assembled(parts: Iterable[Piece]) -> dict[Name, torch.Tensor]:
         new = (torch.zeros(meta.shape, dtype=values.dtype), torch.zeros(meta.shape, dtype=torch.bool))
         tensor, seen = whole.setdefault((meta.kind, meta.fqn), new)
         at = tuple(slice(first, first + count) for first, count in zip(offsets, lengths, strict=True))
-        assert torch.equal(tensor[at][seen[at]], values[seen[at]]), meta.fqn
+        known = seen[at].reshape(-1)
+        assert torch.equal(_bytes(tensor[at])[known], _bytes(values)[known]), meta.fqn
         tensor[at] = values
         seen[at] = True
     assert all(seen.all() for _, seen in whole.values())
     return {name: tensor for name, (tensor, _) in whole.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element; torch 2.6 cannot index elements of eight bits."""
+    row = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))  # a view of one may have any stride
+    return row.view(torch.uint8).view(tensor.numel(), tensor.itemsize)
 
 
 def saved_by(*ranks: LocalShards) -> CheckpointNames:

@@ -282,6 +282,17 @@ def test_the_decoded_size_is_that_of_the_decoded_tables() -> None:
     assert decoded_nbytes(data) == pytest.approx(decoded_by_hand(bytes(data), tuple(TABLES.values())), abs=64 * 8)
 
 
+def test_a_batch_without_rows_takes_no_bytes() -> None:
+    of, sizes = pa.schema([("n", pa.int64())]), []
+    for batches in ([], [pa.record_batch([pa.array([], pa.int64())], schema=of)]):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, of) as stream:
+            for batch in batches:
+                stream.write_batch(batch)
+        sizes.append(decoded_nbytes(memoryview(sink.getvalue())))
+    assert sizes == [len("n")] * 2
+
+
 def test_honest_values_that_compress_too_well_are_stored_as_they_are() -> None:
     value = json.dumps("0" * (200 << 20))
     small = encode_receipt(Receipt(0, OPERATION, [], {("model", "a"): '"0"'}))

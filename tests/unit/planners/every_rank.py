@@ -26,18 +26,28 @@ from planning import assembled, pieces
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor import _dtensor_spec as specs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from bcp.errors import StateError
 from bcp.planners import Fsdp2Planner
 
-__all__ = ["EveryRank", "Verdict", "factors_of", "meshes", "placements_of", "strided", "verdict"]
+__all__ = ["MISSING", "EveryRank", "Verdict", "factors_of", "meshes", "placements_of", "strided", "verdict"]
 
 Verdict = tuple[str, str]
 """torch's gather: "same", "permuted" or "fails"; bcp's reading: "same", "as gathered", "refused" or "wrong"."""
 
 PLANNER = Fsdp2Planner()
+
+NEEDED: list[tuple[Any, str]] = [
+    (specs, "ShardOrderEntry"),
+    (specs.DTensorSpec, "use_strided_shard_as_shard_order"),
+    (funcol, "all_gather_single"),
+    (_redistribute, "_gen_transform_infos"),
+    (_redistribute, "clear_redistribute_planner_cache"),
+]
+MISSING = [name for owner, name in NEEDED if not hasattr(owner, name)]
+"""Private names that this module takes the place of, and that the installed torch has not (torch 2.6) or no longer."""
 
 
 def strided(factor: int, dim: int = 0) -> Placement:
@@ -78,7 +88,7 @@ class EveryRank:
 
     def ordered(self, tensors: Sequence[DTensor], *mesh_dims: int) -> list[DTensor]:
         """Let tensors state that these mesh dimensions cut dimension 0 in this order."""
-        order = (ShardOrderEntry(0, mesh_dims),)
+        order = (specs.ShardOrderEntry(0, mesh_dims),)
         return [_placed(tensor, tensor.device_mesh, shard_order=order) for tensor in tensors]
 
     def gathered(self, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -161,7 +171,7 @@ def verdict(
 def _placed(tensor: DTensor, mesh: DeviceMesh, **order: Any) -> DTensor:
     """Return a tensor on another mesh, of which torch is told in which order the mesh dimensions cut it."""
     spec = tensor._spec
-    told = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta, **order)
+    told = specs.DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta, **order)
     return DTensor(tensor._local_tensor, told, requires_grad=False)
 
 
