@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-busy test-random sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -40,11 +40,23 @@ test: venv  ## Run all tests, or those that ARGS chooses, in one process more th
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-all: venv  ## Run what `make test` leaves out: full matrices, the largest cases, and whole jobs.
+	$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus
+	$(BIN)/python -m pytest -m long $(ARGS)
+
 test-busy: venv  ## Run the tests beside two busy loops a core: no test may depend on the time that it gets.
 	$(BIN)/python tests/support/busy.py $(BIN)/python -m pytest $(ARGS)
 
 test-random: venv  ## Run the tests in a random order of files and tests; SEED=... repeats one.
 	$(BIN)/python -m pytest --shuffle=$(SEED) $(ARGS)
+
+soak: venv  ## Try many more random cases, and kill a job of torchrun 25 times; about an hour.
+	$(BIN)/python -m pytest -m hypothesis --examples=20 tests/unit tests/distributed $(ARGS)
+	PYTHONPATH=.:tests/support:tests/device $(BIN)/python tests/device/test_random.py --cases 1000
+	$(BIN)/python -m benchmarks.soak --check
+
+mutants: venv  ## Change 40 lines of bcp by chance, one at a time, and count the changes that tests notice; an hour, writes mutants-out/.
+	$(BIN)/python tests/mutants/mutants.py --map mutants-out/map.json $(ARGS)
 
 sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages, and compare docs/coverage.md with the results.
 	$(BIN)/python -m pytest -m sweep -n 2 tests/sweep $(ARGS)
@@ -101,6 +113,6 @@ $(SWEEP_STAMP): $(STAMP)
 	touch $@
 
 clean:  ## Remove everything that is made here, .venv included.
-	rm -rf $(VENV) demo-out bench-out site dist build *.egg-info
+	rm -rf $(VENV) demo-out bench-out mutants-out site dist build *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -81,8 +81,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let ``make test-random`` choose an order. Seeds of random numbers stay as they are."""
+    """Let ``make test-random`` choose an order, and ``make soak`` how much. Seeds of random numbers stay."""
     parser.addoption("--shuffle", type=int, metavar="SEED", help="random order of files, and of tests in each file")
+    parser.addoption("--examples", type=int, metavar="N", default=1, help="N times as many examples of hypothesis")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -93,6 +94,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files that spawn ranks first: one of them at the end would keep one process busy and the other one idle."""
+    if config.option.examples > 1:
+        for item in items:
+            if item.get_closest_marker("hypothesis"):
+                _multiply(item, config.option.examples)
     if config.option.shuffle is not None:
         dice = random.Random(config.option.shuffle)  # noqa: S311 -- an order, no secret
         place = {path: dice.random() for path in dict.fromkeys(item.path for item in items)}
@@ -101,6 +106,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def _multiply(item: pytest.Item, factor: int) -> None:
+    """Let a test of hypothesis try more examples. Machines of states have their settings at their class."""
+    function = getattr(item, "obj", None)
+    holder, name = getattr(function, "__func__", function), "_hypothesis_internal_use_settings"
+    if not hasattr(holder, name):
+        holder, name = getattr(item, "cls", None), "settings"
+    own = getattr(holder, name, None)
+    if not isinstance(own, hypothesis.settings):
+        raise pytest.UsageError(
+            f"{item.nodeid}: this hypothesis keeps its settings elsewhere; --examples has no effect"
+        )
+    setattr(holder, name, hypothesis.settings(own, max_examples=own.max_examples * factor))
 
 
 def pytest_configure() -> None:
@@ -125,6 +144,13 @@ def _spare_older_objects() -> None:
     """Let garbage collections of a file spare the objects of the files before it: a failed operation makes one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_ranks_rest() -> Iterator[None]:
+    """End pools that a file did not use, once it has run."""
+    yield
+    Ranks.rest()
 
 
 @pytest.fixture

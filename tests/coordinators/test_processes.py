@@ -13,6 +13,7 @@ from typing import Any
 
 import killed_agreement
 import pytest
+from forked import Forked, run_forked
 from logs import without_torchs_warnings
 from ranks import ended, meeting_place, started
 
@@ -79,7 +80,7 @@ def test_a_process_that_ends_after_the_last_answer_harms_nobody(tmp_path: Path, 
     server, path = meeting_place(), tmp_path / "rank.py"
     path.write_text(ENDED)
     ranks = [
-        subprocess.Popen(  # noqa: S603 -- our own program; the end of an interpreter is what is tested
+        Forked(
             [sys.executable, path, str(rank), str(server.port), str(at_once)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -162,7 +163,5 @@ async def main():
 
 anyio.run(main)
 """)
-    ended = subprocess.run(  # noqa: S603 -- our own program
-        [sys.executable, path], capture_output=True, text=True, check=False, timeout=240
-    )
+    ended = run_forked([sys.executable, path], timeout=240)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import anyio
 import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 -- registers the backend "fake"
+from forked import run_forked
 from logs import without_torchs_warnings
 from ranks import ended, started
 from torch.distributed import DistNetworkError, DistStoreError, FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -175,9 +175,7 @@ except PeerError:
 def test_a_call_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)
-    process = subprocess.run(  # noqa: S603 -- our own program
-        [sys.executable, program], capture_output=True, text=True, check=False, timeout=240
-    )
+    process = run_forked([sys.executable, program], timeout=240)
     assert (process.returncode, process.stdout, without_torchs_warnings(process.stderr)) == (7, "", "")
 
 

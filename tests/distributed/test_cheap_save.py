@@ -10,7 +10,7 @@ from ranks import Ranks
 
 import bcp
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 SIZE = 8
 
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 import bcp
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 ROOT, INNER, LEAF = 0, 1, 4
 
 

@@ -10,7 +10,7 @@ from ranks import meeting_place, started
 
 import bcp
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 MODES = dict(zip(killed_save.POINTS, ["fresh", "overwrite"] * len(killed_save.POINTS), strict=False))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,8 +56,11 @@ def test_nccl_is_refused_where_it_is_not(ranks4: Ranks, tmp_path: Path) -> None:
         assert f"exchange='nccl' needs NCCL and an accelerator on every rank; rank {rank} " in text
 
 
-def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(ranks4: Ranks, tmp_path: Path) -> None:
-    results = ranks4.run(process_group.cancelled, tmp_path)
+@pytest.mark.parametrize("when", [process_group.cancelled, process_group.cancelled_while_joining])
+def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(
+    ranks4: Ranks, tmp_path: Path, when: Callable[[Path], tuple[str, bool]]
+) -> None:
+    results = ranks4.run(when, tmp_path)
     victim = process_group.VICTIM
     assert [said for said, _ in results] == [
         "cancelled" if rank == victim else f"PeerError {victim}" for rank in range(4)
@@ -64,7 +68,6 @@ def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(ranks4: Ranks,
     assert all(right for _, right in results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", process_group.HOW)
 def test_a_rank_that_comes_to_harm_is_named_and_the_others_load_again(tmp_path: Path, how: str) -> None:
     patiently(partial(harm, tmp_path, how), *process_group.TIMEOUTS.get(how, (process_group.NEVER,)))

@@ -8,7 +8,7 @@ import pytest
 from left_over import assert_nothing_left
 from remote import assert_survives_kills
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.dist, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 def test_a_job_on_local_files(tmp_path: Path) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import silent_store
+from by_torchrun import torchrun
 from patience import patiently
 from ranks import ended, started
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
@@ -60,27 +58,7 @@ def stop_the_agent(folder: Path, timeout: float) -> None:
     folder.mkdir()
     program = folder / "rank.py"
     program.write_text(silent_store.TORCHRUN)
-    here = Path(silent_store.__file__).parent
-    paths = os.pathsep.join([str(here), str(here.with_name("support")), *filter(None, [os.environ.get("PYTHONPATH")])])
-    job = subprocess.run(  # noqa: S603 -- our own program
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--standalone",
-            "--local-addr=localhost",
-            program,
-            folder,
-            "save",
-            str(timeout),
-        ],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
+    job = torchrun(2, str(program), str(folder), "save", str(timeout))
     assert job.returncode == 0, job.stderr
     for rank in range(2):
         (error, blamed, text), later = json.loads((folder / str(rank)).read_text())

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import pytest
+from forked import run_forked
 from servers.chromium import browser, tab
 
 import bcp
@@ -20,14 +20,8 @@ OF_RANKS = {"local_ranks.py", "dataloader_reshard.py", "data_rl.py"}
 
 def run(script: str, *args: str, cwd: Path) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(  # noqa: S603 -- our own scripts
-        [sys.executable, str(ROOT / "examples" / script), *args],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, ROOT / "examples" / script, *args]
+    done = run_forked(command, cwd=cwd, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,20 +36,18 @@ def test_example(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_readers_of_data_come_and_go(tmp_path: Path) -> None:
     assert "2400 samples: 0 lost, 0 fed twice" in run("dataloader_reshard.py", cwd=tmp_path)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_killed_loop_of_rollouts(tmp_path: Path) -> None:
     assert "5 kills, 736 prompts: 0 lost, 0 trained twice" in run("data_rl.py", cwd=tmp_path)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # alone it takes 80 s, beside the tests of the other process much longer
+@pytest.mark.long
+@pytest.mark.timeout(3000)  # alone it takes 80 s, on a busy machine many times as long
 def test_demo(tmp_path: Path) -> None:
     """Five torchrun jobs, a few steps each; the demo itself asserts that losses and samples are as they should be."""
     output = run("demo.py", "--steps", "8", "--save-every", "2", cwd=tmp_path)

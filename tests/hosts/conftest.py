@@ -4,12 +4,20 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from benchmarks.network import Network, missing
 
 _missing = cache(missing)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests of this folder wait for as long as they want: each of their waits has an end."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(5000))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import Ranks, join, seat, serve
+from jobs import SLOW, Ranks, join, seat, serve
 from ranks import forkserver
 from torch import distributed as dist
 
@@ -28,7 +28,7 @@ __all__ = ["Torchrun"]
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _PORT = 29_400
-_RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2,join_timeout=120"
+_RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2,join_timeout=600"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Torchrun:
         self._network.port(host, up=True)
         self.start(host)
 
-    def ranks(self, size: int, timeout: float = 90.0) -> Ranks:
+    def ranks(self, size: int, timeout: float = SLOW) -> Ranks:
         """Return the ranks that torchrun starts next, once there are so many and they have a process group."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -138,7 +138,7 @@ class Torchrun:
 
         When the fewest hosts have come, the others have 2 s, and agents of a slow machine may need 5 s to be ready.
         """
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + SLOW
         while not all(self._gate(host)[0].exists() for host in self._agents) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._gate(1)[1].touch()

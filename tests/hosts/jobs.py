@@ -6,20 +6,23 @@ the test tells it, one function after another; a function that raises is an outc
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import anyio
 import torch
+from patience import patiently
 from ranks import forkserver
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,7 +30,7 @@ from torch.distributed import distributed_c10d
 import bcp
 from benchmarks.network import Network, enter
 
-__all__ = ["HUNG", "Job", "Store"]
+__all__ = ["HUNG", "LONG", "SLOW", "Job", "Store", "with_more_time"]
 
 HUNG = "no answer"
 """The outcome of a rank that has not answered in time."""
@@ -36,7 +39,39 @@ DEAD = "dead"
 """The outcome of a rank whose process has ended."""
 
 PORT = 29_500
+SLOW = 600.0
+"""Seconds more that a machine with other work may need; on an idle one none of them is needed."""
+LONG = 1000.0
+"""Timeout of operations in which nobody is to be silent; more than :data:`SLOW`."""
 _TIMEOUT = timedelta(seconds=60)
+
+
+def with_more_time(*seconds: float, hosts: int = 4) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Call a test with the first ``timeout`` of operations, and if it fails with the next one.
+
+    Each call has new hosts, ``network``, and an empty folder, ``tmp_path``. A machine with other work may silence
+    a rank for longer than the first timeout.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def check(made: Callable[..., Network], folder: Path, given: Mapping[str, Any], timeout: float) -> None:
+            own = folder / f"{timeout:.0f}"
+            own.mkdir()
+            with closing(made(hosts)) as network:
+                test(network=network, tmp_path=own, timeout=timeout, **given)
+
+        @wraps(test)
+        def run(networks: Callable[..., Network], tmp_path: Path, **given: Any) -> None:
+            patiently(partial(check, networks, tmp_path, given), *seconds)
+
+        names = [name for name in inspect.signature(test).parameters if name not in ("network", "tmp_path", "timeout")]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # pytest reads it
+            [inspect.Parameter(name, kind) for name in ("networks", "tmp_path", *names)]
+        )
+        return run
+
+    return decorate
 
 
 class Store:
@@ -101,7 +136,7 @@ class Ranks:
         return outcomes
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, ranks: Iterable[int] | None = None
+        self, function: Callable[..., Any], *args: Any, timeout: float = SLOW, ranks: Iterable[int] | None = None
     ) -> dict[int, Any]:
         """Do both."""
         chosen = None if ranks is None else list(ranks)
@@ -109,9 +144,9 @@ class Ranks:
         return self.collect(timeout, chosen)
 
     def reach(self, function: Callable[..., Any], *args: Any, marks: Path) -> None:
-        """Let all ranks call ``function(*args, marks)``; return when each has come to its :func:`halt`."""
+        """Let all ranks call ``function(*args, marks)``; return when each has come to :func:`halt` or :func:`mark`."""
         self.begin(function, *args, marks)
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + SLOW
         while not marks.is_dir() or len(list(marks.iterdir())) < self.size:
             assert time.monotonic() < deadline, "not all ranks came so far"
             time.sleep(0.01)
@@ -169,7 +204,7 @@ class Job(Ranks):
             processes.append(process)
             pipes.append(ours)
         super().__init__(processes, pipes)
-        started = self.collect(60.0)
+        started = self.collect(SLOW)
         if any(outcome is not None for outcome in started.values()):
             self.close()
             raise AssertionError(f"the process group did not come up: {started}")
@@ -184,7 +219,7 @@ def halt(marks: Path) -> bcp.extend.Stage:
     """Return a stage that shows that this rank has come so far, and goes on when there is a file ``go``."""
 
     async def run(item: object) -> object:
-        _mark(marks)
+        mark(marks)
         while not (marks / "go").exists():  # noqa: ASYNC110 -- another process makes it
             await anyio.sleep(0.02)
         return item
@@ -192,7 +227,8 @@ def halt(marks: Path) -> bcp.extend.Stage:
     return bcp.extend.Stage("halt", run)
 
 
-def _mark(marks: Path) -> None:
+def mark(marks: Path) -> None:
+    """Show that this rank has come so far."""
     marks.mkdir(exist_ok=True)
     (marks / str(dist.get_rank())).touch()
 

@@ -19,9 +19,9 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from jobs import Job, Store, halt
+from jobs import LONG, SLOW, Job, Store, halt, with_more_time
 from strangers import Strangers
-from test_faults import LATE, SLOW, TIMEOUT, errors_of
+from test_faults import TIMEOUTS, errors_of
 from test_restarts import started
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -38,7 +38,7 @@ WAYS: dict[str, Callable[[], Coordinator]] = {
     "chain": lambda: GrpcCoordinator.over(fanout=1),
 }
 _chosen: dict[str, Coordinator] = {}
-PATIENT = 120.0
+PATIENT = LONG
 COUNT = 20_000
 
 
@@ -67,7 +67,7 @@ def loaded(way: str, path: Path, step: int, timeout: float = PATIENT) -> bool:
     return all(torch.equal(model[name], right[name]) for name in right)
 
 
-def exchanged(way: str, nbytes: int, stop: Path, timeout: float = TIMEOUT) -> int:
+def exchanged(way: str, nbytes: int, stop: Path, timeout: float) -> int:
     """Exchange bytes between all ranks until there is a file; return how often."""
 
     async def exchange() -> int:
@@ -87,7 +87,7 @@ def exchanged(way: str, nbytes: int, stop: Path, timeout: float = TIMEOUT) -> in
     return anyio.run(exchange)
 
 
-def until(happens: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(happens: Callable[[], bool], seconds: float = SLOW) -> None:
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -100,7 +100,7 @@ def succeed(job: Job, way: str, path: Path, step: int) -> None:
     assert job.run(loaded, way, path, step) == dict.fromkeys(range(job.size), True)
 
 
-def failed(job: Job, ranks: Iterable[int] | None = None, *, within: float = LATE) -> dict[int, bcp.PeerError]:
+def failed(job: Job, ranks: Iterable[int] | None = None, *, within: float) -> dict[int, bcp.PeerError]:
     """Return the errors of these ranks; each has come in time."""
     return errors_of(job.collect(within + SLOW, ranks))
 
@@ -123,15 +123,16 @@ def names(error: bcp.PeerError, *ranks: int) -> bool:
 # -- who needs whom ---------------------------------------------------------------------------
 
 
-def test_a_chain_of_hosts(network: Network, tmp_path: Path) -> None:
+@with_more_time(*TIMEOUTS)
+def test_a_chain_of_hosts(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network) as job:
         succeed(job, "chain", tmp_path / "old", 1)
         path = tmp_path / "new"
 
         # two neighbours in the middle: each side blames the other one's end
-        job.reach(saved, "chain", path, 2, TIMEOUT, marks=tmp_path / "cut")
+        job.reach(saved, "chain", path, 2, timeout, marks=tmp_path / "cut")
         network.part(2, 3)
-        errors = failed(job)
+        errors = failed(job, within=timeout)
         assert all(names(errors[rank], 2) for rank in (0, 1)), errors
         assert all(names(errors[rank], 1) for rank in (2, 3)), errors
         network.part(2, 3, apart=False)
@@ -139,29 +140,30 @@ def test_a_chain_of_hosts(network: Network, tmp_path: Path) -> None:
         succeed(job, "chain", path, 3)
 
         # one direction alone
-        job.reach(saved, "chain", path, 4, TIMEOUT, marks=tmp_path / "deaf")
+        job.reach(saved, "chain", path, 4, timeout, marks=tmp_path / "deaf")
         network.deafen(2, 3)
-        errors = failed(job)
+        errors = failed(job, within=timeout)
         assert all(error.rank in (1, 2) for error in errors.values()), errors
         network.ip(2, "neigh", "del", network.address(3), "dev", "eth0")
         succeed(job, "chain", path, 5)
 
         # the two ends, which are no neighbours, do not need each other
-        job.reach(saved, "chain", path, 6, TIMEOUT, marks=tmp_path / "ends")
+        job.reach(saved, "chain", path, 6, timeout, marks=tmp_path / "ends")
         network.part(1, 4)
-        time.sleep(LATE)
+        time.sleep(timeout + 2.0)
         (tmp_path / "ends" / "go").touch()
         assert job.collect(PATIENT) == dict.fromkeys(range(4))
         network.part(1, 4, apart=False)
         assert job.run(loaded, "chain", path, 6) == dict.fromkeys(range(4), True)
 
 
-def test_a_leaf_and_the_first_rank_lose_each_other_in_a_save(network: Network, tmp_path: Path) -> None:
+@with_more_time(*TIMEOUTS)
+def test_a_leaf_and_the_first_rank_lose_each_other_in_a_save(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network) as job:
         succeed(job, "tree", tmp_path / "old", 1)
-        job.reach(saved, "tree", tmp_path / "new", 2, TIMEOUT, marks=tmp_path / "marks")
+        job.reach(saved, "tree", tmp_path / "new", 2, timeout, marks=tmp_path / "marks")
         network.part(1, 3)
-        errors = failed(job)
+        errors = failed(job, within=timeout)
         assert all(names(errors[rank], 2) for rank in (0, 1, 3)), errors
         assert names(errors[2], 0), errors
         network.part(1, 3, apart=False)
@@ -169,18 +171,19 @@ def test_a_leaf_and_the_first_rank_lose_each_other_in_a_save(network: Network, t
         succeed(job, "tree", tmp_path / "new", 3)
 
 
-def test_a_host_dies_without_a_word(network: Network, tmp_path: Path) -> None:
+@with_more_time(*TIMEOUTS)
+def test_a_host_dies_without_a_word(network: Network, tmp_path: Path, timeout: float) -> None:
     """Its network goes first: there is no reset of its connections."""
     with job_of(network) as job:
         succeed(job, "tree", tmp_path / "old", 1)
-        job.reach(saved, "tree", tmp_path / "new", 2, TIMEOUT, marks=tmp_path / "marks")
+        job.reach(saved, "tree", tmp_path / "new", 2, timeout, marks=tmp_path / "marks")
         network.port(3, up=False)
         job.signal(2, signal.SIGKILL)
         survivors = (0, 1, 3)
-        assert all(names(error, 2) for error in failed(job, survivors).values())
+        assert all(names(error, 2) for error in failed(job, survivors, within=timeout).values())
         for _ in range(2):  # the others cannot know that it never comes back
-            job.begin(saved, "tree", tmp_path / "new", 2, TIMEOUT, ranks=survivors)
-            assert all(names(error, 2) for error in failed(job, survivors).values())
+            job.begin(saved, "tree", tmp_path / "new", 2, timeout, ranks=survivors)
+            assert all(names(error, 2) for error in failed(job, survivors, within=timeout).values())
 
 
 def test_short_outages_between_operations(network: Network, tmp_path: Path) -> None:
@@ -197,11 +200,14 @@ def test_short_outages_between_operations(network: Network, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("host", [3, 1])
-def test_a_host_cannot_reach_the_store_in_the_first_operation(network: Network, tmp_path: Path, host: int) -> None:
+@with_more_time(*TIMEOUTS)
+def test_a_host_cannot_reach_the_store_in_the_first_operation(
+    network: Network, tmp_path: Path, timeout: float, host: int
+) -> None:
     with job_of(network) as job:
         network.port(host, up=False)
-        job.begin(saved, "tree", tmp_path / "ckpt", 1, TIMEOUT)
-        errors = failed(job)
+        job.begin(saved, "tree", tmp_path / "ckpt", 1, timeout)
+        errors = failed(job, within=timeout)
         if host == 3:
             assert all(errors[rank].rank == 2 for rank in (0, 1, 3)), errors
         else:
@@ -239,7 +245,7 @@ def test_a_large_plan_on_a_slow_link_is_no_silence(network: Network, tmp_path: P
     with job_of(network, [1, 2]) as job:
         succeed(job, "tree", tmp_path / "warm", 1)
         network.rate(2, 0.4)
-        took = job.run(saved_many, tmp_path / "ckpt", COUNT, timeout=120.0)
+        took = job.run(saved_many, tmp_path / "ckpt", COUNT, timeout=SLOW)
         assert all(isinstance(seconds, float) and seconds > 6.0 for seconds in took.values()), took
         network.rate(2, None)
         assert job.run(loaded_many, tmp_path / "ckpt", COUNT) == dict.fromkeys(range(2), True)
@@ -248,7 +254,7 @@ def test_a_large_plan_on_a_slow_link_is_no_silence(network: Network, tmp_path: P
 # -- connections that break -------------------------------------------------------------------
 
 
-def in_exchange(job: Job, way: str, stop: Path, timeout: float = TIMEOUT) -> None:
+def in_exchange(job: Job, way: str, stop: Path, timeout: float) -> None:
     """Begin to exchange, and return in the midst of it."""
     job.begin(exchanged, way, 300_000, stop, timeout)
     until(lambda: all(Path(f"{stop}.{rank}").exists() for rank in range(job.size)))
@@ -282,13 +288,14 @@ def test_connections_are_reset(network: Network, tmp_path: Path) -> None:
         succeed(job, "tree", tmp_path / "new", 5)
 
 
-def test_a_table_of_connections_drops_one_in_an_exchange(network: Network, tmp_path: Path) -> None:
+@with_more_time(*TIMEOUTS)
+def test_a_table_of_connections_drops_one_in_an_exchange(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network) as job:
         succeed(job, "tree", tmp_path / "old", 1)
         of_torch = network.flows(3, 4)
-        in_exchange(job, "tree", tmp_path / "stop")
+        in_exchange(job, "tree", tmp_path / "stop", timeout)
         network.swallow(3, 4, list(network.flows(3, 4) - of_torch)[:1])
-        errors = failed(job)
+        errors = failed(job, within=timeout)
         assert all("(host h3)" in str(error) and "(host h4)" in str(error) for error in errors.values()), errors
         succeed(job, "tree", tmp_path / "new", 2)
 

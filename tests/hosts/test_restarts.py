@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Job, Store
+from jobs import LONG, SLOW, Job, Store
 
 import bcp
 from benchmarks.network import Network
 
-WAIT = 120.0
-PATIENT = 100.0
+PATIENT = LONG
+WAIT = PATIENT + SLOW
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Programs that torchrun starts."""
+"""Programs that torchrun starts; it and they are :class:`~forked.Forked`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from forked import Forked
 
 END_SECONDS = 500.0
 
@@ -18,7 +20,7 @@ def started(ranks: int, program: str, *words: str) -> subprocess.Popen[str]:
     command += [f"--nproc-per-node={ranks}", program, *words]
     environ = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)  # noqa: S603 -- our own
+    return Forked(command, env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
 def torchrun(ranks: int, program: str, *words: str) -> subprocess.CompletedProcess[str]:

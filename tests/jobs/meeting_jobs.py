@@ -27,6 +27,8 @@ from bcp.runs.preemption import Preemption
 STEPS = 1_000_000
 """More than any job does."""
 GRACE_SECONDS = 900.0
+CONNECTING_SECONDS = 200.0
+"""A slow name server delays each of the connections to the store, one after the other."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ def _round(life: str, chance: random.Random) -> Round:
     seen = Round()
     preemption = Preemption(grace_seconds=GRACE_SECONDS)
     meetings = Meetings(rank, size, meeting_place(size), life, preemption)
-    assert meetings._connected.wait(60)  # it takes seconds where a name server is slow
+    assert meetings._connected.wait(CONNECTING_SECONDS)
     dist.barrier()
     timer = threading.Timer(after, os.kill, (os.getpid(), number))
     if rank in told:
@@ -86,6 +88,7 @@ def deaf_main_thread(life: str) -> Round:
     rank, seen, store = dist.get_rank(), Round(), dist.HashStore()
     size, heard = dist.get_world_size(), partial(store.set, "heard", "")
     meetings = Meetings(rank, size, meeting_place(size), life, Preemption(), on_alarm=heard)
+    assert meetings._connected.wait(CONNECTING_SECONDS)
     dist.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import bcp
 from bcp import _calls
 from bcp._load import reads as transport
-from bcp.coordinators import GrpcCoordinator
+from bcp.coordinators import GrpcCoordinator, process_group
 from bcp.coordinators.process_group import GroupExchange
 from bcp.protocols import Coordinator
 
@@ -208,6 +208,44 @@ def cancelled(path: Path) -> tuple[str, bool]:
     bcp.load(path, {"model": target}, options=options("plain", "gloo"), coordinator=coordinator)
     assert threads() == before
     return said, same(values(1500), target)
+
+
+def cancelled_while_joining(path: Path) -> tuple[str, bool]:
+    """Cancel ``aload`` on one rank when all others have failed to join its group, then load again."""
+    coordinator = GrpcCoordinator.over()
+    bcp.save(path, {"model": values(600)})
+    target, rank, make, join = zeros(600), dist.get_rank(), process_group._gloo_group, transport.join_group
+
+    def broken(*_: Any) -> Any:
+        (path / f"failed {rank}").touch()
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    def others_fail() -> None:
+        while len(list(path.glob("failed *"))) < SIZE - 1:
+            time.sleep(0.01)
+
+    async def wait(scope: anyio.CancelScope) -> None:
+        await anyio.to_thread.run_sync(others_fail)
+        scope.cancel()
+        await anyio.sleep_forever()
+
+    async def load() -> str:
+        with anyio.CancelScope() as scope:
+            if rank == VICTIM:
+                transport.join_group = lambda *_, **__: wait(scope)  # type: ignore[assignment]  # put back below
+            try:
+                await bcp.aload(path, {"model": target}, options=options("plain", "gloo"), coordinator=coordinator)
+            except bcp.BcpError as error:
+                return f"{type(error).__name__} {getattr(error, 'rank', error)}"
+        return "cancelled" if scope.cancelled_caught else "loaded"
+
+    process_group._gloo_group = broken
+    try:
+        said = anyio.run(load)
+    finally:
+        process_group._gloo_group, transport.join_group = make, join
+    bcp.load(path, {"model": target}, options=options("plain", "gloo"), coordinator=coordinator)
+    return said, same(values(600), target)
 
 
 def _with(name: str, stage: Callable[[Any], Any], timeout: float = NEVER) -> bcp.LoadOptions:

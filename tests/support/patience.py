@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+from bcp.backends.objects import ObjectBackend
+from bcp.events import RetryEvent
 
 
 def patiently(check: Callable[[float], None], *seconds: float) -> None:
@@ -17,3 +21,25 @@ def patiently(check: Callable[[float], None], *seconds: float) -> None:
         except AssertionError as error:
             print(f"not with {each} s: {error}")  # noqa: T201 -- pytest shows it if the last one fails too
     return check(seconds[-1])
+
+
+def more_patient(backend: ObjectBackend) -> ObjectBackend:
+    """Double the seconds of an attempt at each retry, and return the backend.
+
+    For servers that are silent on purpose: the first attempts end soon, and a slow machine gets as long as it needs.
+    """
+    retries = backend.retries
+
+    def double(_: RetryEvent) -> None:
+        retries.policy = replace(retries.policy, attempt_seconds=2 * retries.policy.attempt_seconds)
+
+    retries.policy = replace(retries.policy, on_retry=double)
+    return backend
+
+
+def impatient_now(backend: ObjectBackend, seconds: float) -> None:
+    """Let requests fail for good after so many seconds from now on; those under way, too.
+
+    For saves that fail with a fault: until the fault is made, they are as patient as they were.
+    """
+    backend.retries.policy = replace(backend.retries.policy, deadline_seconds=seconds)

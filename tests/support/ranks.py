@@ -16,13 +16,15 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import distributed as dist
@@ -105,8 +107,12 @@ class Ranks:
     starts a new one.
     """
 
+    _pools: ClassVar[WeakSet[Ranks]] = WeakSet()
+
     def __init__(self, size: int) -> None:
         self.size = size
+        self._has_run = False
+        self._pools.add(self)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -119,6 +125,7 @@ class Ranks:
 
         Function, arguments and results are pickled, the function by reference, tensors by value.
         """
+        self._has_run = True
         if not self._processes:
             self._start()
         call = pickle.dumps((function, args))
@@ -131,6 +138,14 @@ class Ranks:
             texts = [f"--- rank {rank} ---\n{replies[rank][1]}" for rank in failed]
             raise RankFailedError(f"{function.__name__} failed on ranks {failed}\n" + "\n".join(texts), failed)
         return [replies[rank][1] for rank in range(self.size)]
+
+    @classmethod
+    def rest(cls) -> None:
+        """End all pools that did nothing since the last call: threads of gloo wake ten times a second."""
+        for pool in list(cls._pools):
+            if not pool._has_run:
+                pool.close()
+            pool._has_run = False
 
     def close(self) -> None:
         """End all processes, at once: there is nothing in them to lose. Idempotent."""
@@ -188,13 +203,16 @@ def _serve(pipe: Connection, port: int, rank: int, size: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    gc.freeze()  # collections between calls look at what these made, not at all that was imported
+    gc.freeze()  # collections look at what calls have made, not at all that was imported
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             call = pipe.recv_bytes()
             _forget()
             try:
+                modules = len(sys.modules)
                 function, args = pickle.loads(call)  # noqa: S301 -- from our own parent
+                if len(sys.modules) > modules:
+                    gc.freeze()
                 reply = pickle.dumps((True, function(*args)))
             except BaseException:  # noqa: BLE001 -- pytest's own failures are no Exceptions; the parent tells them all
                 reply = pickle.dumps((False, traceback.format_exc()))
