@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_forked
 from lazy_jobs import Brake
 from logical import logical
 from torch import nn, optim
@@ -309,4 +309,4 @@ assert "1 held" in repr(hold)
 
 
 def test_a_forked_child_is_not_held_back() -> None:
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], check=True, timeout=240)  # noqa: S603 -- ours
+    run_forked([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED], timeout=240).check_returncode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,6 +18,7 @@ import torch
 from checkpoints import MIB, SECONDS, Gate, equal, files, flip, metadata, model, tensors, train, training, values
 from counted import growth
 from divided import divided
+from forked import run_forked
 from ranks import Ranks
 
 import bcp
@@ -190,7 +190,7 @@ def test_a_crash_while_saving_again_leaves_the_old_checkpoint(tmp_path: Path) ->
         bcp.save(sys.argv[1], {"model": {"w": torch.full((1 << 20,), 2.0)}}, overwrite=True, options=options)
     """
     run = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    assert subprocess.run(run, timeout=240, check=False).returncode == 77  # noqa: S603 -- our own program
+    assert run_forked(run, timeout=240).returncode == 77
     assert before.items() <= files(tmp_path).items()
     target = model(0, count=MIB)
     bcp.load(tmp_path, target)

@@ -8,13 +8,12 @@ import pytest
 
 from benchmarks.chaos import Case, kill_and_resume
 
-LOOPS = [Case("lazy"), Case("overwrite", ranks=2, victim=1)]
-RUNS = [Case("run"), Case("run-standby")]
+MORE = [Case("overwrite", ranks=2, victim=1), Case("run"), Case("run-standby")]
+CASES = [Case("lazy"), *(pytest.param(case, marks=pytest.mark.long) for case in MORE)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [*LOOPS, *RUNS], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_job_that_is_killed_in_a_save_resumes_where_it_would_have_been(case: Case, tmp_path: Path) -> None:
     verdicts = [kill.verdict for kill in kill_and_resume(case, tmp_path, points=4, jobs=2)]
     assert set(verdicts) <= {"PASS", "UNREACHED"}

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import irregular
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 
 
 @pytest.mark.parametrize("framework", ["FSDP1, use_orig_params=False", "Megatron-LM"])

@@ -272,7 +272,6 @@ def test_usage_sees_memory_and_cpu_of_this_process() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_tiny_run_measures_verifies_and_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, page, picture = (str(tmp_path / name) for name in ("run.json", "page.md", "picture.png"))
     Path(page).write_text(f"{BEGIN}\n{END}\n", "utf-8")
@@ -307,7 +306,6 @@ def test_a_library_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_ranks_share_a_state_and_load_it_again(tmp_path: Path) -> None:
     run = Run(MIB, 1, tmp_path, ["bcp", "DCP"], quick=True)
     run.part("ranks")

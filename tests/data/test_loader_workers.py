@@ -18,11 +18,13 @@ import psutil
 import pytest
 import torch
 from feeding import Fed, alike, drain, everything, load, save, step
+from forked import run_forked
 from ranks import ended, started
 from slow_sources import Exiting, Failing, Growing, Locked, Noted, Silent, Verbose, Wide
 
+from bcp._messages.reading import StatesRequest
 from bcp.data import Source, TokenLoader
-from bcp.data.worker import Job
+from bcp.data.worker import Job, Line
 from bcp.data.workers import Workers, _pickled
 from bcp.errors import InputError, StageError
 
@@ -86,13 +88,7 @@ def run_script(source: str, folder: Path, *args: str) -> subprocess.CompletedPro
     script = folder / "job.py"
     script.write_text(source)
     path = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 1, 2))
-    return subprocess.run(  # noqa: S603 -- our own script
-        [sys.executable, script, *args],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_forked([sys.executable, script, *args], env=os.environ | {"PYTHONPATH": path})
 
 
 def test_processes_may_be_spawned() -> None:
@@ -156,6 +152,7 @@ if __name__ == "__main__":
 UNGUARDED = f"""
 {EARLY}
 from slow_sources import Growing
+from bcp._messages.reading import StatesRequest
 from bcp.data import Source, TokenLoader
 next(TokenLoader([Source("pages", Growing())], 8, 6, shards=6, workers=1))
 """
@@ -237,6 +234,24 @@ def test_a_prepared_state_needs_no_worker() -> None:
     while step([again], fed):
         pass
     assert fed == expected
+
+
+def test_each_request_for_states_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to an earlier request may arrive after a later one was made."""
+    numbers: list[int] = []
+    send = Line.send
+
+    def note(line: Line, message: Any) -> None:
+        if isinstance(message, StatesRequest):
+            numbers.append(message.number)
+        send(line, message)
+
+    monkeypatch.setattr(Line, "send", note)
+    with loader(Growing(), workers=1) as reader:
+        next(reader)
+        for _ in range(3):
+            reader.prepare(0)
+    assert len(numbers) == len(set(numbers)) == 3
 
 
 def test_reader_and_worker_never_wait_for_each_other_to_receive() -> None:
@@ -349,6 +364,7 @@ SCRIPT = f"""
 {EARLY}
 import json, os, signal, sys
 from slow_sources import Growing
+from bcp._messages.reading import StatesRequest
 from bcp.data import Source, TokenLoader
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ranks import ended, meeting_place, started
 
 from bcp.data import SampleId
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 
 Log = list[dict[str, Any]]
 """A rank's steps, and last its weights."""

@@ -45,7 +45,9 @@ WAYS = ("save", "background", "asave", "lazy")
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare all bits, of NaN too."""
     same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
+    return same and torch.equal(
+        *(each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for each in (one, other))
+    )
 
 
 @dataclass

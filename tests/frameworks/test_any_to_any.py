@@ -31,6 +31,10 @@ PLANNERS: dict[How, str] = {
     **dict.fromkeys(("z1/fp32", "z2/fp32", "z3/fp32"), "deepspeed"),
 }
 FRAMEWORKS = list(PLANNERS)
+ALL = [(before, after) for before in FRAMEWORKS for after in FRAMEWORKS if before != after]
+FEW = {(PLANNERS[before], PLANNERS[after]): (before, after) for before, after in ALL}.values()
+"""One pair for any two planners. All pairs together take minutes."""
+PAIRS = [pytest.param(*pair, marks=() if pair in FEW else pytest.mark.long) for pair in ALL]
 BF16: list[tuple[How, How]] = [
     *(("z1/bf16", DDP), ("z2/bf16", FSDP2), ("z3/bf16", FSDP2)),
     *((DDP, "z1/bf16"), (FSDP2, "z2/bf16"), (FSDP2, "z3/bf16"), (MIXED, "z3/bf16")),
@@ -49,7 +53,7 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Saved, how: How) -
     assert not differences(logical(saved(how)), trained(2, data_parallel(how)).state())
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in FRAMEWORKS for b in FRAMEWORKS if a != b], ids=str)
+@pytest.mark.parametrize(("before", "after"), PAIRS, ids=str)
 def test_training_goes_on_in_any_other_framework(
     pool_of: PoolOf, tmp_path: Path, saved: Saved, before: How, after: How
 ) -> None:

@@ -5,13 +5,16 @@ import os
 import sys
 from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import fsspec.config
 import pytest
+from gcsfs.core import GCSFileSystem
 from google.oauth2.credentials import Credentials
 
+from bcp.backends.objects import gcs_http
 from bcp.backends.objects.gcs import open_gcs
 from bcp.errors import InputError, MissingExtraError, StorageError
 from bcp.protocols import Backend, folders_of
@@ -247,6 +250,31 @@ async def test_credentials_are_sent_and_anonymous_requests_have_none(gcs: Gcs) -
     assert {request["authorization"] for request in gcs.server.log()} == {""}
     await gcs(token=Credentials("a-secret-token")).put("key", b"1")
     assert {request["authorization"] for request in gcs.server.log()} == {"Bearer a-secret-token"}
+
+
+async def test_credentials_are_asked_for_once_a_minute_and_after_a_401(
+    gcs: Gcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = [1000.0], 0
+    get = GCSFileSystem._get_headers
+
+    def count(system: GCSFileSystem, headers: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return get(system, headers)
+
+    monkeypatch.setattr(GCSFileSystem, "_get_headers", count)
+    monkeypatch.setattr(gcs_http, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    backend = gcs()
+    for later, expected in ((0.0, 1), (0.0, 1), (gcs_http.HEADERS_SECONDS - 1, 1), (1.0, 2), (0.0, 2)):
+        now[0] += later
+        await backend.put("key", b"1")
+        assert asked == expected
+    gcs.server.faults({"match": "uploadType=media", "times": 1, "status": 401})
+    with pytest.raises(StorageError, match="401"):
+        await backend.put("key", b"1")
+    await backend.put("key", b"1")
+    assert asked == 3
 
 
 async def test_requester_pays(gcs: Gcs) -> None:

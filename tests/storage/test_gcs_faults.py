@@ -10,6 +10,7 @@ import anyio
 import pytest
 from google.auth.exceptions import RefreshError
 from google.oauth2.credentials import Credentials
+from patience import more_patient
 
 from bcp.backends.objects import ConditionError, If, RequestError
 from bcp.errors import CorruptError, InputError, StorageError
@@ -82,7 +83,7 @@ async def test_a_request_whose_answer_is_lost_is_recognized(gcs: Gcs, what: str)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("fault", [{"drop": "after"}, {"status": 500, "acted": True}, {"mute": True}], ids=str)
 async def test_a_commit_whose_answer_is_lost_is_no_lost_race(gcs: Gcs, fault: dict[str, object], times: int) -> None:
-    backend = gcs(policy=RetryPolicy(attempt_seconds=0.5, first_pause_seconds=0.01))
+    backend = more_patient(gcs(policy=RetryPolicy(attempt_seconds=0.5, first_pause_seconds=0.01)))
     found = None
     for data in (b"1", b"2"):
         gcs.server.faults({"match": MEDIA, "times": times, **fault})
@@ -275,12 +276,12 @@ async def test_a_server_that_is_not_there(gcs: Gcs) -> None:
 
 
 async def test_a_server_that_hangs_is_given_up(gcs: Gcs) -> None:
-    backend = gcs(policy=RetryPolicy(attempt_seconds=0.3, first_pause_seconds=0.01))
+    backend = more_patient(gcs(policy=RetryPolicy(attempt_seconds=0.3, first_pause_seconds=0.01)))
     await backend.version("key")
     gcs.server.faults({"match": MEDIA, "times": 1, "delay": 60})
     await backend.put("key", b"1")
     assert bytes(await backend.get("key")) == b"1"
-    assert backend.retries.retries == 1
+    assert backend.retries.retries >= 1
 
 
 def test_a_token_whose_file_is_absent_is_refused(gcs: Gcs) -> None:

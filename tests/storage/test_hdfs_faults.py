@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import anyio
 import pytest
 import torch
 from left_over import without_recordings
+from patience import impatient_now
 from servers.hdfs import MiniHdfs
 from servers.hdfs_clients import backend_of, names
 
@@ -47,6 +49,7 @@ class Faults:
         self._patch = monkeypatch
         self._threads: list[threading.Thread] = []
         self._mends: tuple[Callable[[], Any], ...] = ()
+        self._impatient: ObjectBackend | None = None
         self.made = 0
 
     def in_upload(self, call: Callable[[], Any]) -> None:
@@ -79,6 +82,8 @@ class Faults:
     async def _make(self, call: Callable[[], Any]) -> None:
         self.made += 1
         await anyio.to_thread.run_sync(call)
+        if self._impatient is not None:
+            impatient_now(self._impatient, 1.5)
 
     def patient(self, *mends: Callable[[], Any]) -> RetryPolicy:
         """Return a policy with which a save outlives a fault, and that mends it at the first retry."""
@@ -91,9 +96,10 @@ class Faults:
             on_retry=self._retry,
         )
 
-    def impatient(self) -> RetryPolicy:
-        """Return a policy with which a save soon fails."""
-        return RetryPolicy(deadline_seconds=1.5, attempt_seconds=1, first_pause_seconds=0.05, longest_pause_seconds=0.2)
+    def impatient(self, url: str, attempt_seconds: float = 2) -> ObjectBackend:
+        """Return a backend with which a save fails soon after a fault. Before the fault it waits for a slow machine."""
+        self._impatient, _ = backend_of(url, replace(self.patient(), attempt_seconds=attempt_seconds))
+        return self._impatient
 
     def _retry(self, _event: RetryEvent) -> None:
         if not self._threads:
@@ -124,9 +130,8 @@ def save_through(url: str, policy: RetryPolicy, faults: Faults, **options: Any) 
     assert len(found) == 3, found  # data, receipts, metadata
 
 
-def refused(url: str, policy: RetryPolicy, faults: Faults, message: str) -> None:
+def refused(backend: ObjectBackend, faults: Faults, message: str) -> None:
     """Check that a save over a checkpoint fails, soon and with these words."""
-    backend, _ = backend_of(url, policy)
     with pytest.raises(BcpError, match=message):
         bcp.save(backend, state(2), options=OPTIONS)
     assert faults.made == 1
@@ -157,7 +162,7 @@ def test_a_namenode_that_restarts(saved: str, mended: MiniHdfs, faults: Faults, 
 
 def test_a_namenode_that_stays_away(saved: str, mended: MiniHdfs, faults: Faults) -> None:
     faults.in_upload(lambda: mended.command("stop-namenode 0"))
-    refused(saved, faults.impatient(), faults, "no NameNode|is away|no answer in time")
+    refused(faults.impatient(saved), faults, "no NameNode|is away|no answer in time")
     mended.command("start-namenode 0")
     mended.command("await 0")
     saves_again(saved)
@@ -175,7 +180,7 @@ def test_all_datanodes_die_in_an_upload(saved: str, mended: MiniHdfs, faults: Fa
         mended.command("stop-datanode 1")
 
     faults.in_upload(stop)
-    refused(saved, faults.impatient(), faults, "storing part|storing 'data|finishing")
+    refused(faults.impatient(saved), faults, "storing part|storing 'data|finishing")
     for command in ("start-datanode 0", "start-datanode 1", "await 0"):
         mended.command(command)
     saves_again(saved)
@@ -188,7 +193,7 @@ def test_safe_mode_in_a_commit(saved: str, mended: MiniHdfs, faults: Faults) -> 
 
 def test_safe_mode_that_stays(saved: str, mended: MiniHdfs, faults: Faults) -> None:
     faults.in_commit(lambda: mended.command("safemode-enter"))
-    refused(saved, faults.impatient(), faults, r"SafeModeException.*in safe mode")
+    refused(faults.impatient(saved, 5), faults, r"SafeModeException.*in safe mode")
     check_loads(backend_of(saved)[0], 1)  # in safe mode too
     mended.command("safemode-leave")
     saves_again(saved)
@@ -227,7 +232,7 @@ def test_no_active_namenode(both: MiniHdfs, faults: Faults) -> None:
     url = "hdfs://pair/none"
 
     async def save() -> None:
-        backend, _ = backend_of(url, faults.impatient())
+        backend = faults.impatient(url)
         with pytest.raises(BcpError, match=r"no NameNode|none is active|no answer in time"):
             await bcp.asave(backend, state(2), options=OPTIONS)
 

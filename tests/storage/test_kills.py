@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from servers.gcs import GcsServer
 
 pytest_plugins = ["servers.gcs_fixtures"]
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_hdfs(hdfs: MiniHdfs, tmp_path: Path) -> None:
     assert_nothing_left(f"{hdfs.url}{root}", files(hdfs, root))
 
 
+@pytest.mark.long
 def test_a_file_system_of_fsspec(hdfs: MiniHdfs, tmp_path: Path) -> None:
     """fsspec's own client of WebHDFS, through the generic adapter."""
     root, options = f"/runs/{uuid4().hex}", {"user": "root"}

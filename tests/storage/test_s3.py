@@ -17,6 +17,7 @@ import pytest
 import torch
 from fsspec.config import conf
 from left_over import without_recordings
+from patience import more_patient
 from servers.faults import Front, front_of
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server, moto_server
 
@@ -376,7 +377,8 @@ async def test_a_cancelled_read_writes_no_more(faulty: ObjectBackend) -> None:
 
 
 async def test_a_server_that_is_silent_is_asked_again(server: S3Server, front: Front) -> None:
-    backend = S3Server(front.url).backend(server.place(), RetryPolicy(attempt_seconds=0.5, first_pause_seconds=1e-3))
+    policy = RetryPolicy(attempt_seconds=0.5, first_pause_seconds=1e-3)
+    backend = more_patient(S3Server(front.url).backend(server.place(), policy))
     await backend.put("a", b"1")
     front.fail("GET ", hang=True)
     assert await backend.get("a") == b"1"
