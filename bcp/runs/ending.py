@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from bcp.runs.calls import Body
@@ -14,11 +15,12 @@ CTRL_C_TWICE = "Two more Ctrl-C give it up: its files are removed, and older che
 """In a coroutine: ``asyncio.run`` turns the first one into a cancellation."""
 
 
-def await_save(saves: Saves, again: str) -> Body[KeyboardInterrupt | None]:
+def await_save(saves: Saves, drop_standby: Callable[[], Body[None]], again: str) -> Body[KeyboardInterrupt | None]:
     """Wait for the running save and its callback. A Ctrl-C is told what a further one does: it gives the save up.
 
     Args:
         saves: of the run.
+        drop_standby: gives up the held snapshot, without which its save would not end. A Ctrl-C repeats it.
         again: for a run that was interrupted: what a further interrupt does; "" for any other end.
 
     Returns:
@@ -28,6 +30,7 @@ def await_save(saves: Saves, again: str) -> Body[KeyboardInterrupt | None]:
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
+            yield from drop_standby()
             yield partial(saves.ended_at_last, again)
         except KeyboardInterrupt as error:
             if again:

@@ -480,8 +480,8 @@ class Run:
         end = "preempted" if self._last is not None else end
         interrupt: KeyboardInterrupt | None = None
         try:
-            yield from noting(errors, self._saver.drop_standby)
-            interrupt = yield from await_save(self._saves, again)
+            drop_standby = partial(noting, errors, self._saver.drop_standby)
+            interrupt = yield from await_save(self._saves, drop_standby, again)
             for part in (self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
             self._is_over = True

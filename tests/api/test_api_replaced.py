@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from samples import sample
 
 import bcp
 from bcp.backends import MemoryBackend
@@ -81,12 +83,21 @@ async def load(backends: list[Overtaken], options: LoadOptions) -> set[float]:
     return found | {element for target in targets for w in target["model"].values() for element in w.unique().tolist()}
 
 
-@pytest.mark.parametrize("codecs", [[], [CODEC]], ids=["plain", "codec"])
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+CASES = sample(
+    itertools.product([1, 2], [False, True], ["plain", "codec"]),
+    (1, False, "plain"),
+    (2, True, "codec"),
+    (2, True, "plain"),
+)
+
+
+@pytest.mark.parametrize(("world_size", "verify", "stored"), CASES)
 async def test_a_save_at_any_request_of_a_load(
-    world_size: int, codecs: list[bcp.extend.Codec], *, verify: bool
+    world_size: int,
+    verify: bool,  # noqa: FBT001 -- a parameter
+    stored: str,
 ) -> None:
+    codecs = [CODEC] if stored == "codec" else []
     options = LoadOptions(codecs=codecs, verify=verify, record=False, read_bytes=1 << 20, exchange_bytes=4096)
     try:
         await save(1.0, codecs)

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.chaos import Case, kill_and_resume
 
-MORE = [Case("overwrite", ranks=2, victim=1), Case("run"), Case("run-standby")]
-CASES = [Case("lazy"), *(pytest.param(case, marks=pytest.mark.long) for case in MORE)]
+CASES = [Case("lazy"), Case("overwrite", ranks=2, victim=1), Case("run"), Case("run-standby")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_job_that_is_killed_in_a_save_resumes_where_it_would_have_been(case: Case, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ import killed_save
 import pytest
 import torch
 from ranks import ended, meeting_place, started
+from samples import sample
 from torch.distributed import TCPStore
 
 import bcp
@@ -43,8 +45,11 @@ def test_a_rank_that_is_killed_between_commit_and_recording_fails_no_save(
     assert not (tmp_path / "ckpt" / "telemetry").exists()
 
 
-@pytest.mark.parametrize("moment", killed_rank.MOMENTS)
-@pytest.mark.parametrize("victim", [ROOT, INNER, LEAF])
+VICTIMS = (ROOT, INNER, LEAF)
+CASES = sample(itertools.product(VICTIMS, killed_rank.MOMENTS), *zip(VICTIMS, killed_rank.MOMENTS, strict=True))
+
+
+@pytest.mark.parametrize(("victim", "moment"), CASES)
 def test_everyone_names_the_killed_rank_and_a_restarted_job_saves(
     server: TCPStore, tmp_path: Path, victim: int, moment: str
 ) -> None:

@@ -174,7 +174,7 @@ async def test_a_report_that_cannot_be_read_hides_no_other(
     mine = Report(1, findings=[Finding("storage", "cannot write to /shared: no space left", "free some")])
     await board.post(time.monotonic() + 60.0, 1, mine.message())
     store.set("session/RankReport/2", "what another version says")
-    assert not await _judge(job, replace(meeting, place=place, board=board), met(60.0), Report(0), None)
+    assert not await _judge(job, replace(meeting, place=place, board=board), met(20.0), Report(0), None)
     out = capsys.readouterr().out
     assert "the message RankReport of rank 2 cannot be decoded" in out
     assert "cannot write to /shared: no space left" in out

@@ -41,6 +41,7 @@ def test_readers_of_data_come_and_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_a_killed_loop_of_rollouts(tmp_path: Path) -> None:
     assert "5 kills, 736 prompts: 0 lost, 0 trained twice" in run("data_rl.py", cwd=tmp_path)
 

@@ -20,6 +20,7 @@ import anyio
 import pytest
 import torch
 from jobs import LONG, SLOW, Job, Store, halt, with_more_time
+from samples import sample
 from strangers import Strangers
 from test_faults import TIMEOUTS, errors_of
 from test_restarts import started
@@ -199,7 +200,7 @@ def test_short_outages_between_operations(network: Network, tmp_path: Path) -> N
 # -- before the first operation ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", [3, 1])
+@pytest.mark.parametrize("host", sample([3, 1], 3))
 @with_more_time(*TIMEOUTS)
 def test_a_host_cannot_reach_the_store_in_the_first_operation(
     network: Network, tmp_path: Path, timeout: float, host: int

@@ -12,6 +12,7 @@ import pytest
 import torch
 from elastic import Torchrun
 from jobs import DEAD, HUNG, LONG, SLOW, Ranks, halt, with_more_time
+from samples import sample
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -69,7 +70,7 @@ STORES = {"shared": {}, "own": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 """Whose store the ranks meet in: that of an agent, which outlives them (torch's default), or rank 0's own."""
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", sample(STORES, "shared"))
 def test_ranks_are_killed(network: Network, tmp_path: Path, store: str) -> None:
     path = tmp_path / "ckpt"
     with closing(Torchrun(network, "4", network.hosts, STORES[store])) as job:
@@ -85,6 +86,7 @@ def test_ranks_are_killed(network: Network, tmp_path: Path, store: str) -> None:
             works(ranks, path, step, step + 1, load_first=operation is not None)
 
 
+@pytest.mark.long
 @with_more_time(*TIMEOUTS)
 def test_hosts_are_lost_and_come_back(network: Network, tmp_path: Path, timeout: float) -> None:
     """Not with the shared store, to which torch 2.13 admits no new agent.
@@ -108,7 +110,7 @@ def test_hosts_are_lost_and_come_back(network: Network, tmp_path: Path, timeout:
             works(ranks, path, step, step + 1, load_first=operation is not None)
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", sample(STORES, "shared"))
 @with_more_time(*TIMEOUTS, hosts=5)
 def test_hosts_are_lost_and_the_job_goes_on_with_fewer(
     network: Network, tmp_path: Path, timeout: float, store: str

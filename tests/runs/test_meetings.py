@@ -28,6 +28,7 @@ from forked import Forked
 from logs import captured_logs
 from patience import patiently
 from ranks import HOST, Ranks
+from samples import sample
 from servers.ports import held_ports
 from torch.distributed import HashStore, Store, TCPStore
 from waiting import wait_until
@@ -513,7 +514,7 @@ def check_rounds(results: list[list[meeting_jobs.Round]]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sample([2, 4], 2))
 def test_ranks_of_a_job_stop_together_after_the_signal_of_one(size: int) -> None:
     with closing(Ranks(size)) as ranks:
         check_rounds(ranks.run(meeting_jobs.rounds, 40, size))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from forked import Forked
 from torch import nn
 
 import bcp
+from bcp.runs.calls import once
+from bcp.runs.ending import CTRL_C, await_save
 from bcp.runs.folder import step_name
 from bcp.runtime.threads import in_thread
 
@@ -204,7 +207,12 @@ async def train(run):
     if sys.argv[2] != "exit":
         await asyncio.sleep(3600)
 
+async def wake_up_again_and_again():
+    while True:  # a loop that falls asleep just then does not learn of a signal
+        await asyncio.sleep(0.1)
+
 async def main():
+    naps = asyncio.create_task(wake_up_again_and_again())
     run = bcp.Run(sys.argv[1], states, save=1, save_options=options)
     if sys.argv[2] == "with":
         with run:
@@ -271,12 +279,27 @@ def assert_given_up(job: subprocess.Popen[str], folder: Path) -> None:
 def test_a_second_interrupt_gives_the_running_save_up(tmp_path: Path, script: str, where: str) -> None:
     """The first one says so. It ends the loop, and the call that waits for the save before it."""
     with started(script, str(tmp_path), where) as job:
+        if where == "exit":
+            line_with(job.stderr, "waiting until step 2 is durable")  # an interrupt before would end the exit
         told = pressed(job, "waiting until step 2 is durable")
         assert "written on rank 0" in told
         assert ". Ctrl-C again gives it up" in told
         assert job.poll() is None
         pressed(job, "step 2 is given up")
         assert_given_up(job, tmp_path)
+
+
+def test_an_interrupt_while_a_standby_is_dropped_is_the_first_one() -> None:
+    saves = Mock()
+    body = await_save(saves, lambda: once(saves.drop), "")
+    assert next(body) is saves.drop
+    assert body.throw(KeyboardInterrupt("first")) is saves.drop
+    wait: Any = body.send(None)
+    assert (wait.func, wait.args) == (saves.ended_at_last, (CTRL_C,))
+    assert body.throw(KeyboardInterrupt("second")) is saves.give_up
+    with pytest.raises(StopIteration) as end:
+        body.send(None)
+    assert end.value.value.args == ("second",)
 
 
 @pytest.mark.parametrize("where", ["body", "exit"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from samples import sample
 from servers.commit_stores import STORES
 
 from benchmarks.commit_table.cells import ALWAYS, Answer, Cell, Fault, Faults
@@ -18,9 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "storage.md"
 SHARES = {"GCS": 20, "S3": 50, "HDFS": 60, "shared files": 40, "fsspec": 10}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "fsspec" else pytest.mark.long) for name in STORES]
-)
+@pytest.mark.parametrize("name", sample(STORES, "fsspec"))
 def test_no_answer_loses_a_checkpoint_or_makes_a_save_tell_something_untrue(name: str) -> None:
     cells, outcomes = anyio.run(run, STORES[name], SHARES[name])
     wrong = [str(outcome) for outcome in outcomes if outcome.problems]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from left_over import without_recordings
 from patience import impatient_now
+from samples import sample
 from servers.hdfs import MiniHdfs
 from servers.hdfs_clients import backend_of, names
 
@@ -154,7 +156,7 @@ def saved(url: str) -> str:
     return url
 
 
-@pytest.mark.parametrize("when", ["in_upload", "in_commit"])
+@pytest.mark.parametrize("when", sample(["in_upload", "in_commit"], "in_commit"))
 def test_a_namenode_that_restarts(saved: str, mended: MiniHdfs, faults: Faults, when: str) -> None:
     getattr(faults, when)(lambda: mended.command("stop-namenode 0"))
     save_through(saved, faults.patient(lambda: mended.command("start-namenode 0")), faults)
@@ -191,6 +193,7 @@ def test_safe_mode_in_a_commit(saved: str, mended: MiniHdfs, faults: Faults) -> 
     save_through(saved, faults.patient(lambda: mended.command("safemode-leave")), faults)
 
 
+@pytest.mark.long
 def test_safe_mode_that_stays(saved: str, mended: MiniHdfs, faults: Faults) -> None:
     faults.in_commit(lambda: mended.command("safemode-enter"))
     refused(faults.impatient(saved, 5), faults, r"SafeModeException.*in safe mode")
@@ -219,8 +222,13 @@ def write_settings(folder: Path, settings: Mapping[str, str]) -> None:
     (folder / "hdfs-site.xml").write_text(f"<?xml version='1.0'?><configuration>{rows}</configuration>")
 
 
-@pytest.mark.parametrize("when", ["in_upload", "in_commit"])
-@pytest.mark.parametrize("fault", ["standby 0", "stop-namenode 0"])
+FAULTS = sample(
+    itertools.product(["in_upload", "in_commit"], ["standby 0", "stop-namenode 0"]),
+    *(("in_upload", "standby 0"), ("in_commit", "stop-namenode 0")),
+)
+
+
+@pytest.mark.parametrize(("when", "fault"), FAULTS)
 def test_failover(both: MiniHdfs, faults: Faults, when: str, fault: str) -> None:
     url = f"hdfs://pair/{when}-{fault.split(maxsplit=1)[0]}"
     bcp.save(backend_of(url)[0], state(1), options=OPTIONS)

@@ -33,6 +33,7 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
         yield servers
 
 
+@pytest.mark.long
 def test_gcs(gcs_server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_server.url)
     root, options = uuid4().hex, {"token": "anon"}
@@ -63,6 +64,7 @@ def test_rgw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         on_s3(server, tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 def test_hdfs(hdfs: MiniHdfs, tmp_path: Path) -> None:
     root = f"/runs/{uuid4().hex}"
     assert_survives_kills(f"{hdfs.url}{root}", tmp_path)

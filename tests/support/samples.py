@@ -1,0 +1,20 @@
+"""Samples of matrices: some cases run in ``make test``, and all of them in ``make test-all``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return the cases for ``parametrize``. Those that are not kept have the mark ``long``."""
+    cases = list(cases)
+    assert kept, "a matrix leaves a sample in make test"
+    assert set(kept) <= set(cases), f"{set(kept) - set(cases)} are no cases"
+    return [_param(case, () if case in kept else pytest.mark.long) for case in cases]
+
+
+def _param(case: Any, marks: Any) -> Any:
+    return pytest.param(*case, marks=marks) if isinstance(case, tuple) else pytest.param(case, marks=marks)
