@@ -16,7 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 pytest.register_assert_rewrite("gpu.scenarios")  # shared by tests/gpu and tests/device
-hypothesis.settings.register_profile("bcp", deadline=None)  # how long an example takes is the machine's business
+hypothesis.settings.register_profile("bcp", deadline=None, derandomize=True)
+"""How long an example takes is the machine's business. New examples are those of ``make soak``."""
 hypothesis.settings.load_profile("bcp")
 
 
@@ -92,6 +93,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None if seed is None else f"random order: --shuffle={seed}"
 
 
+@pytest.hookimpl(trylast=True)  # hypothesis has marked its tests by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files that spawn ranks first: one of them at the end would keep one process busy and the other one idle."""
     if config.option.examples > 1:
@@ -109,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
-    """Let a test of hypothesis try more examples. Machines of states have their settings at their class."""
+    """Let a test of hypothesis try more and new examples. Machines of states have their settings at their class."""
     function = getattr(item, "obj", None)
     holder, name = getattr(function, "__func__", function), "_hypothesis_internal_use_settings"
     if not hasattr(holder, name):
@@ -119,7 +121,7 @@ def _multiply(item: pytest.Item, factor: int) -> None:
         raise pytest.UsageError(
             f"{item.nodeid}: this hypothesis keeps its settings elsewhere; --examples has no effect"
         )
-    setattr(holder, name, hypothesis.settings(own, max_examples=own.max_examples * factor))
+    setattr(holder, name, hypothesis.settings(own, max_examples=own.max_examples * factor, derandomize=False))
 
 
 def pytest_configure() -> None:

@@ -51,11 +51,15 @@ _ADVICE = "Give every job a path of its own, or save again with overwrite=True"
 
 
 def replaced(path: str, operation: str, committed: Committed) -> ExistsError:
-    """Return the error of a save whose place another one has taken."""
+    """Return the error of a save whose place another one has taken.
+
+    It does not say that this save was not committed: storage may have carried out a request that it then refused, and
+    the other save may have replaced this one.
+    """
     winner = "an operation with metadata that cannot be read" if not committed.operation else committed.operation
     return ExistsError(
         f"another job committed a checkpoint at {path}, {'operation ' if committed.operation else ''}{winner}, while "
-        f"operation {operation} was saving there; this save was not committed. {_ADVICE}"
+        f"operation {operation} was saving there. The checkpoint there is that job's, and not of this save. {_ADVICE}"
     )
 
 

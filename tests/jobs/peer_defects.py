@@ -24,6 +24,7 @@ if __name__ != "__main__":  # the program imports it when it has looked at torch
 
     import bcp
     from bcp.backends import resolve
+    from bcp.coordinators import GrpcCoordinator
     from bcp.testing.storage_fakes import FaultyBackend
 
 
@@ -115,12 +116,14 @@ def replicated(value: float = 1.0) -> dict[str, Any]:
 
 
 def audited(path: Path) -> tuple[list[str], list[str]]:
-    """Save twice and load, watched."""
+    """Save twice and load, watched. The ranks of a job have connections of their own for that."""
+    group = dist.new_group() if dist.is_initialized() else None  # torch looks for this host's address
     with audit() as seen:
-        bcp.save(path, {**replicated(), "extra_states": {"step": 1}})
-        bcp.save(path, {**replicated(2), "extra_states": {"step": 2}}, overwrite=True)
+        ranks = None if group is None else GrpcCoordinator.over(group)
+        bcp.save(path, {**replicated(), "extra_states": {"step": 1}}, coordinator=ranks)
+        bcp.save(path, {**replicated(2), "extra_states": {"step": 2}}, overwrite=True, coordinator=ranks)
         extra: dict[str, Any] = {}
-        bcp.load(path, {**replicated(0), "extra_states": extra})
+        bcp.load(path, {**replicated(0), "extra_states": extra}, coordinator=ranks)
     assert extra == {"step": 2}
     return seen
 

@@ -1,0 +1,33 @@
+"""Options of the suite itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from samples import sample
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("test", "examples"),
+    [("plan/test_rename.py", 100), ("plan/test_zero_jobs.py", 60), ("workflow/test_commit_machine.py", 60)],
+)
+def test_a_soak_tries_more_examples(test: str, examples: int) -> None:
+    """A test of the default number, one of its own number, and a machine of states."""
+    chosen = ["-n", "0", "-m", "hypothesis", "-k", "not Object", f"tests/unit/{test}"]
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--examples=2", "--hypothesis-show-statistics"]
+    done = subprocess.run([*words, *chosen], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 -- ours
+    assert f"settings.max_examples={2 * examples}" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_matrix_leaves_a_sample() -> None:
+    marks = [[mark.name for mark in case.marks] for case in sample([("a", 1), ("a", 2), ("b", 1)], ("a", 2))]
+    assert marks == [["long"], [], ["long"]]
+    with pytest.raises(AssertionError, match="leaves a sample"):
+        sample([1, 2])
+    with pytest.raises(AssertionError, match="no cases"):
+        sample([1, 2], 3)
