@@ -30,7 +30,7 @@ TRACED_SECONDS = 300
 """A test that takes longer while its lines are recorded is left out: it could not judge within the time limit."""
 
 FIRST = 20
-"""Tests of the first run, which ends soon: those that enter the fewest lines."""
+"""Tests of the first run, which ends soon: those that run the fewest lines."""
 
 
 @dataclass(frozen=True, slots=True)

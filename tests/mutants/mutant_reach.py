@@ -1,4 +1,4 @@
-"""A plugin of pytest that records the lines of bcp entered by each test: ``pytest -p mutant_reach``.
+"""A plugin of pytest that records the lines of bcp run by each test: ``pytest -p mutant_reach``.
 
 Each process writes a file into the folder ``MUTANTS_REACH``, with a line of JSON for each test. With ``MUTANTS_LAST``,
 a path, the plugin writes nothing but the test that began last: this name survives a process that is killed.
@@ -8,66 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 import hypothesis
 import pytest
+from coverage import Coverage
 
 EXAMPLES = 25
 SETTINGS = "_hypothesis_internal_use_settings"  # of a test with settings of its own
 ROOT = str(Path.cwd() / "bcp") + os.sep
 
 
-class Recorder:
-    """The lines entered since :meth:`restart`, in all threads of this process. Other processes are not seen."""
-
-    def __init__(self) -> None:
-        self._codes: list[CodeType] = []  # keeps the ids below in use
-        self._line_counts: dict[int, int] = {}
-        self._seen: dict[int, tuple[str, set[int]]] = {}
-
-    def restart(self) -> dict[str, set[int]]:
-        """Return the lines by file, and forget them."""
-        seen, self._seen = self._seen, {}
-        lines: dict[str, set[int]] = {}
-        for file, each in list(seen.values()):
-            lines.setdefault(file, set()).update(list(each))
-        return lines
-
-    def enter(self, frame: FrameType, event: str, _: object) -> Any:
-        """Trace the frame if lines of its code are new; ``sys.settrace`` calls this method for each frame."""
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(ROOT):
-            return None
-        key = id(code)
-        if key not in self._line_counts:
-            self._codes.append(code)
-            self._line_counts[key] = len({line for _, _, line in code.co_lines() if line is not None})
-        lines = self._seen.setdefault(key, ("bcp/" + code.co_filename.removeprefix(ROOT), set()))[1]
-        if len(lines) >= self._line_counts[key]:
-            return None
-        add = lines.add
-
-        def line(frame: FrameType, event: str, _: object) -> Any:
-            if event == "line":
-                add(frame.f_lineno)
-            return line
-
-        return line
-
-
 class Reach:
-    """Records tests, their seconds, their outcomes and their lines."""
+    """Records tests, their seconds, their outcomes and their lines. Lines run by other processes are not seen."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"{os.getpid()}.jsonl"
-        self._recorder = Recorder()
+        self._coverage = Coverage(data_file=None, include=[f"{ROOT}*"], config_file=False)
+        self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -83,23 +43,33 @@ class Reach:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Trace the test and the fixtures made for it."""
-        self._recorder.restart()
+        """Let the lines of the test, and of fixtures made for it, have the name of the test."""
         began = time.perf_counter()
-        threading.settrace(self._recorder.enter)
-        sys.settrace(self._recorder.enter)
+        if not self._seconds:
+            self._coverage.start()  # not in a process that lets others run the tests
+        self._coverage.switch_context(item.nodeid)
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            lines = self._recorder.restart()
-            record = {
-                "test": item.nodeid,
-                "passed": item.nodeid not in self._failed,
-                "seconds": round(time.perf_counter() - began, 3),
-                "lines": {file: sorted(each) for file, each in lines.items()},
-            }
-            with self._file.open("a") as file:
+            self._coverage.switch_context("")
+            self._seconds[item.nodeid] = round(time.perf_counter() - began, 3)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the tests of this process."""
+        if not self._seconds:
+            return
+        self._coverage.stop()
+        data = self._coverage.get_data()
+        lines: dict[str, dict[str, list[int]]] = {test: {} for test in self._seconds}
+        for path in data.measured_files():
+            name = "bcp/" + path.removeprefix(ROOT)
+            for line, tests in data.contexts_by_lineno(path).items():
+                for test in filter(None, tests):
+                    lines[test].setdefault(name, []).append(line)
+        with self._file.open("w") as file:
+            for test, seconds in self._seconds.items():
+                passed = test not in self._failed
+                record = {"test": test, "passed": passed, "seconds": seconds, "lines": lines[test]}
                 file.write(json.dumps(record) + "\n")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

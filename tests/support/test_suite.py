@@ -14,13 +14,18 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("test", "examples"),
-    [("plan/test_rename.py", 100), ("plan/test_zero_jobs.py", 60), ("workflow/test_commit_machine.py", 60)],
+    [
+        ("plan/test_rename.py", 100),
+        ("stages/test_gather.py", 60),
+        ("workflow/test_commit_machine.py::TestLocalCommits", 15),
+    ],
 )
 def test_a_soak_tries_more_examples(test: str, examples: int) -> None:
     """A test of the default number, one of its own number, and a machine of states."""
-    chosen = ["-n", "0", "-m", "hypothesis", "-k", "not Object", f"tests/unit/{test}"]
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--examples=2", "--hypothesis-show-statistics"]
-    done = subprocess.run([*words, *chosen], cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 -- ours
+    chosen = ["-n", "0", "-m", "hypothesis", "-p", "no:cacheprovider", f"tests/unit/{test}"]
+    options = ["--examples=2", "--hypothesis-seed=0", "--hypothesis-show-statistics"]
+    command = [sys.executable, "-m", "pytest", *options, *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 -- our own tests
     assert f"settings.max_examples={2 * examples}" in done.stdout, done.stdout + done.stderr
 
 

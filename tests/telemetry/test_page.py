@@ -42,6 +42,7 @@ def show(chromium: str, tmp_path: Path) -> Iterator[Show]:
     yield opening
     for context, shown, path in opened:
         complaints, requests = shown.complaints(), shown.requests()
+        shown.run("localStorage.clear()")  # pages of one browser share a chosen theme
         context.__exit__(None, None, None)
         assert complaints == []
         assert requests == [path.as_uri()]
