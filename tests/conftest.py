@@ -36,7 +36,7 @@ class _ByFile(LoadScopeScheduling):
     """Shares the tests between the processes of ``make test``: by file, or by folder where all need many ranks.
 
     Each process starts ranks once at most. Tests with ranks wait for a part of their time, so a process more than cores
-    runs the other tests: the whole took 31 minutes on two cores, and 38 without it.
+    runs the other tests. On two cores the whole takes longer with two processes, and with four.
     """
 
     def _split_scope(self, nodeid: str) -> str:

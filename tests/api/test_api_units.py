@@ -152,9 +152,10 @@ def test_the_shelf_is_a_sharded_state() -> None:
     assert isinstance(Shelf(), ShardedState)
 
 
-@pytest.mark.parametrize(
-    "codecs", [(), (bcp.extend.Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress),)]
-)
+ZLIB = bcp.extend.Codec("zlib", lambda data: zlib.compress(data, 1), zlib.decompress)
+
+
+@pytest.mark.parametrize("codecs", [(), pytest.param((ZLIB,), marks=pytest.mark.long)])
 def test_units_move_between_any_number_of_readers(tmp_path: Path, codecs: Any) -> None:
     for step, readers in enumerate((4, 2, 8, 3, 1, 5), 1):
         path = tmp_path / f"step-{step}"

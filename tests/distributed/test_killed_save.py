@@ -7,6 +7,7 @@ import killed_save
 import pytest
 import torch
 from ranks import meeting_place, started
+from samples import sample
 
 import bcp
 
@@ -35,7 +36,17 @@ def killed(path: Path, point: str, mode: str) -> int | None:
     return victim.exitcode
 
 
-@pytest.mark.parametrize("point", killed_save.POINTS)
+FEW = (
+    "in the last part of d2h",
+    "after checksum",
+    "in the second part",
+    "before its receipt",
+    "before the metadata",
+    "after the metadata",
+)
+
+
+@pytest.mark.parametrize("point", sample(killed_save.POINTS, *FEW))
 def test_sigkill_harms_no_older_checkpoint(point: str, tmp_path: Path) -> None:
     mode = MODES[point]
     assert killed(tmp_path, point, mode) == -signal.SIGKILL

@@ -124,6 +124,7 @@ def names(error: bcp.PeerError, *ranks: int) -> bool:
 # -- who needs whom ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @with_more_time(*TIMEOUTS)
 def test_a_chain_of_hosts(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network) as job:

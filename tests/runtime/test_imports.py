@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from samples import sample
 
 import bcp
 import bcp.data.adapters
@@ -310,16 +311,21 @@ assert ended_well(child)
 
 @pytest.mark.parametrize(
     ("first", "moment"),
-    [
-        ("bcp.save_async", "bcp._api"),
+    sample(
+        [
+            ("bcp.save_async", "bcp._api"),
+            ("bcp.save_async", "bcp._save.leader"),
+            ("bcp.latest", "bcp.runs.latest"),
+            ("bcp.backends.resolve('local:///tmp/a')", "fsspec"),
+            ("bcp.backends.resolve('local:///tmp/a')", "fsspec.implementations.local"),
+            ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3"),
+            ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3_store"),
+            ("from bcp.coordinators import GrpcCoordinator", "grpc"),
+        ],
         ("bcp.save_async", "bcp._save.leader"),
-        ("bcp.latest", "bcp.runs.latest"),
         ("bcp.backends.resolve('local:///tmp/a')", "fsspec"),
-        ("bcp.backends.resolve('local:///tmp/a')", "fsspec.implementations.local"),
-        ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3"),
-        ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3_store"),
         ("from bcp.coordinators import GrpcCoordinator", "grpc"),
-    ],
+    ),
 )
 def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(first: str, moment: str, tmp_path: Path) -> None:
     printed_by(HEAD + ANOTHER_THREAD, first, moment, str(tmp_path))

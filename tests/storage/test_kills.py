@@ -53,6 +53,7 @@ def on_s3(server: S3Server, marks: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_nothing_left(url, [name.removeprefix(f"{root}/") for name in server.names(url)])
 
 
+@pytest.mark.long
 def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         on_s3(server, tmp_path, monkeypatch)

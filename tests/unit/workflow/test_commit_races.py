@@ -126,7 +126,7 @@ def check_end(results: list[Any], last: str | None, place: InMemory | OnDisk) ->
 @pytest.mark.parametrize(
     ("disk", "writers", "overwrite", "first", "changes", "deaths"),
     [
-        pytest.param(False, 2, True, True, 3, 0, id="two replace"),
+        pytest.param(False, 2, True, True, 3, 0, id="two replace", marks=pytest.mark.long),
         pytest.param(False, 2, True, True, 1, 1, id="two replace, one dies"),
         pytest.param(False, 3, True, True, 1, 0, id="three replace"),
         pytest.param(False, 2, True, False, 3, 0, id="two are the first"),
