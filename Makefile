@@ -16,6 +16,10 @@ ARGS ?=
 # The order of `make test-random`.
 SEED := $(shell date +%s)
 
+# Compiled modules are kept, whatever the environment says: tests start hundreds of processes, and each of them would
+# compile all of bcp, which takes longer than the import of torch.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

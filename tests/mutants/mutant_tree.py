@@ -58,7 +58,8 @@ class Scratch:
         """
         command = [str(self._python if self._python.exists() else sys.executable), "-m", "pytest", *arguments]
         paths = os.pathsep.join([str(self.folder), str(PLUGINS)])
-        more = {"PYTHONPATH": paths, "PYTHONPYCACHEPREFIX": str(self.folder / ".compiled"), **environment}
+        compiled = {"PYTHONPYCACHEPREFIX": str(self.folder / ".compiled"), "PYTHONDONTWRITEBYTECODE": ""}
+        more = {"PYTHONPATH": paths, **compiled, **environment}
         running = subprocess.Popen(  # noqa: S603 -- pytest
             command,
             cwd=self.folder,

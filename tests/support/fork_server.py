@@ -28,6 +28,7 @@ from typing import Any
 
 __all__ = ["Order", "read_number", "send", "serve"]
 
+# An optimizer imports torch._dynamo.
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.tensor"]
 PRELOADED += ["bcp._api", "bcp.runs.run", "bcp.extend", "bcp.telemetry", "bcp.policies", "bcp.testing"]
 

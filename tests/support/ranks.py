@@ -26,6 +26,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import fork_server
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -35,8 +36,7 @@ from bcp import _record
 __all__ = ["HOST", "RankFailedError", "Ranks", "ended", "kept", "meeting_place", "record_patiently", "started"]
 
 HOST = "127.0.0.1"
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bcp", "bcp.testing"]  # an optimizer imports _dynamo
-PRELOADED += ["datasets", "bcp.data", "bcp.data.adapters.torchdata"]
+PRELOADED = [*fork_server.PRELOADED, "datasets", "bcp.data", "bcp.data.adapters.torchdata"]
 GRACE_SECONDS = 60.0
 """After one rank failed: how long the others may go on before they are taken to wait for it in vain."""
 
