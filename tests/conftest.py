@@ -36,7 +36,8 @@ class _ByFile(LoadScopeScheduling):
     """Shares the tests between the processes of ``make test``: by file, or by folder where all need many ranks.
 
     Each process starts ranks once at most. Tests with ranks wait for a part of their time, so a process more than cores
-    runs the other tests. On two cores the whole takes longer with two processes, and with four.
+    runs the other tests. On two cores the whole takes longer with two processes, and with four. Those of
+    ``make test-all`` wait for most of their time, and all have ranks.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -45,13 +46,18 @@ class _ByFile(LoadScopeScheduling):
         return folder if folder in FOLDERS else path
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if int(node.gateway.id.removeprefix("gw")) >= BUSY:
+        if int(node.gateway.id.removeprefix("gw")) >= BUSY and not _are_long(self.config):
             quiet = next((scope for scope in self.workqueue if not _has_ranks(scope)), None)
             if quiet is None:
                 node.shutdown()
                 return
             self.workqueue.move_to_end(quiet, last=False)
         super()._assign_work_unit(node)
+
+
+def _are_long(config: pytest.Config) -> bool:
+    """Whether these are the tests of ``make test-all``."""
+    return bool(config.option.markexpr == "long")
 
 
 def _has_ranks(scope: str) -> bool:
@@ -61,7 +67,7 @@ def _has_ranks(scope: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run in one process more than cores, unless the command line says ``-n`` or needs one process.
+    """Run in one process more than cores, long tests in two more, unless the command line says ``-n`` or needs one.
 
     One file needs one process. So does a debugger, and so do tests whose output is watched (``-s``).
     """
@@ -71,7 +77,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     paths = {Path(each.partition("::")[0]) for each in config.args}
     one_file = len(paths) == 1 and paths.pop().is_file()
     if not (one_file or option.usepdb or option.trace or option.capture == "no" or option.collectonly):
-        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST) + 1
+        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST) + 1 + _are_long(config)
 
 
 @pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` there is no such hook

@@ -272,6 +272,7 @@ def test_usage_sees_memory_and_cpu_of_this_process() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_a_tiny_run_measures_verifies_and_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, page, picture = (str(tmp_path / name) for name in ("run.json", "page.md", "picture.png"))
     Path(page).write_text(f"{BEGIN}\n{END}\n", "utf-8")

@@ -75,7 +75,8 @@ def test_a_killed_run_goes_on_bit_by_bit(runs: Runs, tmp_path: Path) -> None:
     assert fed(*kept(runs), *resumed) == due()
 
 
-@pytest.mark.parametrize("size", sample([1, 4], 4))
+@pytest.mark.long
+@pytest.mark.parametrize("size", [1, 4])
 def test_another_number_of_ranks_feeds_every_sample_once(runs: Runs, tmp_path: Path, size: int) -> None:
     resumed = run(Job(tmp_path, size=size, resumes=runs.checkpoint))
     assert [log[0]["step"] for log in resumed] == [SAVED] * size

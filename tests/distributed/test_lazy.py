@@ -9,6 +9,7 @@ from fsdp1 import Layout
 from lazy_jobs import Case, assert_lazy_is_eager
 from logical import differences, logical
 from ranks import Ranks
+from samples import sample
 
 pytestmark = pytest.mark.dist
 
@@ -35,12 +36,12 @@ MEANWHILE = [
 ]
 
 
-@pytest.mark.parametrize("case", HELD, ids=str)
+@pytest.mark.parametrize("case", sample(HELD, *HELD[::2]), ids=str)
 def test_a_step_waits_until_the_state_before_it_is_copied(ranks4: Ranks, tmp_path: Path, case: Case) -> None:
     assert all(assert_lazy_is_eager(ranks4, tmp_path, case))
 
 
-@pytest.mark.parametrize("case", MEANWHILE, ids=str)
+@pytest.mark.parametrize("case", sample(MEANWHILE, *MEANWHILE[::2]), ids=str)
 def test_the_state_is_copied_during_backward(ranks4: Ranks, tmp_path: Path, case: Case) -> None:
     assert_lazy_is_eager(ranks4, tmp_path, case)
 

@@ -35,6 +35,7 @@ def test_example(script: str, tmp_path: Path) -> None:
     assert run(script, cwd=tmp_path).strip()
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_readers_of_data_come_and_go(tmp_path: Path) -> None:
     assert "2400 samples: 0 lost, 0 fed twice" in run("dataloader_reshard.py", cwd=tmp_path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
@@ -14,6 +15,7 @@ from exact import Exact, Twin, as_dtype, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
 from ranks import Ranks
+from samples import sample
 
 import bcp
 from bcp.errors import InputError
@@ -85,7 +87,10 @@ BOTH = 8
 
 @pytest.mark.parametrize(
     ("before", "after", "used"),
-    [(*change, used) for at, change in enumerate(CHANGES) for used in (False, True) if at < BOTH or used == at % 2],
+    sample(
+        [(*change, used) for at, change in enumerate(CHANGES) for used in (False, True) if at < BOTH or used == at % 2],
+        *((*change, bool(at % 2)) for at, change in enumerate(CHANGES)),
+    ),
 )
 def test_training_goes_on_in_another_stage_or_framework(
     deepspeed4: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
@@ -93,16 +98,21 @@ def test_training_goes_on_in_another_stage_or_framework(
     goes_on(deepspeed4, saved(before), tmp_path, twin_of(before), after, task_of(before, after, used=used))
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+FEWER = [
+    ("z1/fp32", "z1/fp32"),
+    ("z3/fp32", "z3/fp32"),
+    ("z1/bf16", "z1/bf16"),
+    ("z3/bf16", "z2/bf16"),
+    ("z2/bf16", DDP),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("z1/fp32", "z1/fp32"),
-        ("z3/fp32", "z3/fp32"),
-        ("z1/bf16", "z1/bf16"),
-        ("z3/bf16", "z2/bf16"),
-        ("z2/bf16", DDP),
-    ],
+    ("before", "after", "used"),
+    sample(
+        [(*change, used) for change in FEWER for used in (False, True)],
+        *((*change, bool(at % 2)) for at, change in enumerate(FEWER)),
+    ),
 )
 def test_training_goes_on_with_fewer_ranks(
     two: Ranks, tmp_path: Path, saved: Saved, before: How, after: How, *, used: bool
@@ -111,7 +121,11 @@ def test_training_goes_on_with_fewer_ranks(
 
 
 @pytest.mark.parametrize(
-    ("kind", "used"), [("z1/bf16", False), ("z2/fp32", True), ("z3/bf16", False), ("z3-hpz/fp32", True)]
+    ("kind", "used"),
+    sample(
+        [("z1/bf16", False), ("z2/fp32", True), ("z3/bf16", False), ("z3-hpz/fp32", True)],
+        *[("z2/fp32", True), ("z3/bf16", False)],
+    ),
 )
 def test_frozen_parameters_have_weights_and_no_states(
     deepspeed4: Ranks, tmp_path: Path, kind: str, *, used: bool
@@ -145,8 +159,13 @@ def test_stage_0_with_16_bits_keeps_its_masters(deepspeed4: Ranks, tmp_path: Pat
         assert not differences(logical(path), twin.state())
 
 
-@pytest.mark.parametrize("kind", ["z1/bf16", "z2/bf16", "z3/bf16", "z3/fp32"])
-@pytest.mark.parametrize("source", [DDP, "z3/bf16"])
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    sample(
+        itertools.product([DDP, "z3/bf16"], ["z1/bf16", "z2/bf16", "z3/bf16", "z3/fp32"]),
+        *[(DDP, "z3/bf16"), (DDP, "z3/fp32"), ("z3/bf16", "z1/bf16"), ("z3/bf16", "z2/bf16")],
+    ),
+)
 def test_a_load_of_weights_alone_fills_the_masters(
     deepspeed4: Ranks, tmp_path: Path, saved: Saved, source: How, kind: str
 ) -> None:

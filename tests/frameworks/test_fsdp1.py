@@ -13,6 +13,7 @@ from exact import Exact, Twin, trained
 from fsdp1 import Layout
 from logical import differences, hyper, logical
 from ranks import Ranks
+from samples import sample
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
 from bcp.errors import InputError
@@ -47,8 +48,14 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[How], Pa
     assert not differences(logical(saved(layout)), trained(2, 4).state())
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("before", "after", "steps_before"),
+    sample(
+        [(*change, steps) for change in CHANGES for steps in (0, 1)],
+        *((*change, at % 2) for at, change in enumerate(CHANGES)),
+    ),
+    ids=str,
+)
 def test_training_goes_on_in_another_layout(
     ranks4: Ranks, tmp_path: Path, saved: Callable[[How], Path], before: Layout, after: Layout, steps_before: int
 ) -> None:

@@ -66,7 +66,7 @@ def assert_rounded_masters(saved: State) -> None:
         assert torch.equal(weight, saved["optimizer", f"state.{fqn}.master_param"].bfloat16()), fqn
 
 
-@pytest.mark.parametrize("net", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("net", [pytest.param(LLAMA, id="llama"), pytest.param(GPT, id="gpt", marks=pytest.mark.long)])
 def test_dense_models_go_through_all_layouts_and_back(megatron4: Ranks, tmp_path: Path, net: Net) -> None:
     saved = run_chain(megatron4, tmp_path, net, [TP2, PP2, TP4, DP4, TP2_PP2, TP2])
     assert_as_twin(megatron4, net, saved)
@@ -94,7 +94,9 @@ def test_bf16_masters_and_moments_of_the_distributed_optimizer(megatron4: Ranks,
     assert_as_twin(megatron4, net, saved)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "bf16", [pytest.param(False, id="fp32", marks=pytest.mark.long), pytest.param(True, id="bf16")]
+)
 def test_weights_that_are_gathered_late_are_those_of_the_last_step(
     megatron4: Ranks, tmp_path: Path, *, bf16: bool
 ) -> None:
@@ -110,7 +112,9 @@ def test_several_instances_of_the_distributed_optimizer(megatron4: Ranks, tmp_pa
     assert_as_twin(megatron4, LLAMA, run_chain(megatron4, tmp_path, twice, [DP4, TP2, PP2], [twice, LLAMA]))
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "bf16", [pytest.param(False, id="fp32", marks=pytest.mark.long), pytest.param(True, id="bf16")]
+)
 def test_between_the_distributed_optimizer_and_the_others(megatron4: Ranks, tmp_path: Path, *, bf16: bool) -> None:
     flat = replace(LLAMA, bf16=bf16)
     whole = replace(flat, distopt=False)

@@ -94,8 +94,11 @@ def assert_same_step(ours: Path, theirs: Path, error: float) -> None:
 
 @pytest.mark.parametrize(
     ("net", "first", "last", "error"),
-    [(LLAMA, TP2, PP2, 1e-5), (BF16, TP2, PP2, 5e-2), (MIXTRAL, EP2, EP4, 1e-5)],  # found: 7e-7, 2e-2, 7e-7
-    ids=["fp32", "bf16", "mixtral"],
+    [
+        pytest.param(LLAMA, TP2, PP2, 1e-5, id="fp32", marks=pytest.mark.long),  # found: 7e-7
+        pytest.param(BF16, TP2, PP2, 5e-2, id="bf16"),  # 2e-2
+        pytest.param(MIXTRAL, EP2, EP4, 1e-5, id="mixtral", marks=pytest.mark.long),  # 7e-7
+    ],
 )
 def test_training_goes_on_under_hugging_faces_names_and_comes_back(
     megatron4: Ranks, tmp_path: Path, net: Net, first: Layout, last: Layout, error: float

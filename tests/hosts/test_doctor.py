@@ -130,6 +130,7 @@ def test_two_hosts_that_do_not_reach_each_other(doctors: Doctors, network: Netwo
     assert "shared by all hosts" in screen
 
 
+@pytest.mark.long
 def test_addresses_that_are_wrong(doctors: Doctors) -> None:
     wrong = {2: {"BCP_ADDRESS": "10.9.0.0/16"}, 3: {"BCP_ADDRESS": "127.0.0.1"}}
     screen = sick(doctors([1, 2, 3, 3], environment=wrong), "addresses")
@@ -138,6 +139,7 @@ def test_addresses_that_are_wrong(doctors: Doctors) -> None:
     assert "4 of 6 ways between hosts" in screen
 
 
+@pytest.mark.long
 def test_storage_that_is_not_shared_and_storage_that_is_read_only(doctors: Doctors, path: Path) -> None:
     mounts = {2: f"mount -t tmpfs none {path}", 3: f"mount --bind {path} {path} && mount -o remount,ro,bind {path}"}
     with nothing_left(path):

@@ -110,7 +110,8 @@ def test_hosts_are_lost_and_come_back(network: Network, tmp_path: Path, timeout:
             works(ranks, path, step, step + 1, load_first=operation is not None)
 
 
-@pytest.mark.parametrize("store", sample(STORES, "shared"))
+@pytest.mark.long
+@pytest.mark.parametrize("store", STORES)
 @with_more_time(*TIMEOUTS, hosts=5)
 def test_hosts_are_lost_and_the_job_goes_on_with_fewer(
     network: Network, tmp_path: Path, timeout: float, store: str

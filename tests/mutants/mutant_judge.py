@@ -171,5 +171,7 @@ def _run(scratch: Scratch, tests: list[str], seconds: float) -> tuple[str, str]:
     if code is None:
         return "time limit", last.read_text()
     if code in {4, 5}:
+        if re.search(r"^ERROR tests/\S+\.py - ", output, re.MULTILINE):  # a file of tests cannot be imported
+            return "killed", ""
         raise SystemExit(f"pytest ended with {code}; make a new map:\n{output}")
     return ("killed", last.read_text()) if code else ("survived", "")

@@ -30,6 +30,8 @@ MIB = 1 << 20
 
 
 class TestGcs(BackendSuite):
+    many = 1100  # more than a page, which has 1,000
+
     @pytest.fixture
     def backend(self, gcs: Gcs) -> Backend:
         self.gcs = gcs

@@ -48,6 +48,8 @@ MIB = 1 << 20
 
 
 class TestSuite(BackendSuite):
+    many = 1100  # more than a page, which has 1,000
+
     @pytest.fixture
     def backend(self, url: str) -> Backend:
         return open_hdfs(url, {})
