@@ -154,6 +154,10 @@ def judge(mutant: Mutant, scratch: Scratch, reach: Map, *, limit: float, say: Ca
                 say(f"{by} fails without a mutant")
                 sick.add(by)
                 continue
+            if outcome == "renamed":  # parameters of a test are named after values that the mutant changes
+                say(f"{by} has other parameters")
+                sick.update([test for test in waiting if test.partition("[")[0] == by] or waiting)
+                continue
             if outcome != "survived":
                 return Verdict(mutant, outcome, by, len(tests), round(time.monotonic() - began, 1))
             break
@@ -161,7 +165,7 @@ def judge(mutant: Mutant, scratch: Scratch, reach: Map, *, limit: float, say: Ca
 
 
 def _run(scratch: Scratch, tests: list[str], seconds: float) -> tuple[str, str]:
-    """Return the outcome of a run, and the test that failed."""
+    """Return the outcome of a run, and the test that failed, or that the mutant gave other parameters."""
     last, chosen = scratch.folder / ".last", scratch.folder / ".chosen"
     last.write_text("")
     chosen.write_text("\n".join(tests))
@@ -173,5 +177,7 @@ def _run(scratch: Scratch, tests: list[str], seconds: float) -> tuple[str, str]:
     if code in {4, 5}:
         if re.search(r"^ERROR tests/\S+\.py - ", output, re.MULTILINE):  # a file of tests cannot be imported
             return "killed", ""
+        if missing := re.search(r"^ERROR: not found: \S*?(tests/[^\s\[]+)", output, re.MULTILINE):
+            return "renamed", missing[1]
         raise SystemExit(f"pytest ended with {code}; make a new map:\n{output}")
     return ("killed", last.read_text()) if code else ("survived", "")
