@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bcp.plan.read.renames import Moved
     from bcp.planners import Framework, MegatronRng
     from bcp.protocols import RetryPolicy
+    from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
     from bcp.runs.latest import alatest, latest
     from bcp.runs.preemption import Preemption
     from bcp.runs.run import Run
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from bcp.state.units import prefetch_data_state
 
 __all__ = [
+    "AsyncCheckpoint",
     "Box",
+    "Checkpoint",
     "Framework",
     "LoadOptions",
     "LoadResult",
@@ -93,6 +96,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.planners": ["Framework", "MegatronRng"],
             "bcp.policies": [],
             "bcp.protocols": ["RetryPolicy"],
+            "bcp.read.checkpoint": ["AsyncCheckpoint", "Checkpoint"],
             "bcp.runs.latest": ["alatest", "latest"],
             "bcp.runs.preemption": ["Preemption"],
             "bcp.runs.run": ["Run"],

@@ -7,15 +7,15 @@ bytes or an error. An error in the reply is raised on all ranks once the operati
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import NoReturn, TypeVar
 
 from bcp import errors
 from bcp._messages.base import refused
 from bcp._messages.coordination import Failure
 from bcp.errors import BcpError, InputError, PeerError, StageError
+from bcp.pipeline import let_go, unwrap_stage_errors
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement
 
@@ -28,7 +28,6 @@ __all__ = [
     "no_answer",
     "nothing_in",
     "refuse_on_all_ranks",
-    "unwrap_stage_errors",
 ]
 
 T = TypeVar("T")
@@ -54,7 +53,7 @@ async def collective_operation(operation: AbstractAsyncContextManager[Agreement]
         except _Agreed as error:
             agreed = error.carried
             error.carried = None
-            _let_go(error)
+            let_go(error)
     if agreed is not None:
         try:
             raise agreed
@@ -102,35 +101,6 @@ async def capture_error(work: Awaitable[T]) -> T | BcpError:
             return await work
     except BcpError as error:
         return error
-
-
-@contextmanager
-def unwrap_stage_errors() -> Iterator[None]:
-    """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
-    try:
-        yield
-    except StageError as error:
-        cause = error.__cause__
-        if not isinstance(cause, BcpError):
-            raise
-        for note in (f"In stage {error.stage!r}, on {error.item}.", *getattr(error, "__notes__", ())):
-            cause.add_note(note)
-        error.__cause__ = error.__context__ = None
-        _let_go(error)
-        try:
-            raise cause from cause.__cause__
-        finally:
-            del cause
-
-
-def _let_go(error: BaseException) -> None:
-    """Forget the way of an error that goes no further: another one is raised instead, and is known along that way.
-
-    An error in a reference cycle, by its traceback and a frame's variables, keeps the target's tensors alive until
-    Python collects garbage. This is too late for a job that now loads an older checkpoint into new tensors.
-    """
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = None
 
 
 async def gather_broadcast(

@@ -13,9 +13,10 @@ from typing import Literal, overload
 import anyio
 from anyio.abc import TaskStatus
 
-from bcp._calls import Path, load_call, prepare_call, require_asyncio, save_call
+from bcp._calls import load_call, prepare_call, require_asyncio, save_call
 from bcp._pending import Pending
 from bcp._plain import plain, warn_if_nothing
+from bcp.backends.place import Path
 from bcp.errors import BcpError
 from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions

@@ -7,11 +7,9 @@ rank takes its place in the order of operations.
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
@@ -19,8 +17,8 @@ import bcp.telemetry.otel  # noqa: F401 -- spans and metrics follow all saves an
 from bcp._agree import nothing_in, refuse_on_all_ranks
 from bcp._job import Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
 from bcp._workflow import aload, aprepare, asave
-from bcp.backends import MemoryBackend, child, resolve, shown
-from bcp.backends.local import absolute
+from bcp.backends import MemoryBackend
+from bcp.backends.place import Path, place_of, words_of
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.coordinators.process_group import exchange_device
 from bcp.errors import InputError
@@ -34,13 +32,10 @@ from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 
-__all__ = ["LoadCall", "Path", "SaveCall", "check_kinds", "load_call", "prepare_call", "require_asyncio", "save_call"]
+__all__ = ["LoadCall", "SaveCall", "check_kinds", "load_call", "prepare_call", "require_asyncio", "save_call"]
 
 T = TypeVar("T")
 J = TypeVar("J", bound=Job)
-Path = str | os.PathLike[str] | Backend
-ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-RESERVED = (*KINDS, "receipts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +241,7 @@ def _check_save(
     )
 
     def job(operation: Operation) -> SaveJob:
-        return SaveJob(**common, operation=operation, options=options, folder=_words(path).rpartition("/")[0])
+        return SaveJob(**common, operation=operation, options=options, folder=words_of(path).rpartition("/")[0])
 
     return _Checked(f"save to {common['path']}", does, options.timeout, job)
 
@@ -266,7 +261,8 @@ def _common(
     if not states and ranks.world_size == 1:  # ranks of a larger job may be empty, but not all of them
         raise nothing_in(1)
     planner = _chooser(framework, states)
-    where, backend, opened = _place(path, role, options)
+    place = place_of(path, role, options.storage_options, options.retries)
+    where = place.path
     watch = Watch(
         kind,
         where,
@@ -279,8 +275,8 @@ def _common(
     return {
         "path": where,
         "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,
-        "backend": backend,
-        "opened": opened,
+        "backend": place.backend,
+        "opened": place.opened,
         "states": states,
         "planner": planner,
         "rank": ranks.rank,
@@ -288,14 +284,6 @@ def _common(
         "watch": watch,
         "caller": Caller.here(),
     }
-
-
-def _words(path: Path) -> str:
-    """Return a name of the location that is equal on all ranks: a path, a URL, or the class of a backend."""
-    if isinstance(path, Backend):
-        return type(path).__name__
-    text = os.fsdecode(path)
-    return shown(text) if "://" in text else str(absolute(text))
 
 
 def require_asyncio() -> None:
@@ -334,17 +322,3 @@ def check_kinds(states: States) -> None:
     for kind in ("model", "optimizer"):  # None in one of the others is refused where its state is collected
         if kind in states and states[kind] is None:
             raise InputError(f"states[{kind!r}] is None; leave the key out, or pass the {kind}")
-
-
-def _place(
-    path: Path, role: str | None, options: SaveOptions | LoadOptions
-) -> tuple[str, Backend, AbstractAsyncContextManager[object]]:
-    """Check the arguments; return the checkpoint's name, its backend, and the context that closes the backend."""
-    if role is not None and (not isinstance(role, str) or role in RESERVED or not ROLE.fullmatch(role)):
-        raise InputError(
-            f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
-            f"{', '.join(RESERVED)}"
-        )
-    backend, where = resolve(path, options.storage_options, options.retries), _words(path)
-    opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
-    return (where, backend, opened) if role is None else (f"{where}/{role}", child(backend, role), opened)

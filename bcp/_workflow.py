@@ -11,15 +11,17 @@ import pyarrow.compute  # noqa: F401 -- pyarrow would import it in the first sav
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import any_rank, capture_error, collective_operation, unwrap_stage_errors
+from bcp._agree import any_rank, capture_error, collective_operation
 from bcp._job import LoadJob, SaveJob
 from bcp._record import Record, recorded
 from bcp.errors import InputError
 from bcp.events import LoadResult, SaveResult
-from bcp.format.metadata import Metadata
 from bcp.options import Graph
-from bcp.pipeline import Pipeline, run_while_opening
+from bcp.pipeline import Pipeline, run_while_opening, unwrap_stage_errors
 from bcp.protocols import Agreement
+from bcp.read.replaced import asks_if_replaced, say_if_replaced
+from bcp.read.source import Source
+from bcp.read.tensors import lay_out, load_context
 from bcp.runtime.device import Lanes, accelerators
 from bcp.runtime.staging import pool_for
 from bcp.runtime.threads import collect_failure_garbage, in_thread, in_thread_gc_paused, low_priority_threads
@@ -128,13 +130,13 @@ async def aprepare(job: SaveJob) -> None:
 class _LoadedTensors:
     """One checkpoint, whose tensors are all in their places on every rank."""
 
-    metadata: Metadata
+    source: Source
     wanted: loading.LoadRequest
     reading: loading.LoadPlan
     context: LoadContext
 
     def result(self, job: LoadJob) -> LoadResult:
-        return loading.result(job, self.metadata, self.wanted, self.reading, self.context)
+        return loading.result(job, self.source.metadata, self.wanted, self.reading, self.context)
 
 
 @collect_failure_garbage()
@@ -155,32 +157,26 @@ async def aload(job: LoadJob) -> LoadResult:
 async def _load_once(job: LoadJob, agreement: Agreement, record: Record, *, is_last: bool) -> _LoadedTensors | None:
     """Load the tensors of the newest checkpoint; None on all ranks if it was replaced while they read it."""
     with job.watch.phase("open"):
-        metadata = await loading.open_checkpoint(agreement, job)
-        record.reads(metadata.layout)
-    is_replaced = loading.asks_if_replaced(job, metadata, is_last=is_last)
-    async with loading.say_if_replaced(job.backend, metadata, job.path):
+        source = await loading.open_checkpoint(agreement, job)
+        record.reads(source.metadata.layout)
+    is_replaced = asks_if_replaced(source, is_last=is_last)
+    async with say_if_replaced(source, times=loading.RESTARTS + 1):
         with job.watch.phase("plan"):
-            asking = capture_error(loading.ask(job, metadata))  # a local error would be kept by its traceback
+            asking = capture_error(loading.ask(job, source))  # a local error would be kept by its traceback
             planned = await loading.plan_reads(
-                agreement,
-                job.rank,
-                await asking,
-                metadata,
-                job.options,
-                world_size=job.world_size,
-                is_replaced=is_replaced,
+                agreement, source, await asking, world_size=job.world_size, is_replaced=is_replaced
             )
         if planned is None:
             return None
         with job.watch.phase("read"), unwrap_stage_errors():
-            context = await _read(job, agreement, metadata, *planned, is_replaced)
-    return None if context is None else _LoadedTensors(metadata, *planned, context)
+            context = await _read(job, agreement, source, *planned, is_replaced)
+    return None if context is None else _LoadedTensors(source, *planned, context)
 
 
 async def _read(
     job: LoadJob,
     agreement: Agreement,
-    metadata: Metadata,
+    source: Source,
     wanted: loading.LoadRequest,
     reading: loading.LoadPlan,
     is_replaced: Callable[[], Awaitable[bool]],
@@ -192,15 +188,24 @@ async def _read(
         devices = loading.exchange_devices(job, devices)
         lease = await stack.enter_async_context(pool_for(devices).borrowed(keep=False))
         lanes = await stack.enter_async_context(Lanes(devices))
-        targets = await in_thread_gc_paused(loading.lay_out, job, metadata, wanted, reading, lanes)
+        targets = await in_thread_gc_paused(lay_out, source, wanted.tensors, reading.assignment, lanes)
         stack.enter_context(
             being_loaded([*targets.tensors, *(t for overlap in wanted.shared for t in overlap.targets)])
         )
-        items = await loading.found_items(job, metadata, wanted, reading, targets.straight, is_replaced)
+        items = await loading.found_items(source, wanted, reading, targets.straight, is_replaced)
         if reading.assignment.rounds and await any_rank(agreement, "files", job.rank, says=items is None):
             return None
         all_to_all = await stack.enter_async_context(loading.exchange(job, agreement, reading, lanes))
-        context = loading.load_context(job, all_to_all, metadata, reading, targets, lease, is_replaced)
+        context = load_context(
+            source,
+            reading.assignment,
+            targets,
+            lease,
+            world_size=job.world_size,
+            all_to_all=all_to_all,
+            device=job.exchange_device,
+            is_replaced=is_replaced,
+        )
         context.is_lost = items is None
         stack.enter_context(loading.say_if_half_loaded(context))
         items = items or []

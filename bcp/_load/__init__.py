@@ -1,10 +1,10 @@
 """The steps of a load, in the order in which ``_workflow.aload`` takes them (paper sec. 3.3)."""
 
 from bcp._load.objects import ask, put_values
-from bcp._load.opening import RESTARTS, asks_if_replaced, open_checkpoint, say_if_replaced
+from bcp._load.opening import RESTARTS, open_checkpoint
 from bcp._load.overlaps import put_shared
 from bcp._load.reads import LoadPlan, budget_of, contents, exchange, exchange_devices, found_items, plan_reads
-from bcp._load.result import lay_out, load_context, result, say_if_half_loaded
+from bcp._load.result import result, say_if_half_loaded
 from bcp._load.targets import LoadRequest
 
 __all__ = [
@@ -12,19 +12,15 @@ __all__ = [
     "LoadPlan",
     "LoadRequest",
     "ask",
-    "asks_if_replaced",
     "budget_of",
     "contents",
     "exchange",
     "exchange_devices",
     "found_items",
-    "lay_out",
-    "load_context",
     "open_checkpoint",
     "plan_reads",
     "put_shared",
     "put_values",
     "result",
     "say_if_half_loaded",
-    "say_if_replaced",
 ]

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from bcp._job import LoadJob
-from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
 from bcp._load.targets import LoadRequest, check_taken, extra_ranks, find_targets
-from bcp._load.units import put_units, read_units, saved_units, unit_places
-from bcp.errors import CorruptError, FqnMismatchError
+from bcp._load.units import put_units, read_units
+from bcp.errors import FqnMismatchError
 from bcp.format.metadata import Metadata
-from bcp.format.receipt import Receipt
-from bcp.options import LoadOptions
 from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
-from bcp.protocols import ObjectKey, Stateful
+from bcp.protocols import Stateful
+from bcp.read.objects import read_extras, saved_units, values_of
+from bcp.read.source import Source
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
-from bcp.stages.items import Stored
-from bcp.stages.memcpy import bytes_of
 from bcp.state.objects import restore
-from bcp.state.packed import unpack
 from bcp.state.random_states import AddedRngState
 from bcp.state.taken import Taken
 from bcp.state.units import opaque_states
-from bcp.state.values import decode_values
 
 __all__ = ["ask", "put_values"]
 
 
-async def ask(job: LoadJob, metadata: Metadata) -> LoadRequest:
+async def ask(job: LoadJob, source: Source) -> LoadRequest:
     """Find the tensors that this rank wants, and read all values that are no tensors.
 
     Raises BcpError if the checkpoint cannot be loaded into the target.
     """
-    layout, opaque, saved = metadata.layout, opaque_states(job.states), saved_units(metadata.layout)
-    wanted = await in_thread_gc_paused(_find, job, metadata, opaque)
+    layout, opaque, saved = source.metadata.layout, opaque_states(job.states), saved_units(source.metadata.layout)
+    wanted = await in_thread_gc_paused(_find, job, source.metadata, opaque)
     names = wanted.renamed.objects.items()
     rows = {key: row for key, row in names if key[0] not in OPAQUE_KINDS and KINDS.index(key[0]) in wanted.kinds}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     sources = extra_sources(layout, opaque, job.rank)
-    receipts = await fetch_receipts(job.backend, metadata, {*owners, *sources.values()})
-    objects = await in_thread_gc_paused(_read_objects, rows, layout, receipts, job.options)
+    await source.read_receipts({*owners, *sources.values()})
+    objects = await in_thread_gc_paused(values_of, source, rows)
     await in_thread(wanted.targets.check, objects)
-    units, lacking = await read_units(job, metadata, saved)
-    extras, nbytes = await read_extras(job, metadata, receipts, sources)
+    units, lacking = await read_units(job, source, saved)
+    extras, nbytes = await read_extras(source, sources)
     return replace(
         wanted,
-        receipts=receipts,
         objects=objects,
         missing=(*wanted.missing, *lacking, *missing_keys(job, opaque, extras)),
         extras=extras,
@@ -70,27 +64,6 @@ def _find(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRe
         wanted = find_targets(job, metadata, opaque)
     job.caller.wait()
     return wanted
-
-
-def _read_objects(
-    rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt], options: LoadOptions
-) -> dict[ObjectKey, Any]:
-    return decode_values(_texts(rows, layout, receipts), allow_pickle=options.allow_pickle)
-
-
-def _texts(
-    rows: Mapping[ObjectKey, int], layout: Layout, receipts: Mapping[int, Receipt]
-) -> Iterator[tuple[ObjectKey, str, str]]:
-    """Find the texts of these values, by their names in the checkpoint."""
-    owners = layout.object_rank.tolist()
-    for name, row in rows.items():
-        kind, path = layout.objects[row]
-        text = receipts[owners[row]].objects.get((kind, path))
-        if text is None:
-            raise CorruptError(
-                f"the receipt of rank {owners[row]} lacks the value of {kind}: {path}; restore the receipt"
-            )
-        yield name, text, f"{kind}: {path}"
 
 
 def put_values(job: LoadJob, wanted: LoadRequest) -> None:
@@ -123,29 +96,6 @@ def extra_sources(layout: Layout, opaque: Iterable[str], rank: int) -> dict[str,
         if saved:
             sources[kind] = rank if rank in saved else saved[rank % len(saved)]
     return sources
-
-
-async def read_extras(
-    job: LoadJob, metadata: Metadata, receipts: Mapping[int, Receipt], sources: Mapping[str, int]
-) -> tuple[dict[str, Any], int]:
-    """Read and unpack the opaque objects of this rank; return them by kind, and the number of bytes read."""
-    loaded: dict[str, Any] = {}
-    nbytes = 0
-    for kind, source in sources.items():
-        key, file = file_of(metadata, receipts[source], KINDS.index(kind))
-        units = unit_places(receipts[source]).values() if kind == "dataloader" else ()  # before the opaque object
-        start, stop = max((stop for _, stop in units), default=0), file.nbytes - file.data_start
-        item = own_item(job, f"{key} ({kind} of rank {source})", key, file, start, stop)
-        await check_stored(job.backend, [item], job.options.read_bytes, 1)
-        stored = await fetch(job, item)
-        loaded[kind] = await in_thread(_unpacked, job, stored)
-        nbytes += stored.nbytes
-    return loaded, nbytes
-
-
-def _unpacked(job: LoadJob, stored: Stored) -> Any:
-    image = bytes_of(checked(job, stored))
-    return unpack(image, allow_pickle=job.options.allow_pickle, where=stored.item.key)
 
 
 def missing_keys(job: LoadJob, opaque: Mapping[str, Any], loaded: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 
@@ -17,32 +17,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bcp._agree import gather_broadcast, no_answer, nothing_in, unwrap_stage_errors
+from bcp._agree import gather_broadcast, no_answer, nothing_in
 from bcp._job import LoadJob
-from bcp._load.opening import check_stored, fetch_receipts, file_of
-from bcp._load.targets import LoadRequest, both_names, some
+from bcp._load.targets import LoadRequest, some
 from bcp._load.units import check_wanted
 from bcp._messages.base import refused
 from bcp._messages.planning import LoadAnswer, LoadRequestColumns, Rate
 from bcp.coordinators.process_group import GroupExchange, join_group
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, MessageError, StorageError
-from bcp.format.metadata import Metadata, data_key
-from bcp.format.receipt import FileReceipt, Receipt
 from bcp.options import LoadOptions
-from bcp.pipeline import Budget
+from bcp.pipeline import Budget, unwrap_stage_errors
 from bcp.plan.columns import Ints, concat
-from bcp.plan.layout import Layout, find, resolve, resolve_all, rows_of
+from bcp.plan.layout import Layout, find, resolve, resolve_all
 from bcp.plan.read import divide_load
-from bcp.plan.read.copies import Assignment, Chunk, ZeroCopyReads, assign
+from bcp.plan.read.copies import Assignment, ZeroCopyReads, assign
 from bcp.plan.read.renamed import MASTER, RenamedLayout
 from bcp.plan.read.share import VERSIONS, BlockIndex, Floats, SharedReads
 from bcp.plan.shards import KINDS
 from bcp.plan.units import decode_claims, encode_claims
 from bcp.protocols import Agreement, FailureReporter
+from bcp.read.source import Source
+from bcp.read.tensors import line_of, read_items, tensors_in
 from bcp.runtime.device import Lanes
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.items import ReadItem
-from bcp.stages.load import SEAL_BYTES, AllToAll, never_replaced
+from bcp.stages.load import AllToAll, never_replaced
 from bcp.stages.memcpy import bytes_of
 from bcp.state.optimizer_entries import OWN
 
@@ -53,9 +52,7 @@ __all__ = [
     "exchange",
     "exchange_devices",
     "found_items",
-    "key_of",
     "plan_reads",
-    "read_items",
     "speeds",
 ]
 
@@ -131,10 +128,8 @@ class LoadPlan:
 
 async def plan_reads(
     agreement: Agreement,
-    rank: int,
+    source: Source,
     request: LoadRequest | BcpError,
-    metadata: Metadata,
-    options: LoadOptions,
     *,
     world_size: int,
     is_replaced: Callable[[], Awaitable[bool]] = never_replaced,
@@ -144,8 +139,7 @@ async def plan_reads(
     If ranks share much, all ranks measure how fast they send to other hosts, and rank 0 gives less to slow ones.
     Returns None on all ranks if one of them has not found a file because another save has replaced the checkpoint.
     """
-    layout = metadata.layout
-    line = BlockIndex.of(layout, metadata.commit.part_bytes if metadata.commit.codecs else layout.block_bytes)
+    line, options, rank = line_of(source.metadata), source.options, source.rank
     if isinstance(request, CorruptError | StorageError) and await is_replaced():
         await gather_broadcast(agreement, "reads", rank, b"", no_answer)
         return None
@@ -304,90 +298,23 @@ def _named(names: RenamedLayout, row: int) -> str:
 
 
 async def found_items(
-    job: LoadJob,
-    metadata: Metadata,
+    source: Source,
     wanted: LoadRequest,
     reading: LoadPlan,
     straight: ZeroCopyReads,
     is_replaced: Callable[[], Awaitable[bool]],
 ) -> list[ReadItem] | None:
-    """List the chunks that this rank reads, whose files are there as their receipts say.
+    """List the chunks that this rank reads; None if files are gone because another save has replaced the checkpoint.
 
-    Returns None if files are gone because another save has replaced the checkpoint.
-
-    Raises:
-        CorruptError: a receipt or a file is missing or damaged.
-        StorageError: storage failed.
-
+    Raises as :func:`bcp.read.tensors.read_items`.
     """
-    ranks = needed_receipts(reading, wanted, metadata.layout)
     try:
         with unwrap_stage_errors():
-            receipts = {**wanted.receipts, **await fetch_receipts(job.backend, metadata, ranks)}
-            items = await in_thread_gc_paused(read_items, reading, wanted, metadata, receipts, straight)
-            await check_stored(job.backend, items, job.options.read_bytes, job.io_workers)
+            return await read_items(source, wanted.tensors, reading.assignment, straight)
     except (CorruptError, StorageError):
         if not await is_replaced():
             raise
         return None
-    return items
-
-
-def needed_receipts(reading: LoadPlan, wanted: LoadRequest, layout: Layout) -> set[int]:
-    """Return the ranks whose receipts this rank still has to read."""
-    files = {chunk.file for chunk in reading.assignment.items() if chunk.stop > chunk.start}
-    return {int(layout.file_rank[file]) for file in files} - set(wanted.receipts)
-
-
-def read_items(
-    reading: LoadPlan, wanted: LoadRequest, metadata: Metadata, receipts: Mapping[int, Receipt], straight: ZeroCopyReads
-) -> list[ReadItem]:
-    """List the chunks that this rank reads, and the rounds in which it only receives, in plan order.
-
-    Chunks that are not read straight to where they belong borrow staging memory of one size. So a buffer serves any of
-    them, and the byte budget bounds them all.
-    """
-    layout, past_staging = metadata.layout, straight.chunks.tolist()
-    files: dict[int, tuple[str, FileReceipt]] = {}
-    items = []
-    for chunk in reading.assignment.items():
-        if chunk.file < 0:
-            items.append(ReadItem(f"round {chunk.round}", 0, None, chunk.round, "", None))
-            continue
-        if chunk.file not in files:
-            files[chunk.file] = _file(metadata, receipts, chunk.file)
-        key, file = files[chunk.file]
-        name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, layout, chunk)}"
-        items.append(ReadItem(name, chunk.nbytes, chunk, chunk.round, key, file, past_staging[chunk.number]))
-    staged = [item for item in items if item.file is not None and not item.straight]
-    room = max((item.stored_nbytes for item in staged), default=0)
-    if any(item.round >= 0 for item in staged):
-        room += SEAL_BYTES
-    decoded = max((item.nbytes for item in staged), default=0) if metadata.commit.codecs else 0
-    return [
-        item if item.file is None or item.straight else replace(item, nbytes=room + decoded, room=room)
-        for item in items
-    ]
-
-
-def _file(metadata: Metadata, receipts: Mapping[int, Receipt], row: int) -> tuple[str, FileReceipt]:
-    """Return key and receipt of a data file of the layout."""
-    layout = metadata.layout
-    writer, nbytes = int(layout.file_rank[row]), int(layout.file_nbytes[row])
-    key, file = file_of(metadata, receipts[writer], int(layout.file_kind[row]))
-    if file.nbytes - file.data_start != nbytes:
-        raise CorruptError(
-            f"the receipt of rank {writer} says that {key} has {file.nbytes - file.data_start} bytes of data, the "
-            f"metadata {nbytes}; restore both"
-        )
-    return key, file
-
-
-def key_of(metadata: Metadata, file: int) -> str:
-    """Return the key of a data file, by its row in the layout."""
-    layout, commit = metadata.layout, metadata.commit
-    writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
-    return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
 
 
 def budget_of(options: LoadOptions, reading: LoadPlan) -> Budget:
@@ -401,22 +328,4 @@ def contents(items: Mapping[str, ReadItem], wanted: LoadRequest, name: str) -> t
     if item is None or item.chunk is None:
         return "", ()
     tensors = wanted.targets.shards.table.tensors
-    return item.key, [tensors.fqn[row] for row in _tensors_in(wanted, item.chunk)]
-
-
-def _first_name(wanted: LoadRequest, layout: Layout, chunk: Chunk) -> str:
-    """Name the first tensor that this rank wants of a chunk."""
-    tensors = _tensors_in(wanted, chunk)
-    if not tensors:
-        return "for other ranks"
-    table = wanted.targets.shards.table
-    name = both_names(table.tensors, tensors[0], layout.tensors, int(wanted.saved[tensors[0]]))
-    return name if len(tensors) == 1 else f"{name} and {len(tensors) - 1} more"
-
-
-def _tensors_in(wanted: LoadRequest, chunk: Chunk) -> list[int]:
-    """Return the tensors that this rank wants of a chunk, as rows of its table."""
-    table, needed = wanted.targets.shards.table, wanted.wants
-    first, last = rows_of(needed.file, chunk.file)
-    hits = first + np.flatnonzero((needed.start[first:last] < chunk.stop) & (needed.stop[first:last] > chunk.start))
-    return list(dict.fromkeys(table.tensor[needed.row[hits]].tolist()))
+    return item.key, [tensors.fqn[row] for row in tensors_in(wanted.tensors, item.chunk)]

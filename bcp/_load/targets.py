@@ -21,20 +21,20 @@ from bcp._load.overlaps import OverlappingTargets, relocated, without_overlaps
 from bcp._load.units import ReadState
 from bcp.errors import CorruptError, DtypeMismatchError, FqnMismatchError, MismatchError, ShapeMismatchError
 from bcp.format.metadata import Metadata
-from bcp.format.receipt import Receipt
 from bcp.plan.columns import Ints, concat
 from bcp.plan.layout import Layout
 from bcp.plan.read.reads import ReadRequest, fitted, wants
 from bcp.plan.read.renamed import MASTER, CheckpointNames, RenamedLayout, renamed
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
+from bcp.read.tensors import Wanted, both_names, tensor_name
 from bcp.stages.load import require_codecs
 from bcp.state.objects import check_changeable
 from bcp.state.optimizer_entries import OWN
 from bcp.state.random_states import asks_for_nothing
 from bcp.state.saved_order import is_numbered
 
-__all__ = ["LoadRequest", "advice", "both_names", "check_taken", "extra_ranks", "find_targets", "some"]
+__all__ = ["LoadRequest", "advice", "check_taken", "extra_ranks", "find_targets", "some"]
 
 EXAMINED = 3
 """Missing names that are looked at: each costs a walk over all names of the checkpoint."""
@@ -91,7 +91,6 @@ class LoadRequest:
     missing: tuple[str, ...]  # names that the checkpoint lacks
     wants: ReadRequest  # where the bytes are
     renamed: RenamedLayout  # the checkpoint's names, as the target has them
-    receipts: Mapping[int, Receipt] = field(default_factory=dict)  # receipts of ranks that own values of these kinds
     objects: Mapping[ObjectKey, Any] = field(default_factory=dict)  # these values, by the target's names
     unmatched: tuple[str, ...] = ()  # kinds that this rank loads, though the checkpoint has none of their names
     extras: Mapping[str, Any] = field(default_factory=dict)  # the opaque objects of this rank, by kind
@@ -102,6 +101,11 @@ class LoadRequest:
     units: Sequence[ReadState] = ()  # the units that sharded dataloader states will take
     # the units of the checkpoint (see :func:`~bcp._load.units.saved_units`)
     saved_units: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Wanted:
+        """The tensors to fill, and where their bytes are."""
+        return Wanted(self.targets.shards, self.saved, self.wants)
 
 
 def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) -> LoadRequest:
@@ -115,7 +119,7 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     saved_rows = names.saved.find(tensors)
     source = _from_masters(names.saved, tensors, saved_rows)
     missing = _whole_optimizer(names, objects)
-    missing += [_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
+    missing += [tensor_name(tensors, tensor) for tensor in np.flatnonzero(source < 0).tolist()]
     # hyper-parameters of an optimizer come and go with torch's versions; its own entries do not
     needed = [key for key in objects if key[0] == "model" or key[1].startswith(OWN)]
     missing += [": ".join(key) for key in needed if key not in names.objects]
@@ -234,16 +238,6 @@ def _wanted_rows(names: RenamedLayout, saved_rows: Ints, objects: Collection[Obj
     return np.flatnonzero(wanted)
 
 
-def _name(tensors: TensorTable, row: int) -> str:
-    return f"{KINDS[int(tensors.kind[row])]}: {tensors.fqn[row]}"
-
-
-def both_names(target: TensorTable, row: int, saved: TensorTable, origin: int) -> str:
-    """Name a tensor of the target, and the one of the checkpoint that it is read from where that is named otherwise."""
-    new, old = _name(target, row), _name(saved, origin)
-    return new if new == old else f"{new} (saved as {old})"
-
-
 def _check_shapes(target: TensorTable, names: RenamedLayout, saved_rows: Ints, rank: int) -> None:
     """Compare shapes of everything that both have.
 
@@ -298,7 +292,7 @@ def _check_elements(saved: TensorTable) -> None:
     for name, nbytes in set(zip(saved.dtype, sizes, strict=True)):
         dtype = getattr(torch, name, None)  # one that this torch does not know is an error where it is wanted
         if isinstance(dtype, torch.dtype) and dtype.itemsize != nbytes:
-            tensor = _name(saved, list(zip(saved.dtype, sizes, strict=True)).index((name, nbytes)))
+            tensor = tensor_name(saved, list(zip(saved.dtype, sizes, strict=True)).index((name, nbytes)))
             raise CorruptError(
                 f"the metadata is corrupt: {tensor} is {name}, of {dtype.itemsize} bytes an element, and is said to "
                 f"have {nbytes}; restore metadata.arrow, or load another checkpoint"

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from bcp._job import LoadJob
-from bcp._load.opening import check_stored, checked, fetch, fetch_receipts, file_of, own_item
 from bcp._messages.planning import Claim
 from bcp.errors import BcpError, CorruptError, FqnMismatchError, StateError
-from bcp.format.metadata import Metadata
-from bcp.format.receipt import Receipt
-from bcp.pipeline import Budget, Pipeline, Stage
-from bcp.plan.layout import Layout
 from bcp.plan.shards import KINDS
 from bcp.plan.units import check_readers, unit_path
 from bcp.protocols import ShardedState
+from bcp.read.objects import unit_places
+from bcp.read.ranges import range_item, read_ranges
+from bcp.read.source import Source
 from bcp.runtime.threads import in_thread
-from bcp.stages.items import ReadItem, Stored
+from bcp.stages.items import ReadItem
 from bcp.state.units import remember, sharded_states, unit_in
 
-__all__ = ["ReadState", "check_wanted", "put_units", "read_units", "saved_units", "unit_places"]
+__all__ = ["ReadState", "check_wanted", "put_units", "read_units"]
 
 _DATALOADER = KINDS.index("dataloader")
 _SHOWN = 5
-_PLACE = re.compile(r"\[([0-9]{1,18}),([0-9]{1,18})\]")
-"""First byte and one past the last, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,40 +39,13 @@ class ReadState:
     nbytes: int  # how many bytes were read for them
 
 
-def saved_units(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return the units of a checkpoint: name of the sharded state to ids to the rank that has it; "": shared part."""
-    units: dict[str, dict[str, int]] = {}
-    for (kind, path), rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
-        if kind == "dataloader":
-            name, _, unit = path.rpartition("/")
-            units.setdefault(name, {})[unit] = rank
-    return units
-
-
-def unit_places(receipt: Receipt) -> dict[str, tuple[int, int]]:
-    """Return where units lie in the data section of a rank's dataloader file, by path.
-
-    Raises CorruptError if the receipt gives a unit no place, or a place that ends before it begins.
-    """
-    places = {}
-    for (kind, path), text in receipt.objects.items():
-        if kind == "dataloader":
-            match = _PLACE.fullmatch(text)
-            if match is None or int(match[1]) >= int(match[2]):
-                raise CorruptError(
-                    f"the receipt of rank {receipt.rank} says that {path} lies at {text[:40]}; restore the receipt"
-                )
-            places[path] = int(match[1]), int(match[2])
-    return places
-
-
 async def read_units(
-    job: LoadJob, metadata: Metadata, saved: Mapping[str, Mapping[str, int]]
+    job: LoadJob, source: Source, saved: Mapping[str, Mapping[str, int]]
 ) -> tuple[list[ReadState], list[str]]:
     """Ask this rank's sharded states which units they want, and read these units.
 
-    ``saved`` is the result of :func:`saved_units`. Returns the units for each state, and the names of states that the
-    checkpoint lacks.
+    ``saved`` is the result of :func:`~bcp.read.objects.saved_units`. Returns the units for each state, and the names of
+    states that the checkpoint lacks.
 
     Raises:
         FqnMismatchError: the load is strict, and the checkpoint has other sharded states than the target.
@@ -86,9 +56,7 @@ async def read_units(
     missing = [f"dataloader: {name or 'its units'}" for name in states if name not in saved]
     if job.options.strict and "dataloader" in job.states:
         _compare(missing, [name for name in saved if name not in states], job.rank)
-    return [
-        await _read(job, metadata, name, state, saved[name]) for name, state in states.items() if name in saved
-    ], missing
+    return [await _read(source, name, state, saved[name]) for name, state in states.items() if name in saved], missing
 
 
 def _compare(missing: Sequence[str], unexpected: Sequence[str], rank: int) -> None:
@@ -105,13 +73,11 @@ def _compare(missing: Sequence[str], unexpected: Sequence[str], rank: int) -> No
         )
 
 
-async def _read(
-    job: LoadJob, metadata: Metadata, name: str, state: ShardedState, ranks: Mapping[str, int]
-) -> ReadState:
+async def _read(source: Source, name: str, state: ShardedState, ranks: Mapping[str, int]) -> ReadState:
     """Read the shared part, and the units that the state then wants."""
     if "" not in ranks:
         raise CorruptError(f"the metadata has units of the dataloader {name!r}, and no shared part of it; restore it")
-    reader = _Reader(job, metadata)
+    reader = _Reader(source)
     (shared,) = await reader.read([(unit_path(name), ranks[""])])
     ids = [unit for unit in ranks if unit]
     wanted = await in_thread(_wanted, state, name, shared, ids)
@@ -146,46 +112,32 @@ def _wanted(state: ShardedState, name: str, shared: Any, ids: Sequence[str]) -> 
 class _Reader:
     """Reads units for one rank."""
 
-    job: LoadJob
-    metadata: Metadata
+    source: Source
     nbytes: int = 0  # how many bytes were read
-    receipts: dict[int, Receipt] = field(default_factory=dict)
     places: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     async def read(self, paths: Sequence[tuple[str, int]]) -> list[Any]:
         """Read the states at these paths, with the rank that has each; several at once."""
-        ranks = {rank for _, rank in paths} - self.receipts.keys()
-        fetched = await fetch_receipts(self.job.backend, self.metadata, ranks)
-        self.receipts |= fetched
-        self.places |= {rank: unit_places(receipt) for rank, receipt in fetched.items()}
+        ranks = {rank for _, rank in paths}
+        receipts = await self.source.read_receipts(ranks)
+        self.places |= {rank: unit_places(receipts[rank]) for rank in ranks - self.places.keys()}
         items = [self._item(path, rank) for path, rank in paths]
-        await check_stored(self.job.backend, items, self.job.options.read_bytes, self.job.io_workers)
-        start: Pipeline[ReadItem, ReadItem] = Pipeline()
-        graph = start.then(Stage("read", self._fetch, workers=self.job.io_workers))
-        budget = Budget(max(sum(item.nbytes for item in items), 1))  # all of it goes to the caller
-        return await graph.then(Stage("unpack", self._unpack)).run(items, budget=budget)
+        self.nbytes += sum(item.stored_nbytes for item in items)
+        return await read_ranges(self.source, items, self._unpacked)
 
     def _item(self, path: str, rank: int) -> ReadItem:
-        key, file = file_of(self.metadata, self.receipts[rank], _DATALOADER)
+        """Return the blocks of a unit. Blocks end where units do, unless they are encoded."""
+        key, file = self.source.file_of(rank, _DATALOADER)
         start, stop = self.places[rank].get(path, (0, 0))
         if not start < stop <= file.nbytes - file.data_start:
             raise CorruptError(
                 f"the receipt of rank {rank} says that {path} lies in bytes {start} to {stop} of {key}, which has "
                 f"{file.nbytes - file.data_start} bytes of data; restore the receipt"
             )
-        return own_item(self.job, f"{key} (dataloader {path})", key, file, start, stop)
+        return range_item(self.source, f"{key} (dataloader {path})", key, file, start, stop)
 
-    async def _fetch(self, item: ReadItem) -> Stored:
-        """Read the blocks of a unit. Blocks end where units do, unless they are encoded."""
-        stored = await fetch(self.job, item)
-        self.nbytes += stored.nbytes
-        return stored
-
-    async def _unpack(self, stored: Stored) -> Any:
-        return await in_thread(self._unpacked, stored)
-
-    def _unpacked(self, stored: Stored) -> Any:
-        return unit_in(checked(self.job, stored), allow_pickle=self.job.options.allow_pickle, where=stored.item.name)
+    def _unpacked(self, item: ReadItem, image: torch.Tensor) -> Any:
+        return unit_in(image, allow_pickle=self.source.options.allow_pickle, where=item.name)
 
 
 def check_wanted(
@@ -193,8 +145,8 @@ def check_wanted(
 ) -> None:
     """Check on rank 0 that the readers of each state are complete.
 
-    If ``strict``, every unit of the checkpoint must have a reader too. ``saved`` is the result of :func:`saved_units`,
-    and ``claims`` has each rank with the units that it wants.
+    If ``strict``, every unit of the checkpoint must have a reader too. ``saved`` is the result of
+    :func:`~bcp.read.objects.saved_units`, and ``claims`` has each rank with the units that it wants.
 
     Raises StateError, which names the state, and ranks or units, if a reader is missing, or a unit has none.
     """

@@ -7,8 +7,8 @@ order, back-pressure, cancellation and "which item failed in which stage" are th
 from __future__ import annotations
 
 from bcp.pipeline.budget import Budget
-from bcp.pipeline.failure import run_while_opening
+from bcp.pipeline.failure import let_go, run_while_opening, unwrap_stage_errors
 from bcp.pipeline.graph import Item, Pipeline
 from bcp.pipeline.stage import Stage, tee
 
-__all__ = ["Budget", "Item", "Pipeline", "Stage", "run_while_opening", "tee"]
+__all__ = ["Budget", "Item", "Pipeline", "Stage", "let_go", "run_while_opening", "tee", "unwrap_stage_errors"]

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
-from bcp.errors import StageError
+from bcp.errors import BcpError, StageError
 
-__all__ = ["BranchError", "FirstFailure", "is_cancellation", "run_while_opening", "running_task"]
+__all__ = [
+    "BranchError",
+    "FirstFailure",
+    "is_cancellation",
+    "let_go",
+    "run_while_opening",
+    "running_task",
+    "unwrap_stage_errors",
+]
 
 
 class BranchError(StageError):
@@ -166,3 +175,32 @@ async def _over(done: anyio.Event, group: TaskGroup) -> None:
             while not done.is_set():
                 with suppress(asyncio.CancelledError):  # a second cancellation must not cut the waiting short
                     await done.wait()
+
+
+@contextmanager
+def unwrap_stage_errors() -> Iterator[None]:
+    """Raise an error of bcp's own, which names everything already, as itself; the stage becomes a note."""
+    try:
+        yield
+    except StageError as error:
+        cause = error.__cause__
+        if not isinstance(cause, BcpError):
+            raise
+        for note in (f"In stage {error.stage!r}, on {error.item}.", *getattr(error, "__notes__", ())):
+            cause.add_note(note)
+        error.__cause__ = error.__context__ = None
+        let_go(error)
+        try:
+            raise cause from cause.__cause__
+        finally:
+            del cause
+
+
+def let_go(error: BaseException) -> None:
+    """Forget the way of an error that goes no further: another one is raised instead, and is known along that way.
+
+    An error in a reference cycle, by its traceback and a frame's variables, keeps the target's tensors alive until
+    Python collects garbage. This is too late for a job that now loads an older checkpoint into new tensors.
+    """
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None

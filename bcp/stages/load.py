@@ -9,15 +9,15 @@ Stored bytes are compared with the checksums that were written down when they we
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import anyio
 import numpy as np
 import torch
-import xxhash
 
 from bcp.errors import BcpError, CorruptError, MissingCodecError, StorageError
+from bcp.format.checksums import digests
 from bcp.format.receipt import FileReceipt
 from bcp.pipeline import Pipeline, Stage
 from bcp.plan.read.copies import Assignment, Chunk
@@ -29,7 +29,7 @@ from bcp.stages.items import Loaded, ReadItem, Stored
 from bcp.stages.memcpy import bytes_of
 from bcp.stages.place import LoadBuffers
 
-__all__ = ["SEAL_BYTES", "AllToAll", "LoadContext", "check", "decoded", "digests", "load_graph", "never_replaced"]
+__all__ = ["SEAL_BYTES", "AllToAll", "LoadContext", "check", "decoded", "load_graph", "never_replaced"]
 
 SEAL_BYTES = 16
 _UNSEALED = bytes(SEAL_BYTES)
@@ -52,22 +52,6 @@ def check(stored: Stored, file: FileReceipt, rank: int) -> None:
                 f"{item.key} is corrupt: bytes {start} to {start + length} have checksum {digest.hex()}, "
                 f"saved as {wanted.hex()} (rank {rank}, {item.name}); restore the file, or load another checkpoint"
             )
-
-
-def digests(outs: Sequence[memoryview], lengths: Sequence[int]) -> Iterator[bytes]:
-    """Yield the xxh3-128 of blocks of these lengths, which lie one behind the other in the buffers.
-
-    ``update`` and not ``xxh3_128_digest``: before xxhash 4 the latter keeps the GIL.
-    """
-    more, rest = iter(outs), memoryview(b"")
-    for length in lengths:
-        state, left = xxhash.xxh3_128(), length
-        while left:
-            rest = rest or next(more)
-            piece, rest = rest[:left], rest[left:]
-            state.update(piece)
-            left -= len(piece)
-        yield state.digest()
 
 
 def seal(data: Buffer, *, verify: bool) -> bytes:

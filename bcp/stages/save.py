@@ -15,6 +15,7 @@ import anyio
 import numpy as np
 
 from bcp.errors import BcpError
+from bcp.format.checksums import digests
 from bcp.pipeline import Pipeline, Stage
 from bcp.protocols import Codec, CpuAwareWriter, PartWriter, flat_view
 from bcp.runtime.device import Fence
@@ -22,7 +23,6 @@ from bcp.runtime.staging import Lease
 from bcp.runtime.threads import in_thread, in_thread_of_few
 from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
-from bcp.stages.load import digests
 from bcp.stages.memcpy import bytes_of
 
 __all__ = ["SaveContext", "Writers", "save_graph"]

@@ -275,7 +275,7 @@ def test_a_damaged_extra_is_found_before_anything_is_touched(tmp_path: Path) -> 
     with pytest.raises(bcp.CorruptError, match=file.name) as caught:
         bcp.load(tmp_path, target)
     assert not target["model"]["w"].any()
-    assert not getattr(caught.value, "__notes__", [])
+    assert not [note for note in getattr(caught.value, "__notes__", []) if "half loaded" in note]
 
 
 # -- words that say what to pass instead ---------------------------------------------------------------

@@ -18,9 +18,24 @@ import torch
 import bcp
 from bcp import _api, _pending, _report, errors, events, extend, options, protocols
 from bcp.backends import MemoryBackend
+from bcp.read import checkpoint, contents, facts
 from bcp.runs import latest, run
 
-MODULES = [bcp, _api, _pending, _report, errors, events, extend, options, protocols, latest]
+MODULES = [
+    bcp,
+    _api,
+    _pending,
+    _report,
+    errors,
+    events,
+    extend,
+    options,
+    protocols,
+    latest,
+    checkpoint,
+    contents,
+    facts,
+]
 BLOCK = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 CALLS = [bcp.save, bcp.save_async, bcp.load, bcp.prepare, bcp.asave, bcp.aload, bcp.aprepare, bcp.report, bcp.latest]
 CLASSES = [
@@ -28,6 +43,8 @@ CLASSES = [
     bcp.LoadOptions,
     bcp.Pending,
     bcp.RetryPolicy,
+    bcp.Checkpoint,
+    bcp.AsyncCheckpoint,
     bcp.extend.Codec,
     bcp.SaveResult,
     bcp.LoadResult,

@@ -17,7 +17,7 @@ from mutant_tree import Scratch
 
 __all__ = ["Map", "Verdict", "judge", "make_map", "read_map"]
 
-FOLDERS = ("unit", "api", "coordinators", "data", "doctor", "planners", "runs", "runtime", "telemetry")
+FOLDERS = ("unit", "api", "coordinators", "data", "doctor", "planners", "read", "runs", "runtime", "telemetry")
 """Folders of tests that call bcp in their own process."""
 
 ELSEWHERE = re.compile(r"mark\.dist|torchrun|ranks4|megatron4")

@@ -106,6 +106,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
         "bcp.SaveOptions(codecs=[bcp.extend.Codec('same', bytes, bytes)]); bcp.LoadOptions(); bcp.MegatronNames",
         "bcp.policies.EverySteps(10); bcp.telemetry.configure(logs='json'); bcp.Preemption",
         "from bcp.format import container, layout_file, metadata, receipt",
+        "ckpt = bcp.Checkpoint(f'{folder}/run/step-00000001'); assert ckpt['w'].shape == (5,); repr(ckpt)",
+        "assert bcp.Checkpoint(f'{folder}/run/step-00000001').verify()",
     ],
 )
 def test_calls_without_tensors_import_no_torch(program: str, run: str) -> None:

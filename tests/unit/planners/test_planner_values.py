@@ -99,6 +99,13 @@ def test_damaged_values(text):
         decode_value(text, allow_pickle=False, where="k")
 
 
+def test_packed_values_with_a_stray_character_are_damaged():
+    text = encode_value({"t": torch.arange(3)} | {"a": np.float64(0.5)}).replace('"torch":"', '"torch":"!')
+    assert '"torch":"!' in text
+    with pytest.raises(CheckpointError, match="the value of k cannot be read"):
+        decode_value(text, allow_pickle=False, where="k")
+
+
 def test_values_that_cannot_be_encoded():
     with pytest.raises(StateError, match=r"the key k cannot be serialized.*pass plain values"):
         encode_value(lambda: 0, where="the key k")

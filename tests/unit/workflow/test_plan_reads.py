@@ -20,6 +20,7 @@ from bcp._agree import collective_operation
 from bcp._load.reads import plan_reads
 from bcp._load.targets import LoadRequest
 from bcp._messages.planning import LoadAnswer
+from bcp.backends import MemoryBackend
 from bcp.coordinators import memory_coordinators
 from bcp.errors import BcpError, FqnMismatchError, MessageError, PeerError, ShapeMismatchError
 from bcp.format.metadata import Commit, Metadata
@@ -29,6 +30,7 @@ from bcp.plan.layout import find_all
 from bcp.plan.read.reads import wants
 from bcp.plan.read.renamed import renamed
 from bcp.plan.shards import ShardRow, ShardTable
+from bcp.read.source import Source
 from bcp.testing.storage_fakes import CountingBackend
 
 BLOCK = 1 << 20
@@ -117,9 +119,8 @@ async def planned(
     async def run(rank: int) -> None:
         try:
             async with collective_operation(Seat(room, rank)) as agreement:  # type: ignore[arg-type]  # one verb is enough
-                _, found[rank] = await plan_reads(
-                    agreement, rank, asks[rank], METADATA, LoadOptions(**options), world_size=len(asks)
-                )
+                source = Source(MemoryBackend("none"), "", METADATA, LoadOptions(**options), rank)
+                _, found[rank] = await plan_reads(agreement, source, asks[rank], world_size=len(asks))
         except BcpError as error:
             found[rank] = error
 

@@ -1,0 +1,64 @@
+"""The place of a checkpoint: a path or URL, and a role below it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from bcp.backends import child, resolve, shown
+from bcp.backends.local import absolute
+from bcp.errors import InputError
+from bcp.plan.shards import KINDS
+from bcp.protocols import Backend, RetryPolicy
+
+__all__ = ["Path", "Place", "place_of", "words_of"]
+
+Path = str | os.PathLike[str] | Backend
+"""A local path, a URL, or a storage backend."""
+
+ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+RESERVED = (*KINDS, "receipts")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An open place.
+
+    Attributes:
+        path: its name, for messages: absolute, without secrets.
+        backend: storage under the path and role.
+        opened: closes the storage at the end, if it was opened for this place.
+    """
+
+    path: str
+    backend: Backend
+    opened: AbstractAsyncContextManager[object]
+
+
+def place_of(
+    path: Path,
+    role: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    retries: RetryPolicy | None = None,
+) -> Place:
+    """Open the place of a checkpoint; nothing is read. Raises InputError if a role or path cannot be any."""
+    if role is not None and (not isinstance(role, str) or role in RESERVED or not ROLE.fullmatch(role)):
+        raise InputError(
+            f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
+            f"{', '.join(RESERVED)}"
+        )
+    backend, where = resolve(path, storage_options, retries), words_of(path)
+    opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
+    return Place(where, backend, opened) if role is None else Place(f"{where}/{role}", child(backend, role), opened)
+
+
+def words_of(path: Path) -> str:
+    """Return a name of the location that is equal on all ranks: a path, a URL, or the class of a backend."""
+    if isinstance(path, Backend):
+        return type(path).__name__
+    text = os.fsdecode(path)
+    return shown(text) if "://" in text else str(absolute(text))

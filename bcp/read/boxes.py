@@ -1,0 +1,219 @@
+"""Any part of any saved tensor, whatever the parallelism of the job that saved it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bcp.errors import InputError
+from bcp.plan.box import Box
+from bcp.plan.layout import Layout
+from bcp.plan.read.renamed import CheckpointNames
+from bcp.plan.shards import KINDS, ShardRow, ShardTable
+from bcp.planners import planner
+from bcp.protocols import LocalShards
+from bcp.read.contents import TensorInfo, Tensors
+from bcp.read.source import Source
+from bcp.read.tensors import fill
+from bcp.runtime.imports import imported
+from bcp.stages.memcpy import torch_dtype
+
+__all__ = ["Index", "Piece", "box_of", "read_box", "read_sharded", "stream"]
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+"""What stands in the brackets of an array: integers, slices of step 1, and one ellipsis."""
+
+
+class Piece(NamedTuple):
+    """A block of a tensor, as :meth:`bcp.Checkpoint.stream` yields it.
+
+    Attributes:
+        info: the tensor.
+        box: the block of the global tensor.
+        data: its elements, in the shape of the box, in host memory.
+    """
+
+    info: TensorInfo
+    box: Box
+    data: torch.Tensor
+
+
+# -- one tensor --------------------------------------------------------------------------------
+
+
+def box_of(info: TensorInfo, index: Index) -> tuple[Box, tuple[int, ...]]:
+    """Return the block that an index chooses, and its shape without the dimensions of integers.
+
+    Raises InputError, which names tensor and dimension, for an index out of range, a step, or too many dimensions.
+    """
+    parts: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [at for at, part in enumerate(parts) if part is ...]
+    if len(ellipses) > 1:
+        raise InputError(f"{info!r}: the index {index!r} has {len(ellipses)} ellipses; write one")
+    at = ellipses[0] if ellipses else len(parts)
+    given = len(parts) - len(ellipses)
+    if given > len(info.shape):
+        raise InputError(f"{info!r} has {len(info.shape)} dimensions, and the index {index!r} has {given}")
+    parts[at : at + len(ellipses)] = [slice(None)] * (len(info.shape) - given)
+    ranges = [_range(info, dim, part) for dim, part in enumerate(parts)]
+    box = Box(tuple(first for first, _ in ranges), tuple(count for _, count in ranges))
+    return box, tuple(count for (_, count), part in zip(ranges, parts, strict=True) if isinstance(part, slice))
+
+
+def _range(info: TensorInfo, dim: int, part: object) -> tuple[int, int]:
+    """Return the first index, and the number of indices, that a part of an index chooses in a dimension."""
+    size = info.shape[dim]
+    if isinstance(part, slice):
+        if part.step not in (None, 1):
+            raise InputError(
+                f"{info!r}: dimension {dim} has step {part.step}; read the range, and take every n-th of it"
+            )
+        first, stop, _ = part.indices(size)
+        return first, max(stop - first, 0)
+    if isinstance(part, bool) or not hasattr(part, "__index__"):
+        raise InputError(f"{info!r}: the index of dimension {dim} is {part!r}; use integers, slices and one ellipsis")
+    at = part.__index__()
+    if not -size <= at < size:
+        raise InputError(f"{info!r}: index {at} of dimension {dim} is outside of its {size} indices")
+    return at % size, 1
+
+
+async def read_box(
+    source: Source, info: TensorInfo, index: Index, dtype: torch.dtype | None, device: torch.device | str | None
+) -> torch.Tensor:
+    """Read a block of a tensor into new memory; see :meth:`bcp.Checkpoint.read`."""
+    box, shape = box_of(info, index)
+    tensor = torch.empty(box.lengths, dtype=dtype or torch_dtype(info.dtype), device=device)
+    if box.numel:
+        await _fill_boxes(source, [(info, box)], [tensor])
+    return tensor.view(shape)
+
+
+async def read_sharded(
+    source: Source, info: TensorInfo, mesh: Any, placements: Sequence[Any], dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Read this rank's part of a tensor into a new DTensor; see :meth:`bcp.Checkpoint.read`."""
+    made = imported("torch.distributed.tensor").empty  # imports sympy
+    tensor: torch.Tensor = made(
+        info.shape, dtype=dtype or torch_dtype(info.dtype), device_mesh=mesh, placements=placements
+    )
+    states = {"model": {info.name: tensor}}
+    names = CheckpointNames.of(source.metadata.layout)
+    targets = planner(None, states).load_targets(states, names)
+    rows = np.full(len(targets.shards.table.tensors), names.rows[info.kind, info.name], np.int64)
+    await fill(source, targets.shards, rows)
+    return tensor
+
+
+async def _fill_boxes(source: Source, boxes: Sequence[tuple[TensorInfo, Box]], tensors: Sequence[torch.Tensor]) -> None:
+    """Fill tensors with blocks of saved tensors."""
+    layout, known = source.metadata.layout, Tensors(source.metadata.layout)
+    rows = {(info.kind, info.name): known.row(info.kind, info.name) for info, _ in boxes}
+    metas = {key: layout.tensors[row] for key, row in rows.items() if row is not None}
+    table = ShardTable.build([ShardRow(metas[info.kind, info.name], box) for info, box in boxes])
+    order = zip(table.tensors.kind.tolist(), table.tensors.fqn, strict=True)
+    saved = np.array([rows[KINDS[kind], name] for kind, name in order], np.int64)
+    await fill(source, LocalShards(table, tensors), saved)
+
+
+# -- all tensors -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block to read, and where its first byte is."""
+
+    file: int
+    start: int
+    row: int
+    box: Box
+    nbytes: int
+
+
+async def stream(source: Source, rows: Sequence[int], budget_bytes: int) -> AsyncIterator[Piece]:
+    """Yield the data of tensors block by block, in the order of the files; see :meth:`bcp.Checkpoint.stream`.
+
+    The next blocks are read while the caller looks at the last ones; both together fit into the budget.
+    """
+    known = Tensors(source.metadata.layout)
+    batches = list(_batches(_blocks(source.metadata.layout, rows, budget_bytes // 2), budget_bytes // 2))
+
+    async def read(batch: Sequence[_Block]) -> list[Piece]:
+        infos = [known.info(block.row) for block in batch]
+        tensors = [
+            torch.empty(block.box.lengths, dtype=torch_dtype(info.dtype))
+            for info, block in zip(infos, batch, strict=True)
+        ]
+        await _fill_boxes(source, [(info, block.box) for info, block in zip(infos, batch, strict=True)], tensors)
+        return [Piece(info, block.box, data) for info, block, data in zip(infos, batch, tensors, strict=True)]
+
+    reading = [asyncio.ensure_future(read(batch)) for batch in batches[:1]]
+    try:
+        for _, after in pairwise([*batches, None]):
+            pieces = await reading.pop()
+            reading += [] if after is None else [asyncio.ensure_future(read(after))]
+            while pieces:
+                yield pieces.pop(0)
+    finally:
+        for task in reading:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _blocks(layout: Layout, rows: Sequence[int], most: int) -> list[_Block]:
+    """Return the boxes of these tensors, cut into blocks of so many bytes at most, in the order of the files.
+
+    A tensor that is tied to another one has no data of its own, and no block.
+    """
+    tensors, segments = layout.tensors, layout.segments
+    first = np.searchsorted(layout.box_tensor, np.arange(len(tensors) + 1))
+    blocks = []
+    for row in rows:
+        leader, size = int(layout.leader[row]), int(tensors.itemsize[row])
+        ndim = 0 if tensors.tied_to[row] else int(tensors.ndim[row])
+        for box in range(int(first[leader]), 0 if tensors.tied_to[row] else int(first[leader + 1])):
+            segment = int(segments.begin[segments.pattern[box]])
+            file = int(segments.file[box] + segments.step[segment])
+            start = int(layout.file_planes[file, layout.plane[row]] + segments.at[segment] * size)
+            whole = Box(tuple(layout.offset[box, :ndim].tolist()), tuple(layout.length[box, :ndim].tolist()))
+            position = 0
+            for part in _cut(whole, max(most // size, 1)):
+                blocks.append(_Block(file, start + position * size, row, part, part.numel * size))
+                position += part.numel
+    return sorted(blocks, key=lambda block: (block.file, block.start))
+
+
+def _cut(box: Box, most: int) -> Iterator[Box]:
+    """Yield blocks of so many elements at most that make up a box, in row-major order."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
+    row = prod(box.lengths[dim + 1 :])
+    step = max(most // row, 1)
+    for first in range(0, box.lengths[dim], step):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim], lengths[dim] = offsets[dim] + first, min(step, lengths[dim] - first)
+        yield from _cut(Box(tuple(offsets), tuple(lengths)), most)
+
+
+def _batches(blocks: Sequence[_Block], most: int) -> Iterator[list[_Block]]:
+    """Join neighbours as long as they have so many bytes at most."""
+    batch: list[_Block] = []
+    nbytes = 0
+    for block in blocks:
+        if batch and nbytes + block.nbytes > most:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(block)
+        nbytes += block.nbytes
+    if batch:
+        yield batch

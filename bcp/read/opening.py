@@ -1,0 +1,59 @@
+"""The table of contents of a checkpoint, or what is at the path instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from bcp.backends.small import get_small
+from bcp.errors import NotACheckpointError, UncommittedError
+from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.protocols import Backend
+from bcp.read.foreign import foreign_words
+from bcp.telemetry.store import FOLDER as TELEMETRY
+
+__all__ = ["read_metadata"]
+
+SHOWN = 10  # names in an error message
+STEP = re.compile(r"\d$|^(latest|last|best|final)$")
+"""Names of checkpoints of a run: ``step-1000``, ``100``, ``latest``. Others may be roles: ``actor``."""
+
+
+async def read_metadata(backend: Backend, path: str) -> bytes:
+    """Read ``metadata.arrow``; ``path`` names the checkpoint in messages.
+
+    Raises:
+        UncommittedError: the files of a save lie there, and no metadata.
+        NotACheckpointError: there is none; the message says what is there instead, and what to do with it.
+        StorageError: storage failed.
+
+    """
+    try:
+        return bytes(await get_small(backend, METADATA_KEY))
+    except FileNotFoundError:
+        keys = [info.key for info in await backend.list()]
+    below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
+    if below:
+        raise NotACheckpointError(f"{path} holds {_below(path, below)}")
+    saved = [key for key in keys if not key.startswith(TELEMETRY)]
+    if any(operation_of(key) for key in saved):
+        raise UncommittedError(
+            f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died "
+            "or is still saving; load an older checkpoint"
+        )
+    words = await foreign_words(backend, path, saved)
+    raise NotACheckpointError(words or f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
+
+
+def _below(path: str, names: Collection[str]) -> str:
+    """Say which checkpoints lie below a path, and how to load one: steps of a run are not taken for roles."""
+    checkpoints = {name.partition("/")[0] for name in names}
+    ordered = sorted(checkpoints, key=lambda name: [(len(run), run) for run in re.split(r"(?<=\D)(?=\d)", name)])
+    if any("/" in name or STEP.search(name) for name in names):
+        return f"checkpoints {_first(ordered)}; pass one of them, as in {path}/{ordered[-1]}"
+    return f"no checkpoint of its own, but roles below it: {_first(ordered)}; pass role=..."
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

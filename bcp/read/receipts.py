@@ -1,0 +1,128 @@
+"""The receipts of a checkpoint: what each rank has written, with the checksum of every block.
+
+The claims of receipts are checked against the metadata before any memory is taken for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bcp.backends.small import get_small
+from bcp.errors import CorruptError
+from bcp.format.metadata import Metadata, data_key, receipt_key
+from bcp.format.receipt import FileReceipt, Receipt, decode_receipt, receipt_digest
+from bcp.pipeline import Budget, Pipeline, Stage
+from bcp.plan.columns import Ints
+from bcp.plan.shards import KINDS
+from bcp.protocols import Backend
+
+__all__ = ["fetch_receipts", "file_of", "key_of"]
+
+RECEIPTS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceiptToFetch:
+    """A receipt to fetch, as an item of a graph."""
+
+    rank: int
+    name: str
+    nbytes: int = 1
+
+
+async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[int]) -> dict[int, Receipt]:
+    """Read the receipts of those ranks, and check them against the commit record."""
+
+    async def fetch(wanted: _ReceiptToFetch) -> Receipt:
+        return await _fetch_receipt(backend, metadata, wanted.rank)
+
+    start: Pipeline[_ReceiptToFetch, _ReceiptToFetch] = Pipeline()
+    wanted = [_ReceiptToFetch(rank, receipt_key(rank, metadata.commit.operation)) for rank in sorted(set(ranks))]
+    graph = start.then(Stage("receipts", fetch, workers=RECEIPTS_AT_ONCE))
+    receipts = await graph.run(wanted, budget=Budget(max(len(wanted), 1)))
+    return {receipt.rank: receipt for receipt in receipts}
+
+
+async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Receipt:
+    commit = metadata.commit
+    key = receipt_key(rank, commit.operation)
+    try:
+        data = await get_small(backend, key)
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{key} is missing, but operation {commit.operation} was committed with it; restore it"
+        ) from error
+    if receipt_digest(data) != commit.receipt(rank):
+        raise CorruptError(f"{key} is not the receipt that operation {commit.operation} was committed with; restore it")
+    receipt = decode_receipt(data, key)
+    if receipt.rank != rank:
+        raise CorruptError(f"{key} is the receipt of rank {receipt.rank}, not of rank {rank}; restore it")
+    return receipt
+
+
+def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
+    """Return key and receipt of a rank's data file, if codecs and blocks are those of the commit record.
+
+    Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
+    """
+    commit = metadata.commit
+    key = data_key(kind, receipt.rank, commit.operation, encoded=bool(commit.codecs))
+    file = receipt.file(kind)
+    if file is None:
+        raise CorruptError(
+            f"{key} is in the metadata, but the receipt of rank {receipt.rank} does not have it; restore the receipt"
+        )
+    if file.codecs != commit.codecs:
+        raise CorruptError(
+            f"the receipt of rank {receipt.rank} says that {key} went through codecs {list(file.codecs)}, the commit "
+            f"record {list(commit.codecs)}; restore both"
+        )
+    most = commit.part_bytes if commit.codecs else metadata.layout.block_bytes
+    has_units = KINDS[kind] == "dataloader" and any(object_kind == KINDS[kind] for object_kind, _ in receipt.objects)
+    _check_blocks(file, most, key, may_be_shorter=has_units and not commit.codecs)
+    return key, file
+
+
+def _check_blocks(file: FileReceipt, most: int, key: str, *, may_be_shorter: bool) -> None:
+    """Check that the data section is cut after every ``most`` bytes; the first block has the header as well.
+
+    A file with units is also cut where a unit ends.
+    """
+    lengths, rest = file.blocks.raw_length, file.nbytes - file.data_start
+    if may_be_shorter:
+        lengths = _joined(lengths, most, file.data_start)
+    count = max(-(-rest // most), 1)
+    if len(lengths) != count:
+        raise CorruptError(
+            f"the receipt of {key} has {len(lengths)} blocks, and {rest} bytes of data in blocks of {most} bytes are "
+            f"{count}; restore the receipt"
+        )
+    wanted = np.full(count, most, np.int64)
+    wanted[-1] = rest - most * (count - 1)
+    wanted[0] += file.data_start
+    wrong = np.flatnonzero(lengths != wanted)
+    if len(wrong):
+        row = int(wrong[0])
+        raise CorruptError(
+            f"the receipt of {key} says that block {row} has {lengths[row]} bytes instead of {wanted[row]}; restore "
+            "the receipt"
+        )
+
+
+def _joined(lengths: Ints, most: int, data_start: int) -> Ints:
+    """Return the blocks as they are without the cuts at the ends of units."""
+    if len(lengths) == 0 or lengths.min() <= 0 or lengths[0] <= data_start:
+        return lengths
+    ends = np.cumsum(lengths)
+    kept = ((ends - data_start) % most == 0) | (np.arange(len(ends)) == len(ends) - 1)
+    return np.asarray(np.diff(ends[kept], prepend=0), dtype=np.int64)
+
+
+def key_of(metadata: Metadata, file: int) -> str:
+    """Return the key of a data file, by its row in the layout."""
+    layout, commit = metadata.layout, metadata.commit
+    writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
+    return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
