@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from bcp.planners import Framework, MegatronRng
     from bcp.protocols import RetryPolicy
     from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
+    from bcp.runs.following import await_for_next, wait_for_next
     from bcp.runs.latest import alatest, latest
+    from bcp.runs.listing import StepInfo
     from bcp.runs.preemption import Preemption
     from bcp.runs.run import Run
     from bcp.state.random_states import RngState
@@ -59,11 +61,13 @@ __all__ = [
     "Run",
     "SaveOptions",
     "SaveResult",
+    "StepInfo",
     "__version__",
     "alatest",
     "aload",
     "aprepare",
     "asave",
+    "await_for_next",
     "extend",
     "latest",
     "load",
@@ -74,6 +78,7 @@ __all__ = [
     "save",
     "save_async",
     "telemetry",
+    "wait_for_next",
 ]
 __all__ += errors.__all__
 
@@ -97,7 +102,9 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.policies": [],
             "bcp.protocols": ["RetryPolicy"],
             "bcp.read.checkpoint": ["AsyncCheckpoint", "Checkpoint"],
+            "bcp.runs.following": ["await_for_next", "wait_for_next"],
             "bcp.runs.latest": ["alatest", "latest"],
+            "bcp.runs.listing": ["StepInfo"],
             "bcp.runs.preemption": ["Preemption"],
             "bcp.runs.run": ["Run"],
             "bcp.state.random_states": ["RngState"],

@@ -300,7 +300,10 @@ class Checkpoint(Facts):
             The tensor's record, the block of the global tensor, and its elements.
 
         Raises:
-            as :meth:`read`.
+            InputError: the kind or the budget cannot be any.
+            CorruptError: a file is missing or damaged.
+            MissingCodecError: the checkpoint needs codecs, as for :meth:`read`.
+            StorageError: storage failed.
 
         Example:
             >>> _ = bcp.save("ckpt/stream", {"model": torch.nn.Linear(2, 2)}, overwrite=True)

@@ -125,6 +125,16 @@ class Folder:
         """
         return await followed(self._backend, name).version(METADATA_KEY) or ""
 
+    async def nbytes_of(self, name: str) -> int:
+        """Return the bytes of all files of a folder. Links are followed.
+
+        Raises:
+            InputError: the folder is a link out of the run.
+            StorageError: storage failed.
+
+        """
+        return sum(info.nbytes for info in await followed(self._backend, name).list())
+
     async def committed(self, step: int) -> bool:
         """Ask storage whether a step has a commit object.
 

@@ -19,7 +19,7 @@ from bcp.runs.ledger_file import TRIES
 from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
-__all__ = ["alatest", "latest"]
+__all__ = ["alatest", "check_trust", "folder_of", "latest"]
 
 
 def latest(
@@ -66,16 +66,8 @@ async def alatest(
     path: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
     """Do the same as :func:`latest` from a coroutine."""
-    if trust not in ("any", "verified"):
-        raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
-    if not isinstance(path, str | os.PathLike):
-        raise InputError(f"path={path!r} is a {type(path).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
-    place = os.fsdecode(path)
-    if "://" not in place:
-        place = os.path.expanduser(place)  # noqa: ASYNC240, PTH111 -- no I/O; a relative path stays one
-        if ".." in place.split("/"):
-            place = os.path.normpath(place)  # noqa: ASYNC240 -- no I/O; a run looks there, too
-    folder = Folder(resolve(place, storage_options), shown(place))
+    check_trust(trust)
+    folder, place = folder_of(path, storage_options)
     try:
         for attempt in range(TRIES):
             ledger = await folder.peek()
@@ -90,7 +82,25 @@ async def alatest(
                 break
     finally:
         await folder.aclose()
-    return None if name is None else f"{place.rstrip('/')}/{name}"
+    return None if name is None else f"{place}/{name}"
+
+
+def check_trust(trust: Trust) -> None:
+    """Raise InputError for a word that is none of the two."""
+    if trust not in ("any", "verified"):
+        raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
+
+
+def folder_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Folder, str]:
+    """Return the folder of a run for a reader, and its path for names below it. Raises InputError for no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"path={path!r} is a {type(path).__name__}; pass a directory or a URL, as 'ckpt/run-7'")
+    place = os.fsdecode(path)
+    if "://" not in place:
+        place = os.path.expanduser(place)  # noqa: PTH111 -- a relative path stays one
+        if ".." in place.split("/"):
+            place = os.path.normpath(place)  # a run looks there, too
+    return Folder(resolve(place, storage_options), shown(place)), place.rstrip("/")
 
 
 async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:

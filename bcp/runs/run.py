@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -32,6 +32,7 @@ from bcp.runs.ending import CTRL_C, CTRL_C_TWICE, await_save
 from bcp.runs.folder import Folder
 from bcp.runs.keeper import End, Keeper
 from bcp.runs.ledger import Ledger, numbers
+from bcp.runs.listing import StepInfo, list_steps
 from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.plans import Clock, agreed
 from bcp.runs.preemption import Preemption
@@ -427,6 +428,20 @@ class Run:
         """
         step = whole_step(step)
         self._change(step, f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
+
+    def list(self) -> Sequence[StepInfo]:
+        """List the checkpoints of the run, the oldest first, and folders of steps without a commit.
+
+        Any rank may call it, and so may a run that was not resumed: ``bcp.Run("ckpt/run-7", {}).list()``. Storage is
+        asked about each folder, and nothing is written.
+
+        Raises:
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        listing = partial(list_steps, self._url, storage_options=self._save_options.storage_options)
+        return drive(once(listing), f"list {self._url}")
 
     def _change(self, step: int, name: str, change: Callable[[Ledger], Ledger]) -> None:
         """Change an entry of the ledger. A run that has not been resumed leaves the folder to the job that has it."""

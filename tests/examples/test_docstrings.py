@@ -19,7 +19,7 @@ import bcp
 from bcp import _api, _pending, _report, errors, events, extend, options, protocols
 from bcp.backends import MemoryBackend
 from bcp.read import checkpoint, contents, facts
-from bcp.runs import latest, run
+from bcp.runs import following, latest, run
 
 MODULES = [
     bcp,
@@ -32,12 +32,14 @@ MODULES = [
     options,
     protocols,
     latest,
+    following,
     checkpoint,
     contents,
     facts,
 ]
 BLOCK = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 CALLS = [bcp.save, bcp.save_async, bcp.load, bcp.prepare, bcp.asave, bcp.aload, bcp.aprepare, bcp.report, bcp.latest]
+CALLS += [bcp.wait_for_next]
 CLASSES = [
     bcp.SaveOptions,
     bcp.LoadOptions,
