@@ -163,9 +163,9 @@ async def stream(source: Source, rows: Sequence[int], budget_bytes: int) -> Asyn
             while pieces:
                 yield pieces.pop(0)
     finally:
-        for task in reading:
+        for task in reading:  # the caller has left early
             task.cancel()
-            await asyncio.wait([task])
+        await asyncio.gather(*reading, return_exceptions=True)
 
 
 def _blocks(layout: Layout, rows: Sequence[int], most: int) -> list[_Block]:

@@ -48,6 +48,7 @@ def test_the_ranks_of_a_job_are_what_the_groups_say() -> None:
             assert mine.tensors.fqn == table.tensors.fqn
 
 
+@pytest.mark.long
 def test_agreement_is_measured() -> None:
     figures = Figures()
     spine(2, 3, 1e9, figures, rounds=2)

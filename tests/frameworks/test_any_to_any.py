@@ -33,8 +33,8 @@ PLANNERS: dict[How, str] = {
 }
 FRAMEWORKS = list(PLANNERS)
 ALL = [(before, after) for before in FRAMEWORKS for after in FRAMEWORKS if before != after]
-FEW = {(PLANNERS[before], PLANNERS[after]): (before, after) for before, after in ALL}.values()
-"""One pair for any two planners. All pairs together take minutes."""
+FEW = list({(PLANNERS[before], PLANNERS[after]): (before, after) for before, after in ALL}.values())
+"""One pair for any two planners; every second one is in make test. All pairs together take minutes."""
 BF16: list[tuple[How, How]] = [
     *(("z1/bf16", DDP), ("z2/bf16", FSDP2), ("z3/bf16", FSDP2)),
     *((DDP, "z1/bf16"), (FSDP2, "z2/bf16"), (FSDP2, "z3/bf16"), (MIXED, "z3/bf16")),
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Saved, how: How) -
     assert not differences(logical(saved(how)), trained(2, data_parallel(how)).state())
 
 
-@pytest.mark.parametrize(("before", "after"), sample(ALL, *FEW), ids=str)
+@pytest.mark.parametrize(("before", "after"), sample(ALL, *FEW[::2]), ids=str)
 def test_training_goes_on_in_any_other_framework(
     pool_of: PoolOf, tmp_path: Path, saved: Saved, before: How, after: How
 ) -> None:

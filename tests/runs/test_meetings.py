@@ -28,7 +28,6 @@ from forked import Forked
 from logs import captured_logs
 from patience import patiently
 from ranks import HOST, Ranks
-from samples import sample
 from servers.ports import held_ports
 from torch.distributed import HashStore, Store, TCPStore
 from waiting import wait_until
@@ -513,8 +512,9 @@ def check_rounds(results: list[list[meeting_jobs.Round]]) -> None:
         assert all(0.0 < each.seconds_left <= meeting_jobs.GRACE_SECONDS for each in ranks), ranks
 
 
+@pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.parametrize("size", sample([2, 4], 2))
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_job_stop_together_after_the_signal_of_one(size: int) -> None:
     with closing(Ranks(size)) as ranks:
         check_rounds(ranks.run(meeting_jobs.rounds, 40, size))
