@@ -317,7 +317,7 @@ assert ended_well(child)
         [
             ("bcp.save_async", "bcp._api"),
             ("bcp.save_async", "bcp._save.leader"),
-            ("bcp.latest", "bcp.runs.latest"),
+            ("bcp.wait_for_next", "bcp.runs.following"),
             ("bcp.backends.resolve('local:///tmp/a')", "fsspec"),
             ("bcp.backends.resolve('local:///tmp/a')", "fsspec.implementations.local"),
             ("bcp.backends.resolve('s3://bucket/a')", "bcp.backends.objects.s3"),
