@@ -17,7 +17,7 @@ from bcp.errors import InputError
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.plan.shards import KINDS, ShardRow, ShardTable
+from bcp.plan.shards import ShardRow, ShardTable
 from bcp.planners import planner
 from bcp.protocols import LocalShards
 from bcp.read.contents import TensorInfo, Tensors
@@ -87,40 +87,37 @@ def _range(info: TensorInfo, dim: int, part: object) -> tuple[int, int]:
 
 
 async def read_box(
-    source: Source, info: TensorInfo, index: Index, dtype: torch.dtype | None, device: torch.device | str | None
+    source: Source, row: int, index: Index, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> torch.Tensor:
-    """Read a block of a tensor into new memory; see :meth:`bcp.Checkpoint.read`."""
+    """Read a block of the tensor in a row of the layout into new memory; see :meth:`bcp.Checkpoint.read`."""
+    info = Tensors(source.metadata.layout).info(row)
     box, shape = box_of(info, index)
     tensor = torch.empty(box.lengths, dtype=dtype or torch_dtype(info.dtype), device=device)
     if box.numel:
-        await _fill_boxes(source, [(info, box)], [tensor])
+        await _fill_boxes(source, [(row, box)], [tensor])
     return tensor.view(shape)
 
 
 async def read_sharded(
-    source: Source, info: TensorInfo, mesh: Any, placements: Sequence[Any], dtype: torch.dtype | None
+    source: Source, row: int, mesh: Any, placements: Sequence[Any], dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Read this rank's part of a tensor into a new DTensor; see :meth:`bcp.Checkpoint.read`."""
-    made = imported("torch.distributed.tensor").empty  # imports sympy
+    """Read this rank's part of the tensor in a row of the layout; see :meth:`bcp.Checkpoint.read`."""
+    layout = source.metadata.layout
+    meta, made = layout.tensors[row], imported("torch.distributed.tensor").empty  # imports sympy
     tensor: torch.Tensor = made(
-        info.shape, dtype=dtype or torch_dtype(info.dtype), device_mesh=mesh, placements=placements
+        meta.shape, dtype=dtype or torch_dtype(meta.dtype), device_mesh=mesh, placements=placements
     )
-    states = {"model": {info.name: tensor}}
-    names = CheckpointNames.of(source.metadata.layout)
-    targets = planner(None, states).load_targets(states, names)
-    rows = np.full(len(targets.shards.table.tensors), names.rows[info.kind, info.name], np.int64)
-    await fill(source, targets.shards, rows)
+    states = {"model": {meta.fqn: tensor}}
+    targets = planner(None, states).load_targets(states, CheckpointNames.of(layout))
+    await fill(source, targets.shards, np.full(len(targets.shards.table.tensors), row))
     return tensor
 
 
-async def _fill_boxes(source: Source, boxes: Sequence[tuple[TensorInfo, Box]], tensors: Sequence[torch.Tensor]) -> None:
-    """Fill tensors with blocks of saved tensors."""
-    layout, known = source.metadata.layout, Tensors(source.metadata.layout)
-    rows = {(info.kind, info.name): known.row(info.kind, info.name) for info, _ in boxes}
-    metas = {key: layout.tensors[row] for key, row in rows.items() if row is not None}
-    table = ShardTable.build([ShardRow(metas[info.kind, info.name], box) for info, box in boxes])
-    order = zip(table.tensors.kind.tolist(), table.tensors.fqn, strict=True)
-    saved = np.array([rows[KINDS[kind], name] for kind, name in order], np.int64)
+async def _fill_boxes(source: Source, boxes: Sequence[tuple[int, Box]], tensors: Sequence[torch.Tensor]) -> None:
+    """Fill tensors with blocks of the tensors in rows of the layout."""
+    metas = source.metadata.layout.tensors
+    table = ShardTable.build([ShardRow(metas[row], box) for row, box in boxes])
+    saved = np.array(list(dict.fromkeys(row for row, _ in boxes)))  # in the order of the table
     await fill(source, LocalShards(table, tensors), saved)
 
 
@@ -152,7 +149,7 @@ async def stream(source: Source, rows: Sequence[int], budget_bytes: int) -> Asyn
             torch.empty(block.box.lengths, dtype=torch_dtype(info.dtype))
             for info, block in zip(infos, batch, strict=True)
         ]
-        await _fill_boxes(source, [(info, block.box) for info, block in zip(infos, batch, strict=True)], tensors)
+        await _fill_boxes(source, [(block.row, block.box) for block in batch], tensors)
         return [Piece(info, block.box, data) for info, block, data in zip(infos, batch, tensors, strict=True)]
 
     reading = [asyncio.ensure_future(read(batch)) for batch in batches[:1]]

@@ -13,7 +13,7 @@ from bcp._plain import plain
 from bcp.backends.place import Path, place_of
 from bcp.errors import BcpError, FqnMismatchError, InputError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata
-from bcp.options import LoadOptions
+from bcp.options import LoadOptions, unchanged
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.protocols import ObjectKey
 from bcp.read.facts import Facts, check_kind
@@ -34,8 +34,8 @@ __all__ = ["AsyncCheckpoint", "Checkpoint"]
 
 T = TypeVar("T")
 MIB = 1 << 20
-OPTIONS = LoadOptions(strict=False, record=False, budget_bytes=64 * MIB, read_bytes=16 * MIB)
-"""Options of a reader: it leaves no trace in the checkpoint, and takes little memory."""
+BUDGET_BYTES = 64 * MIB
+"""Host memory for bytes between storage and tensors, unless the options say another number."""
 
 
 class AsyncCheckpoint(Facts):
@@ -61,7 +61,11 @@ class AsyncCheckpoint(Facts):
     ) -> None:
         if options is not None and not isinstance(options, LoadOptions):
             raise InputError(f"options is a {type(options).__name__}; pass bcp.LoadOptions(...)")
-        chosen = OPTIONS if options is None else options
+        chosen = LoadOptions(budget_bytes=BUDGET_BYTES) if options is None else options
+        if chosen.rename is not None or chosen.edit is not unchanged:
+            raise InputError(
+                "options has rename= or edit=, which are for loads: names here are those of the checkpoint"
+            )
         self._options = chosen if storage_options is None else replace(chosen, storage_options=storage_options)
         self._place = place_of(path, role, self._options.storage_options, self._options.retries)
         self.path = self._place.path
@@ -122,19 +126,18 @@ class AsyncCheckpoint(Facts):
     ) -> torch.Tensor:
         """Read a tensor, or a part of it; see :meth:`Checkpoint.read`."""
         await self.open()
-        info, boxes = self[kind, name], imported("bcp.read.boxes")
+        source, row, info, boxes = self._opened(), self._row(kind, name), self[kind, name], imported("bcp.read.boxes")
         if (mesh is None) != (placements is None):
             raise InputError(f"{info!r}: pass mesh= and placements=, or neither of them")
-        async with say_if_replaced(self._opened()):
+        if mesh is not None and (index is not ... or device is not None):
+            raise InputError(f"{info!r}: mesh= says which part is read, and where it goes; leave index and device out")
+        tensor: torch.Tensor
+        async with say_if_replaced(source):
             if mesh is None:
-                tensor: torch.Tensor = await boxes.read_box(self._opened(), info, index, dtype, device)
-                return tensor
-            if index is not ... or device is not None:
-                raise InputError(
-                    f"{info!r}: mesh= says which part is read, and where it goes; leave index and device out"
-                )
-            shard: torch.Tensor = await boxes.read_sharded(self._opened(), info, mesh, placements, dtype)
-            return shard
+                tensor = await boxes.read_box(source, row, index, dtype, device)
+            else:
+                tensor = await boxes.read_sharded(source, row, mesh, placements, dtype)
+        return tensor
 
     async def stream(
         self, kind: str | None = "model", *, glob: str = "*", budget_bytes: int = 256 * MIB
@@ -152,6 +155,8 @@ class AsyncCheckpoint(Facts):
 
     async def values(self, kind: str | None = None) -> dict[ObjectKey, Any]:
         """Read the values that are no tensors, by (kind, path); see :attr:`Checkpoint.values`."""
+        if kind is not None:
+            check_kind(kind)
         await self.open()
         source, layout = self._opened(), self.metadata.layout
         rows = {
@@ -198,7 +203,8 @@ class Checkpoint(Facts):
         path: a directory, a URL, or a backend, as for :func:`bcp.load`.
         role: the role of the checkpoint below the path, if it was saved with one.
         options: how to read; ``verify``, ``codecs``, ``allow_pickle``, ``budget_bytes``, ``read_bytes``,
-            ``io_workers``, ``copy_workers``, ``retries`` and ``storage_options`` count. None: a budget of 64 MiB.
+            ``io_workers``, ``copy_workers``, ``retries`` and ``storage_options`` count. ``rename`` and ``edit`` are
+            refused. None: a budget of 64 MiB.
         storage_options: for the file system of a URL, as in :class:`~bcp.LoadOptions`.
 
     Raises:
@@ -280,9 +286,11 @@ class Checkpoint(Facts):
             tensor([ 7., 11.])
 
         """
-        how = {"kind": kind, "dtype": dtype, "device": device, "mesh": mesh, "placements": placements}
-        reading: Callable[[], Awaitable[torch.Tensor]] = partial(self._inner.read, name, index, **how)
-        return self._run(reading)
+        return self._run(
+            lambda: self._inner.read(
+                name, index, kind=kind, dtype=dtype, device=device, mesh=mesh, placements=placements
+            )
+        )
 
     def stream(self, kind: str | None = "model", *, glob: str = "*", budget_bytes: int = 256 * MIB) -> Iterator[Piece]:
         """Read many tensors in little memory, block by block, in the order of the files.
@@ -315,11 +323,13 @@ class Checkpoint(Facts):
         try:
             while True:
                 try:
-                    yield self._run(pieces.__anext__)
+                    piece = self._run(pieces.__anext__)
                 except StopAsyncIteration:
                     return
-        finally:
-            self._run(pieces.aclose)
+                yield piece
+        except GeneratorExit:  # garbage collection may call this on bcp's own thread, which must not wait for itself
+            _bridge.start(lambda _: pieces.aclose(), name=f"end reading {self.path}", daemon=True)
+            raise
 
     @property
     def values(self) -> Mapping[ObjectKey, Any]:

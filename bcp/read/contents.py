@@ -32,7 +32,7 @@ class TensorInfo:
         shape: global shape, whatever the parallelism of the job that saved it; ``()`` for a scalar.
         nbytes: bytes of its elements. A tied tensor has them, too, though they are stored once.
         tied_to: the tensor whose data this one shares; "" if it has data of its own.
-        pieces: the number of boxes that the data is cut into. 1: no rank held a part of it alone.
+        pieces: the number of boxes that it was saved in; 1 for a tensor that was saved whole.
 
     Example:
         >>> bcp.Checkpoint("ckpt/step-100")["weight"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 
 from bcp._text import printable
-from bcp.errors import FqnMismatchError, InputError
-from bcp.format.metadata import Metadata
+from bcp.errors import CorruptError, FqnMismatchError, InputError
+from bcp.format.metadata import METADATA_KEY, Metadata
 from bcp.plan.shards import KINDS
 from bcp.read.contents import Place, TensorInfo, Tensors, places_of
 from bcp.telemetry.amounts import bytes_words
@@ -42,8 +42,14 @@ class Facts:
 
     @property
     def created(self) -> datetime:
-        """When it was committed, in UTC."""
-        return datetime.fromisoformat(self.metadata.commit.created)
+        """When it was committed, in UTC. Raises CorruptError if the commit record has no time."""
+        text = self.metadata.commit.created
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError as error:
+            raise CorruptError(
+                f"{self.path}/{METADATA_KEY} says that it was committed at {text[:40]!r}, which is no time; restore it"
+            ) from error
 
     @property
     def framework(self) -> str:
@@ -116,19 +122,12 @@ class Facts:
             32
 
         """
-        row = self.tensors.row(kind, name)
-        if row is None:
-            raise FqnMismatchError(self._lacks(kind, name))
-        return places_of(self.metadata, row)
+        return places_of(self.metadata, self._row(kind, name))
 
     def __getitem__(self, name: str | tuple[str, str]) -> TensorInfo:
         """Return the record of a tensor, by its name in the model, or by (kind, name)."""
-        tensors = self.tensors
         kind, name = ("model", name) if isinstance(name, str) else name
-        row = tensors.row(kind, name)
-        if row is None:
-            raise FqnMismatchError(self._lacks(kind, name))
-        return tensors.info(row)
+        return self.tensors.info(self._row(kind, name))
 
     def __contains__(self, name: object) -> bool:
         key = ("model", name) if isinstance(name, str) else name
@@ -136,6 +135,14 @@ class Facts:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
+
+    def _row(self, kind: str, name: str) -> int:
+        """Return the row of a tensor in the layout. Raises FqnMismatchError if there is none."""
+        check_kind(kind)
+        row = self.tensors.row(kind, name)
+        if row is None:
+            raise FqnMismatchError(self._lacks(kind, name))
+        return row
 
     def _lacks(self, kind: str, name: str) -> str:
         """Say that a tensor is not there, and under which names it might be."""
@@ -151,7 +158,7 @@ class Facts:
         return "\n".join([self._head(), *(f"  {line}" for line in self._lines())])
 
     def _head(self) -> str:
-        by = f"saved by {self.world_size} ranks of {self.framework} at {self.created:%Y-%m-%d %H:%M:%S} UTC"
+        by = f"saved by {self.world_size} ranks of {self.framework} at {self.metadata.commit.created[:19]} UTC"
         return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {by}, operation {self.operation}>")
 
     def _lines(self) -> list[str]:

@@ -63,8 +63,14 @@ async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Rec
     return receipt
 
 
-def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileReceipt]:
-    """Return key and receipt of a rank's data file, if codecs and blocks are those of the commit record.
+def file_of(metadata: Metadata, receipt: Receipt, kind: int, nbytes: int | None = None) -> tuple[str, FileReceipt]:
+    """Return key and receipt of a rank's data file, if codecs, blocks and size are those of the metadata.
+
+    Args:
+        metadata: of the checkpoint.
+        receipt: of the rank.
+        kind: code of the kind.
+        nbytes: bytes of the file's data section in the layout; None for a file that the layout does not list.
 
     Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
     """
@@ -83,6 +89,11 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int) -> tuple[str, FileR
     most = commit.part_bytes if commit.codecs else metadata.layout.block_bytes
     has_units = KINDS[kind] == "dataloader" and any(object_kind == KINDS[kind] for object_kind, _ in receipt.objects)
     _check_blocks(file, most, key, may_be_shorter=has_units and not commit.codecs)
+    if nbytes is not None and file.nbytes - file.data_start != nbytes:
+        raise CorruptError(
+            f"the receipt of rank {receipt.rank} says that {key} has {file.nbytes - file.data_start} bytes of data, "
+            f"the metadata {nbytes}; restore both"
+        )
     return key, file
 
 

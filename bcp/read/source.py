@@ -48,9 +48,9 @@ class Source:
         self.receipts.update(await fetch_receipts(self.backend, self.metadata, missing))
         return self.receipts
 
-    def file_of(self, rank: int, kind: int) -> tuple[str, FileReceipt]:
-        """Return key and receipt of a rank's data file; the rank's receipt has been read.
+    def file_of(self, rank: int, kind: int, nbytes: int | None = None) -> tuple[str, FileReceipt]:
+        """Return key and receipt of a rank's data file, as :func:`~bcp.read.receipts.file_of`.
 
-        Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
+        The rank's receipt has been read.
         """
-        return file_of(self.metadata, self.receipts[rank], kind)
+        return file_of(self.metadata, self.receipts[rank], kind, nbytes)

@@ -14,7 +14,6 @@ from operator import eq
 import numpy as np
 import torch
 
-from bcp.errors import CorruptError
 from bcp.format.metadata import Metadata
 from bcp.format.receipt import FileReceipt
 from bcp.options import unchanged
@@ -60,8 +59,8 @@ class Wanted:
     reads: ReadRequest  # where the bytes are
 
 
-async def fill(source: Source, shards: LocalShards, saved: Ints) -> int:
-    """Fill shards in one process, without other ranks; return the number of bytes read.
+async def fill(source: Source, shards: LocalShards, saved: Ints) -> None:
+    """Fill shards in one process, without other ranks.
 
     Args:
         source: the checkpoint.
@@ -90,7 +89,6 @@ async def fill(source: Source, shards: LocalShards, saved: Ints) -> int:
         context = load_context(source, assignment, targets, lease)
         graph = load_graph(context, copy_workers=options.copy_workers, io_workers=source.io_workers)
         await graph.run(items, budget=Budget(options.budget_bytes))
-    return context.read_nbytes
 
 
 def line_of(metadata: Metadata) -> BlockIndex:
@@ -184,7 +182,8 @@ def _items(source: Source, wanted: Wanted, assignment: Assignment, straight: Zer
             items.append(ReadItem(f"round {chunk.round}", 0, None, chunk.round, "", None))
             continue
         if chunk.file not in files:
-            files[chunk.file] = _file(source, chunk.file)
+            place = (int(column[chunk.file]) for column in (layout.file_rank, layout.file_kind, layout.file_nbytes))
+            files[chunk.file] = source.file_of(*place)
         key, file = files[chunk.file]
         name = f"{key} data bytes {chunk.start} to {chunk.stop}: {_first_name(wanted, layout.tensors, chunk)}"
         items.append(ReadItem(name, chunk.nbytes, chunk, chunk.round, key, file, past_staging[chunk.number]))
@@ -197,19 +196,6 @@ def _items(source: Source, wanted: Wanted, assignment: Assignment, straight: Zer
         item if item.file is None or item.straight else replace(item, nbytes=room + decoded, room=room)
         for item in items
     ]
-
-
-def _file(source: Source, row: int) -> tuple[str, FileReceipt]:
-    """Return key and receipt of a data file of the layout."""
-    layout = source.metadata.layout
-    writer, nbytes = int(layout.file_rank[row]), int(layout.file_nbytes[row])
-    key, file = source.file_of(writer, int(layout.file_kind[row]))
-    if file.nbytes - file.data_start != nbytes:
-        raise CorruptError(
-            f"the receipt of rank {writer} says that {key} has {file.nbytes - file.data_start} bytes of data, the "
-            f"metadata {nbytes}; restore both"
-        )
-    return key, file
 
 
 def _first_name(wanted: Wanted, saved: TensorTable, chunk: Chunk) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from bcp.errors import BcpError, CorruptError
 from bcp.format.checksums import digests
 from bcp.format.metadata import Metadata, operation_of, receipt_key
-from bcp.format.receipt import FileReceipt, Receipt
+from bcp.format.receipt import FileReceipt
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import check_segments
 from bcp.protocols import Backend
@@ -131,7 +131,7 @@ async def _files_of(
     found, damage = [], []
     for kind in sorted({*wanted, *(file.kind for file in receipt.files)}):
         try:
-            key, file = _file_of(metadata, receipt, kind, wanted.get(kind))
+            key, file = file_of(metadata, receipt, kind, wanted.get(kind))
         except CorruptError as error:
             damage.append(str(error))
             continue
@@ -142,17 +142,6 @@ async def _files_of(
         else:
             damage.append(f"{key} is missing, and was saved with {file.stored_nbytes} bytes; restore it")
     return found, damage
-
-
-def _file_of(metadata: Metadata, receipt: Receipt, kind: int, nbytes: int | None) -> tuple[str, FileReceipt]:
-    """Return key and receipt of a data file. Raises CorruptError if receipt and table of contents differ."""
-    key, file = file_of(metadata, receipt, kind)
-    if nbytes is not None and file.nbytes - file.data_start != nbytes:
-        raise CorruptError(
-            f"the receipt of rank {receipt.rank} says that {key} has {file.nbytes - file.data_start} bytes of data, "
-            f"the metadata {nbytes}; restore both"
-        )
-    return key, file
 
 
 def _windows(key: str, file: FileReceipt) -> list[_Window]:
@@ -169,7 +158,7 @@ def _windows(key: str, file: FileReceipt) -> list[_Window]:
 
 async def _compare(backend: Backend, windows: Sequence[_Window], workers: int) -> list[str]:
     """Read windows, and compare them with their checksums; return a sentence for each file with damage."""
-    damage: dict[str, str] = {}
+    damage: dict[str, tuple[int, str]] = {}  # by key: the first window with damage
 
     async def look(window: _Window) -> None:
         memory = memoryview(bytearray(window.nbytes))
@@ -180,13 +169,13 @@ async def _compare(backend: Backend, windows: Sequence[_Window], workers: int) -
         except (BcpError, OSError) as error:
             wrong = f"{window.key} cannot be read: {error}"
         if wrong:
-            damage.setdefault(window.key, wrong)
+            damage[window.key] = min(damage.get(window.key, (start, wrong)), (start, wrong))
 
     largest = max((window.nbytes for window in windows), default=1)
     begin: Pipeline[_Window, _Window] = Pipeline()
     with unwrap_stage_errors():
         await begin.then(Stage("compare", look, workers=workers)).run(windows, budget=Budget(largest * workers))
-    return list(damage.values())
+    return [damage[key][1] for key in sorted(damage)]
 
 
 def _wrong_block(window: _Window, memory: memoryview) -> str:

@@ -6,13 +6,13 @@ import operator
 import os
 from collections.abc import Mapping
 from contextlib import aclosing
-from functools import partial
 from numbers import Real
 from typing import Any, SupportsIndex
 
 import anyio
 
 from bcp._plain import plain
+from bcp._text import shown
 from bcp.errors import BcpError, InputError
 from bcp.runs.candidates import Trust, candidates
 from bcp.runs.folder import Folder
@@ -65,11 +65,17 @@ def wait_for_next(
         >>> bcp.wait_for_next("ckpt/run-9", after=10, timeout=0)
 
     """
-    how = {"after": after, "trust": trust, "poll_seconds": poll_seconds, "timeout": timeout}
     try:
         return _bridge.run(
-            partial(await_for_next, path, storage_options=storage_options, **how),  # type: ignore[arg-type]  # as named above
-            name=f"wait for a checkpoint in {path}",
+            lambda: await_for_next(
+                path,
+                after=after,
+                trust=trust,
+                poll_seconds=poll_seconds,
+                timeout=timeout,
+                storage_options=storage_options,
+            ),
+            name=f"wait for a checkpoint in {shown(str(path))}",
         )
     except BcpError as error:
         raise plain(error) from error.__cause__
@@ -108,14 +114,16 @@ async def _next(folder: Folder, after: int, trust: Trust) -> str | None:
     """Return the name of the oldest committed checkpoint that is newer than a step; None for none."""
     if not any(step > after for step in await folder.steps()):
         return None
-    found: dict[int, str] = {}
+    newer = []
     async with aclosing(candidates(folder, await folder.peek(), trust)) as listing:
         async for candidate in listing:
             if candidate.step <= after:
                 break  # newest first
-            if not candidate.reason and (candidate.is_certain or await folder.commit_of(candidate.name)):
-                found.setdefault(candidate.step, candidate.name)
-    return found[min(found)] if found else None
+            newer += [] if candidate.reason else [candidate]
+    for candidate in sorted(newer, key=lambda each: each.step):  # of one step, the first of a resumption stays first
+        if candidate.is_certain or await folder.commit_of(candidate.name):
+            return candidate.name
+    return None
 
 
 def _step(after: SupportsIndex) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from bcp.backends.objects.retry import in_turns
-from bcp.errors import CorruptError, InputError, StorageError
+from bcp.errors import CorruptError, InputError
 from bcp.policies.keep import Entry
 from bcp.runs.folder import Folder
-from bcp.runs.latest import folder_of
 
 __all__ = ["StepInfo", "list_steps"]
 
@@ -30,7 +28,7 @@ class StepInfo:
         nbytes: bytes of all its files.
         metrics: numbers that the run has noted for the step.
         trust: ``"unknown"``, ``"verified"`` or ``"suspect"``.
-        reason: of the mark.
+        reason: of the mark, or against a folder that cannot be a checkpoint.
         pinned: whether no policy may delete it.
     """
 
@@ -45,40 +43,47 @@ class StepInfo:
     pinned: bool = False
 
 
-async def list_steps(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
-) -> list[StepInfo]:
-    """List the checkpoints of a run, the oldest first; see :meth:`bcp.Run.list`. Nothing is written."""
-    folder, place = folder_of(path, storage_options)
-    try:
-        await folder.steps()
-        ledger = await folder.peek()
-        entries = {} if ledger is None else {entry.step: entry for entry in ledger.entries}
-        names = [(step, name) for step in folder.listed.folders for name in folder.names_of(step)]
-        looks = await in_turns(partial(_look, folder, name) for _, name in names)
-    finally:
-        await folder.aclose()
-    known: set[int] = set()
+async def list_steps(folder: Folder, place: str) -> list[StepInfo]:
+    """List the checkpoints of a run, the oldest first; see :meth:`bcp.Run.list`. Nothing is written.
+
+    Args:
+        folder: of the run.
+        place: its path, for the paths of checkpoints.
+
+    Raises:
+        FormatVersionError: a newer bcp has written the ledger.
+        StorageError: storage failed.
+
+    """
+    await folder.steps()
+    ledger = await folder.peek()
+    entries = {} if ledger is None else {entry.step: entry for entry in ledger.entries}
+    names = [(step, name) for step in folder.listed.folders for name in folder.names_of(step)]
+    infos = await in_turns(partial(_look, folder, step, name, f"{place}/{name}") for step, name in names)
+    marked: set[int] = set()
     steps = []
-    for (step, name), (is_committed, nbytes) in zip(names, looks, strict=True):
-        entry = entries.get(step) if is_committed and step not in known else None  # marks are of the first folder
-        known |= {step} if is_committed else set()
-        steps.append(_info(step, f"{place}/{name}", entry, nbytes, is_committed=is_committed))
+    for info in infos:
+        is_first = info.is_committed and info.step not in marked  # marks are of the first folder
+        steps.append(_marked(info, entries[info.step]) if is_first and info.step in entries else info)
+        marked |= {info.step} if is_first else set()
     return steps[::-1]
 
 
-async def _look(folder: Folder, name: str) -> tuple[bool, int]:
-    """Return whether a folder has a checkpoint, and the bytes of its files. One that cannot be read has none."""
+async def _look(folder: Folder, step: int, name: str, path: str) -> StepInfo:
+    """Ask storage about a folder. A link out of the run is no checkpoint of it, and says so."""
     try:
-        return bool(await folder.commit_of(name)), await folder.nbytes_of(name)
-    except (StorageError, InputError, CorruptError):
-        return False, 0
+        return StepInfo(step, path, bool(await folder.commit_of(name)), None, await folder.nbytes_of(name))
+    except (InputError, CorruptError) as error:
+        return StepInfo(step, path, is_committed=False, committed=None, nbytes=0, reason=str(error))
 
 
-def _info(step: int, path: str, entry: Entry | None, nbytes: int, *, is_committed: bool) -> StepInfo:
-    if entry is None:
-        return StepInfo(step, path, is_committed, None, nbytes)
-    when = datetime.fromtimestamp(entry.committed, UTC)
-    return StepInfo(
-        step, path, is_committed, when, nbytes, entry.metrics, entry.trust, entry.reason, pinned=entry.pinned
+def _marked(info: StepInfo, entry: Entry) -> StepInfo:
+    """Return what the ledger adds."""
+    return replace(
+        info,
+        committed=datetime.fromtimestamp(entry.committed, UTC),
+        metrics=entry.metrics,
+        trust=entry.trust,
+        reason=entry.reason,
+        pinned=entry.pinned,
     )

@@ -440,8 +440,14 @@ class Run:
             StorageError: storage failed.
 
         """
-        listing = partial(list_steps, self._url, storage_options=self._save_options.storage_options)
-        return drive(once(listing), f"list {self._url}")
+        return drive(once(self._list), f"list {shown(self._url)}")
+
+    async def _list(self) -> Sequence[StepInfo]:
+        folder = self._folder()
+        try:
+            return await list_steps(folder, self._url)
+        finally:
+            await folder.aclose()
 
     def _change(self, step: int, name: str, change: Callable[[Ledger], Ledger]) -> None:
         """Change an entry of the ledger. A run that has not been resumed leaves the folder to the job that has it."""

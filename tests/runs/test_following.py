@@ -35,6 +35,18 @@ def name(path: Path, step: int) -> str:
     return f"{path}/step-{step:08d}"
 
 
+def marked_run(path: Path) -> None:
+    """Train a run whose checkpoints are suspect, pinned and verified."""
+    with bcp.Run(path, {"model": {"w": torch.ones(3)}}, save=10, keep=9) as run:
+        run.resume()
+        for step in (10, 20, 30):
+            run.maybe_save(step)
+    run = bcp.Run(path, {})
+    run.mark(10, "suspect", "loss")
+    run.pin(20)
+    run.mark(30, "verified")
+
+
 # -- wait -----------------------------------------------------------------------------------------
 
 
@@ -78,13 +90,7 @@ def test_after_the_timeout_there_is_none(tmp_path: Path) -> None:
 
 
 def test_suspect_checkpoints_are_passed_over_and_trust_may_be_asked_for(tmp_path: Path) -> None:
-    with bcp.Run(tmp_path, {"model": {"w": torch.ones(3)}}, save=10, keep=9) as run:
-        run.resume()
-        for step in (10, 20, 30):
-            run.maybe_save(step)
-    run = bcp.Run(tmp_path, {})
-    run.mark(10, "suspect", "loss")
-    run.mark(30, "verified")
+    marked_run(tmp_path)
     assert bcp.wait_for_next(tmp_path, timeout=0) == name(tmp_path, 20)
     assert bcp.wait_for_next(tmp_path, timeout=0, trust="verified") == name(tmp_path, 30)
 
@@ -150,14 +156,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], sa
 
 def test_a_list_has_times_sizes_metrics_and_marks(tmp_path: Path) -> None:
     before = datetime.now(UTC)
-    with bcp.Run(tmp_path, {"model": {"w": torch.ones(3)}}, save=10, keep=9) as run:
-        run.resume()
-        for step in (10, 20, 30):
-            run.maybe_save(step)
-    run = bcp.Run(tmp_path, {})
-    run.mark(10, "suspect", "loss")
-    run.pin(20)
-    run.mark(30, "verified")
+    marked_run(tmp_path)
     unfinished(tmp_path, 40)
     infos = bcp.Run(tmp_path, {}).list()
     assert [(info.step, info.is_committed) for info in infos] == [(10, True), (20, True), (30, True), (40, False)]
