@@ -67,6 +67,26 @@ def test_no_other_rank_takes_part(ranks4: Ranks, tmp_path: Path) -> None:
     ranks4.run(compare, tmp_path, (10, 7), CUTS[3], (1,))
 
 
+def step(path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    bcp.save(path, {"model": model, "optimizer": optimizer})
+    mesh = init_device_mesh("cpu", (2, 2))
+    ckpt, state = bcp.Checkpoint(path), optimizer.state[model[0].weight]
+    for key in ("exp_avg", "exp_avg_sq"):
+        (name,) = ckpt.names("optimizer", f"*weight.{key}")
+        found: Any = ckpt.read(name, kind="optimizer", mesh=mesh, placements=[Shard(1), Shard(0)])
+        expected = distribute_tensor(state[key], mesh, [Shard(1), Shard(0)])
+        assert torch.equal(found.to_local(), expected.to_local())
+
+
+def test_states_of_an_optimizer_are_cut_too(ranks4: Ranks, tmp_path: Path) -> None:
+    ranks4.run(step, tmp_path)
+
+
 def test_a_rank_reads_what_it_needs_and_no_more(ranks4: Ranks, tmp_path: Path) -> None:
     ranks4.run(save, tmp_path, LARGE)
     nbytes = ranks4.run(compare, tmp_path, LARGE, ((2, 2), [Shard(1), Shard(0)]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from stranger import read_checkpoint
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
+from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_layout, encode_metadata
+from bcp.runtime import bridge as _bridge
 from bcp.testing.storage_fakes import CountingBackend
 
 READABLE = [name for name, case in CASES.items() if not case.codecs and not case.tar]
@@ -109,12 +114,24 @@ def test_a_stream_keeps_the_order_of_the_files_and_the_names_that_were_asked_for
     assert backend.calls["read_into"] + backend.calls["read_scattered"] == 1, "neighbours come in one read"
 
 
+async def _drop(_started: Callable[[], None], *, held: list[Any]) -> None:
+    held.clear()
+    gc.collect()
+
+
+async def _ended(background: _bridge.Background[None]) -> None:
+    await background
+
+
 def test_a_stream_that_is_left_early_ends_its_reads(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": {f"{n}": torch.rand(1000) for n in range(20)}})
     with bcp.Checkpoint(tmp_path) as ckpt:
         pieces = ckpt.stream(budget_bytes=8000)
         next(pieces)
         pieces.close()
+        held = [ckpt.stream(budget_bytes=8000)]
+        next(held[0])
+        asyncio.run(_ended(_bridge.start(partial(_drop, held=held), name="garbage on bcp's own thread")))
         assert len(list(ckpt.stream())) == 20
 
 
@@ -266,8 +283,9 @@ def test_a_name_that_is_not_there_is_told_with_one_that_is(tmp_path: Path, train
         ckpt.read("state.0.weight.exp_avg")
     with pytest.raises(KeyError):
         ckpt.tensors["model", "nothing"]
-    with pytest.raises(bcp.InputError, match="kind='weights'"):
-        ckpt.names("weights")
+    for ask in (ckpt.names, lambda kind: ckpt.read("0.weight", kind=kind), lambda kind: next(ckpt.stream(kind))):
+        with pytest.raises(bcp.InputError, match="kind='weights'"):
+            ask("weights")
 
 
 def test_names_of_a_stranger_neither_move_the_cursor_nor_run_in_a_notebook(tmp_path: Path) -> None:
@@ -298,6 +316,17 @@ def test_the_places_of_a_tensor_are_its_bytes(name: str) -> None:
             assert same(found, tensor), (kind, fqn)
 
 
+def test_a_commit_without_a_time_is_shown_and_told(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"w": torch.rand(2)}})
+    file = tmp_path / METADATA_KEY
+    metadata = decode_metadata(file.read_bytes(), "")
+    file.write_bytes(encode_metadata(encode_layout(metadata.layout), replace(metadata.commit, created="never")))
+    ckpt = bcp.Checkpoint(tmp_path)
+    assert "at never UTC" in repr(ckpt)
+    with pytest.raises(bcp.CorruptError, match=r"metadata\.arrow says that it was committed at 'never'"):
+        _ = ckpt.created
+
+
 def test_tied_tensors_name_each_other(tmp_path: Path) -> None:
     weight = torch.rand(3)
     bcp.save(tmp_path, {"model": {"a": weight, "b": weight}})
@@ -319,6 +348,8 @@ def test_a_role_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     [
         ({"role": "../x"}, "role='../x'"),
         ({"options": bcp.SaveOptions()}, "options is a SaveOptions"),
+        ({"options": bcp.LoadOptions(rename=[("a", "b")])}, "rename= or edit="),
+        ({"options": bcp.LoadOptions(edit=lambda graph: graph)}, "rename= or edit="),
         ({"storage_options": {"key": "secret"}}, "takes none"),
     ],
 )

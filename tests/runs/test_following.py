@@ -180,6 +180,16 @@ def test_checkpoints_without_a_ledger_are_listed_too(tmp_path: Path) -> None:
     assert bcp.Run(tmp_path / "nothing", {}).list() == []
 
 
+def test_a_link_out_of_the_run_is_told_and_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "other", 7)
+    folder = tmp_path / "run" / "step-00000007"
+    folder.mkdir(parents=True)
+    (folder / "metadata.arrow").symlink_to(tmp_path / "other/step-00000007/metadata.arrow")
+    (info,) = bcp.Run(tmp_path / "run", {}).list()
+    assert not info.is_committed
+    assert "link" in info.reason
+
+
 def test_a_run_that_trains_lists_itself(tmp_path: Path) -> None:
     with bcp.Run(tmp_path, {"model": {"w": torch.ones(3)}}, save=1, keep=2) as run:
         run.resume()
