@@ -44,7 +44,7 @@ test: venv  ## Run all tests, or those that ARGS chooses, in one process more th
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: venv  ## Run what `make test` leaves out: full matrices, the largest cases, and whole jobs.
+test-all: venv  ## Run what `make test` leaves out: full matrices, the largest cases, whole jobs, and sweeps of kills.
 	$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus
 	$(BIN)/python -m pytest -m long $(ARGS)
 

@@ -57,7 +57,7 @@ class _ByFile(LoadScopeScheduling):
 
 def _are_long(config: pytest.Config) -> bool:
     """Whether these are the tests of ``make test-all``."""
-    return bool(config.option.markexpr == "long")
+    return bool(config.option.markexpr.startswith("long"))
 
 
 def _has_ranks(scope: str) -> bool:

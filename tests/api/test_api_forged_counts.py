@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import training
+from samples import sample
 from test_api_forged import forge
 
 import bcp
@@ -76,7 +77,7 @@ def ends_soon(call: Callable[[], object], where: str) -> None:
     assert (after - before) << 10 < MEMORY, where
 
 
-@pytest.mark.parametrize("part", ["layout", "commit", "receipt"])
+@pytest.mark.parametrize("part", sample(["layout", "commit", "receipt"], "layout", "commit"))
 def test_forged_numbers_of_metadata_and_receipts(tmp_path: Path, part: str) -> None:
     bcp.save(tmp_path, states())
     original = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from alike import exactly_alike
+from samples import sample
 from torch import nn
 
 import bcp
@@ -70,7 +71,7 @@ KINDS: dict[str, Make] = {
 }
 ALIKE = ({"SGD", "momentum"}, {"Adam", "AdamW", "FusedAdam", "Inheriting"})
 PAIRS = [
-    pytest.param(first, second, id=f"{first}-{second}")
+    (first, second)
     for first, second in itertools.product(KINDS, KINDS)
     if first != second and not any({first, second} <= group for group in ALIKE)
 ]
@@ -91,7 +92,7 @@ def save(path: Path, kind: str) -> None:
     bcp.save(path, {"model": model, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second"), sample(PAIRS, *PAIRS[::2]))
 def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path, first: str, second: str) -> None:
     save(tmp_path, first)
     model, optimizer = made(second)
@@ -106,7 +107,7 @@ def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path, fir
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["new", "stepped"])
-@pytest.mark.parametrize(("first", "second"), PAIRS[::3])
+@pytest.mark.parametrize(("first", "second"), sample(PAIRS[::3], *PAIRS[::6]))
 def test_without_strict_another_optimizer_gets_nothing_and_the_report_lists_it(
     tmp_path: Path, first: str, second: str, steps: int
 ) -> None:

@@ -87,7 +87,6 @@ CASES = sample(
     itertools.product([1, 2], [False, True], ["plain", "codec"]),
     (1, False, "plain"),
     (2, True, "codec"),
-    (2, True, "plain"),
 )
 
 

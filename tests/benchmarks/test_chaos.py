@@ -8,7 +8,10 @@ import pytest
 
 from benchmarks.chaos import Case, kill_and_resume
 
-CASES = [Case("lazy"), Case("overwrite", ranks=2, victim=1), Case("run"), Case("run-standby")]
+CASES = [
+    Case("overwrite", ranks=2, victim=1),
+    *(pytest.param(Case(name), marks=pytest.mark.kills) for name in ("lazy", "run", "run-standby")),
+]
 
 
 @pytest.mark.long

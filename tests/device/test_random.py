@@ -26,7 +26,7 @@ from torch import nn
 import bcp
 from bcp.backends.memory import MemoryBackend
 
-CASES = int(os.environ.get("BCP_DEVICE_CASES", "60"))
+CASES = int(os.environ.get("BCP_DEVICE_CASES", "30"))
 MIB = 1 << 20
 SIZES = (0, 1, 3, 100, 5_000, 70_000, 300_000)
 DTYPES = (

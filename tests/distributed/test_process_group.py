@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Callable
@@ -12,12 +13,18 @@ import process_group
 import pytest
 from patience import patiently
 from ranks import Ranks, ended, meeting_place, started
+from samples import sample
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("way", ["plain", "unverified", "codecs", "edited"])
+WAYS = itertools.product(["plain", "unverified", "codecs", "edited"], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("way", "on_device"),
+    sample(WAYS, ("plain", False), ("unverified", True), ("codecs", True), ("edited", False)),
+)
 def test_gloo_loads_the_same_bits_as_sockets(ranks4: Ranks, tmp_path: Path, way: str, on_device: bool) -> None:  # noqa: FBT001
     results = ranks4.run(_replicated, tmp_path, way, on_device)
     for right, by_sockets, by_gloo, rounds in results:
@@ -68,7 +75,7 @@ def test_a_cancelled_rank_ends_the_load_and_the_next_one_is_right(
     assert all(right for _, right in results)
 
 
-@pytest.mark.parametrize("how", process_group.HOW)
+@pytest.mark.parametrize("how", sample(process_group.HOW, "stop", "raise"))
 def test_a_rank_that_comes_to_harm_is_named_and_the_others_load_again(tmp_path: Path, how: str) -> None:
     patiently(partial(harm, tmp_path, how), *process_group.TIMEOUTS.get(how, (process_group.NEVER,)))
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.timeout(900)
 @settings(
-    max_examples=30,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -11,20 +11,24 @@ import silent_store
 from by_torchrun import torchrun
 from patience import patiently
 from ranks import ended, started
+from samples import sample
 
 pytestmark = [pytest.mark.dist]
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
+CALLS = [
+    (2, "first", "save", KILL),
+    (4, "first", "asave", STOP),
+    (3, "second", "save", STOP),
+    (2, "second", "asave", KILL),
+]
+
+
 @pytest.mark.parametrize(
     ("size", "moment", "call", "number"),
-    [
-        (2, "first", "save", KILL),
-        (4, "first", "asave", STOP),
-        (3, "second", "save", STOP),
-        (2, "second", "asave", KILL),
-    ],
+    sample(CALLS, CALLS[0], CALLS[2]),
 )
 def test_every_call_ends_when_the_server_of_the_store_is_silent(
     tmp_path: Path, size: int, moment: str, call: str, number: signal.Signals

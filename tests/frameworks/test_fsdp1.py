@@ -52,7 +52,7 @@ def test_a_checkpoint_is_what_unsharded_training_gives(saved: Callable[[How], Pa
     ("before", "after", "steps_before"),
     sample(
         [(*change, steps) for change in CHANGES for steps in (0, 1)],
-        *((*change, at % 2) for at, change in enumerate(CHANGES)),
+        *((*change, at // 2 % 2) for at, change in enumerate(CHANGES) if at % 2 == 0),
     ),
     ids=str,
 )

@@ -12,7 +12,6 @@ import pytest
 import torch
 from elastic import Torchrun
 from jobs import DEAD, HUNG, LONG, SLOW, Ranks, halt, with_more_time
-from samples import sample
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -70,7 +69,8 @@ STORES = {"shared": {}, "own": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 """Whose store the ranks meet in: that of an agent, which outlives them (torch's default), or rank 0's own."""
 
 
-@pytest.mark.parametrize("store", sample(STORES, "shared"))
+@pytest.mark.long
+@pytest.mark.parametrize("store", STORES)
 def test_ranks_are_killed(network: Network, tmp_path: Path, store: str) -> None:
     path = tmp_path / "ckpt"
     with closing(Torchrun(network, "4", network.hosts, STORES[store])) as job:

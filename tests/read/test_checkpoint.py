@@ -84,7 +84,7 @@ def test_every_tensor_is_that_of_the_reader_made_from_the_documentation(name: st
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("plain", 1), *((name, at) for name in READABLE for at in (1000, 1 << 20))]
+    ("name", "budget"), [("settings", 1), *((name, at) for name in READABLE for at in (1000, 1 << 20))]
 )
 def test_a_stream_has_every_element_once(name: str, budget: int) -> None:
     for path in folders(name):

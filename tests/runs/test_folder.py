@@ -709,7 +709,6 @@ async def first_life(backend: Backend) -> None:
 JOBS = sample(
     itertools.product(["memory", "local", "objects"], [False, True], [False, True]),
     *itertools.product(["memory"], [False, True], [False, True]),
-    ("local", True, True),
     ("objects", False, True),
 )
 

@@ -25,6 +25,7 @@ SEED = 8
 
 @pytest.mark.dist
 @pytest.mark.long
+@pytest.mark.kills
 @pytest.mark.timeout(2400)  # the start of each life takes ten seconds, and longer on a busy machine
 def test_a_run_whose_ranks_are_killed_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
     for name in ("calm", "soaked"):

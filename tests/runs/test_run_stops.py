@@ -31,7 +31,7 @@ def job(ranks: int, out: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.timeout(4000)  # eight jobs of torchrun, one after the other
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.kills)])
 def test_jobs_that_are_asked_to_stop_come_back_bit_by_bit(ranks: int, tmp_path: Path) -> None:
     last = 0
     for situation in run_jobs.SITUATIONS:

@@ -55,7 +55,7 @@ def name_of(module: ModuleType) -> str:
     return module.__name__
 
 
-@pytest.mark.parametrize("door", DOORS, ids=name_of)
+@pytest.mark.parametrize("door", sample(DOORS, bcp, bcp.data, bcp.telemetry), ids=name_of)
 def test_the_import_of_a_public_module_is_light(door: ModuleType, tmp_path: Path) -> None:
     modules = imported_by(f"import {door.__name__}", str(tmp_path), before="import torch")
     assert len(modules) <= 20, sorted(modules)

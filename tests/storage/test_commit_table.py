@@ -16,7 +16,7 @@ from benchmarks.commit_table.table import Counts, counts_of, read_counts, writte
 from benchmarks.commit_table.trial import Outcome, try_cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "storage.md"
-SHARES = {"GCS": 20, "S3": 50, "HDFS": 60, "shared files": 40, "fsspec": 10}
+SHARES = {"GCS": 20, "S3": 50, "HDFS": 60, "shared files": 40, "fsspec": 25}
 
 
 @pytest.mark.parametrize("name", sample(STORES, "fsspec"))

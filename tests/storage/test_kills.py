@@ -34,6 +34,7 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniHdfs]:
 
 
 @pytest.mark.long
+@pytest.mark.kills
 def test_gcs(gcs_server: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_server.url)
     root, options = uuid4().hex, {"token": "anon"}
@@ -54,6 +55,7 @@ def on_s3(server: S3Server, marks: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.kills
 def test_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
         on_s3(server, tmp_path, monkeypatch)
@@ -73,6 +75,7 @@ def test_hdfs(hdfs: MiniHdfs, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.kills
 def test_a_file_system_of_fsspec(hdfs: MiniHdfs, tmp_path: Path) -> None:
     """fsspec's own client of WebHDFS, through the generic adapter."""
     root, options = f"/runs/{uuid4().hex}", {"user": "root"}

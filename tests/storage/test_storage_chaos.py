@@ -10,7 +10,7 @@ from servers.targets import running
 from benchmarks.chaos_storage import RATES, Chaos, Target
 
 MIB = 1 << 20
-ROUNDS = 10
+ROUNDS = 6
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("plan/test_rename.py", 100),
         ("stages/test_gather.py", 60),
-        ("workflow/test_commit_machine.py::TestLocalCommits", 8),
+        pytest.param("workflow/test_commit_machine.py::TestLocalCommits", 8, marks=pytest.mark.long),
     ],
 )
 def test_a_soak_tries_more_examples(test: str, examples: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import forging
 
-CASES = 250
+CASES = 150
 MOST_GROWTH = 100 << 20
 
 
