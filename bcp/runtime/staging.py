@@ -251,10 +251,8 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 def _going(address: int, pid: int, *, pinned: bool) -> None:
     """Unlock memory that is about to go; the array's end comes before that of the map it shows."""
-    if os.getpid() == pid and not sys.is_finalizing():
-        _mapped.pop(address, None)
-        if pinned:
-            unlock_pages(address)
+    if os.getpid() == pid and not sys.is_finalizing() and _mapped.pop(address, None) is not None and pinned:
+        unlock_pages(address)
 
 
 @cache

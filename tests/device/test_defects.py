@@ -24,7 +24,7 @@ from torch import nn
 import bcp
 from bcp.backends.memory import MemoryBackend
 from bcp.planners.megatron.rng import MegatronRng
-from bcp.runtime.staging import shared_pool
+from bcp.runtime.staging import _allocate, shared_pool
 from bcp.runtime.threads import in_thread
 from bcp.stages.memcpy import flat_to_bytes
 
@@ -517,3 +517,12 @@ def test_b_a_target_that_is_not_aligned() -> None:
     out = torch.zeros(17, dtype=torch.uint8)
     flat_to_bytes(torch.ones(2, 2).t(), 0, 4, out[1:])
     assert out[1:].tolist() == torch.ones(4).view(torch.uint8).tolist()
+
+
+def test_memory_that_outlives_its_driver_ends_in_silence() -> None:
+    """An error of a finalizer would be the next test's."""
+    with accelerators():
+        held = _allocate(1 << 20, pinned=True)
+        assert late.memory().registered
+    del held
+    gc.collect()
