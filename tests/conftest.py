@@ -28,6 +28,9 @@ FOLDERS = ("distributed", "frameworks")
 BUSY = 2
 """Processes of ``make test`` that run tests with ranks and whole jobs: as many as there are cores."""
 
+LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
+"""Files of ``make test-all`` that take minutes: they begin first."""
+
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
 
@@ -101,7 +104,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(trylast=True)  # hypothesis has marked its tests by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run files that spawn ranks first: one of them at the end would keep one process busy and the other one idle."""
+    """Run the longest files and those with ranks first: one at the end would keep one process busy, the others idle."""
     if config.option.examples > 1:
         for item in items:
             if item.get_closest_marker("hypothesis"):
@@ -113,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (not (_are_long(config) and item.path.name in LONGEST), item.path not in long))
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
