@@ -22,8 +22,7 @@ from bcp._job import Job
 from bcp._log import log
 from bcp.errors import BcpError, CoverageError, ExistsError, InputError, MismatchError, MissingCodecError, PeerError
 from bcp.events import LoadResult, SaveResult, ignore, observed_by
-from bcp.format.metadata import METADATA_KEY
-from bcp.plan.layout import Layout
+from bcp.format.metadata import METADATA_KEY, Metadata
 from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement, Backend
 from bcp.runtime.threads import in_thread
@@ -67,11 +66,15 @@ class Record:
                 raise
             log.info("a rank was lost after the end", path=self._job.path, error=repr(error))
 
-    def reads(self, layout: Layout) -> None:
-        """Note which checkpoint this load reads: one that leaves out the optimizer is no part of a training job."""
+    def reads(self, metadata: Metadata) -> None:
+        """Note which checkpoint this load reads: one that leaves out the optimizer is no part of a training job.
+
+        Nothing is written beside files of another library.
+        """
         options, optimizer = self._job.options, KINDS.index("optimizer")
-        has_optimizer = bool((layout.tensors.kind == optimizer).any())
-        self._is_reader = options.record is None and has_optimizer and "optimizer" not in self._job.states
+        has_optimizer = bool((metadata.layout.tensors.kind == optimizer).any())
+        leaves_it_out = options.record is None and has_optimizer and "optimizer" not in self._job.states
+        self._is_reader = leaves_it_out or metadata.foreign is not None
 
     async def _look(self, error: Exception) -> None:
         """Find out if the checkpoint is still there: a record must not make the directory anew.

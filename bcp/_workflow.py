@@ -31,7 +31,7 @@ from bcp.stages.save import SaveContext, Writers, save_graph
 from bcp.state.guard import being_loaded
 from bcp.telemetry.progress import progress_bar
 
-__all__ = ["aload", "aprepare", "asave"]
+__all__ = ["aload", "aprepare", "asave", "write_parts"]
 
 
 # -- save ----------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ async def asave(job: SaveJob) -> SaveResult:
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.version):
                 with job.watch.phase("write"):
                     with unwrap_stage_errors():
-                        stored = await _write(job, items, snapshot)
+                        stored = await write_parts(job, items, snapshot)
                     receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
                     written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
@@ -71,7 +71,7 @@ async def asave(job: SaveJob) -> SaveResult:
     return result
 
 
-async def _write(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
+async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
     """Send the parts through the graph; the data files are durable when this returns."""
     options = job.options
     job.watch.contents = partial(saving.contents, {item.name: item for item in items})
@@ -158,7 +158,7 @@ async def _load_once(job: LoadJob, agreement: Agreement, record: Record, *, is_l
     """Load the tensors of the newest checkpoint; None on all ranks if it was replaced while they read it."""
     with job.watch.phase("open"):
         source = await loading.open_checkpoint(agreement, job)
-        record.reads(source.metadata.layout)
+        record.reads(source.metadata)
     is_replaced = asks_if_replaced(source, is_last=is_last)
     async with say_if_replaced(source, times=loading.RESTARTS + 1):
         with job.watch.phase("plan"):

@@ -34,6 +34,7 @@ query of a URL, and no character that commands a terminal.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from bcp._text import hidden, printable
 
@@ -170,6 +171,9 @@ class StageError(BcpError):
         super().__init__(f"stage {stage!r} failed on {item}: {type(cause).__name__}: {cause}")
         self.stage = stage
         self.item = item
+
+    def __reduce__(self) -> tuple[Callable[..., StageError], tuple[object, ...], dict[str, object]]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class PeerError(BcpError):

@@ -287,6 +287,7 @@ class LoadResult:
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this load borrowed some.
+        unverified: whether the bytes were compared with no checksum of a save, for files of another library have none.
 
     Example::
 
@@ -312,6 +313,7 @@ class LoadResult:
     threads: int = 0
     streams: int = 0
     pinned_nbytes: int = 0
+    unverified: bool = False
 
     @property
     def throughput(self) -> float:

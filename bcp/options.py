@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,9 @@ __all__ = ["Graph", "LoadOptions", "SaveOptions", "timeout_of", "with_overrides"
 MIB = 1 << 20
 MAX_NICE = 19
 DEFAULT_TIMEOUT = 120.0
+MOST_METADATA = 64 << 10
+"""Bytes of the caller's own facts."""
+
 Graph = Pipeline[Any, Any]
 """A save or load graph, as ``SaveOptions(edit=...)`` and ``LoadOptions(edit=...)`` get and return it."""
 O = TypeVar("O", "SaveOptions", "LoadOptions")  # noqa: E741 -- O for options, as in the design
@@ -125,6 +129,9 @@ class SaveOptions:
             It is written after the commit, and no save fails by it; one that fails leaves one with its reasons. The
             same on every rank. True, unless ``$BCP_RECORD`` is 0.
         step: the training step, for traces, log lines and reports. None: the number at the end of the path's last name.
+        metadata: your own facts of the checkpoint, as in ``{"git": "4f1c9e2", "tokens": 10**12}``: a dict of JSON
+            values, 64 KiB at most. They are committed with it, and ``bcp.Checkpoint(path).user_metadata`` has them.
+            Those of rank 0 count.
         observe: called with every :data:`~bcp.events.Event` on this rank.
 
     Example::
@@ -155,9 +162,11 @@ class SaveOptions:
     retries: RetryPolicy | None = None
     record: bool = field(default_factory=_record)
     step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     observe: Observer = ignore
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", _facts(self.metadata))
         _true_or_false(self, "overwrite", "progress", "guard", "allow_pickle", "record")
         _positive(self, "part_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "part_bytes")
@@ -308,6 +317,29 @@ def _functions(options: SaveOptions | LoadOptions) -> None:
             )
     if options.step is not None and not _is_whole(options.step):
         raise InputError(f"step={options.step!r} is no whole number; pass the number of the step, or None")
+
+
+def _facts(metadata: object) -> Mapping[str, Any]:
+    """Return a copy of the caller's facts. Raises InputError unless JSON gives the same values back."""
+    if not isinstance(metadata, Mapping):
+        raise InputError(f"metadata is a {type(metadata).__name__}; pass a dict, as {{'git': '4f1c9e2'}}")
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False)
+        json.dumps(dict(metadata), ensure_ascii=False).encode()  # no lone surrogates
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"metadata cannot be written as JSON: {error}; use strings, finite numbers, lists and dicts"
+        ) from error
+    if len(text) > MOST_METADATA:
+        raise InputError(f"metadata has {len(text)} bytes as JSON, and {MOST_METADATA} is the most; use extra_states")
+    facts: dict[str, Any] = json.loads(text)
+    for name, value in metadata.items():
+        if name not in facts or facts[name] != value:
+            raise InputError(
+                f"metadata[{name!r}] is {str(value)[:100]}, and comes back from JSON as something else; use dicts with "
+                "strings as keys, and lists in the place of tuples"
+            )
+    return facts
 
 
 def with_overrides(kind: type[O], options: O | None, overrides: Mapping[str, object]) -> O:

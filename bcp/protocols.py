@@ -225,10 +225,17 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One stored object: its key, relative to the backend's root, and its size in bytes."""
+    """One stored object.
+
+    Attributes:
+        key: relative to the backend's root.
+        nbytes: size in bytes.
+        modified: Unix seconds of the last write, by the clock of the storage; None where a listing does not tell it.
+    """
 
     key: str
     nbytes: int
+    modified: float | None = field(default=None, compare=False)
 
 
 class PartWriter(Protocol):

@@ -36,6 +36,8 @@ async def ask(job: LoadJob, source: Source) -> LoadRequest:
     wanted = await in_thread_gc_paused(_find, job, source.metadata, opaque)
     names = wanted.renamed.objects.items()
     rows = {key: row for key, row in names if key[0] not in OPAQUE_KINDS and KINDS.index(key[0]) in wanted.kinds}
+    held = wanted.targets.shards.objects
+    rows = {key: row for key, row in rows.items() if key in held or not source.is_unread(row)}
     owners = np.unique(layout.object_rank[np.fromiter(rows.values(), np.int64)]).tolist()
     sources = extra_sources(layout, opaque, job.rank)
     await source.read_receipts({*owners, *sources.values()})

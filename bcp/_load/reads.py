@@ -59,6 +59,12 @@ __all__ = [
 MEASURED_BYTES = 32 << 20
 """Shared bytes a rank from which on the ranks measure their ways: below, the load takes no longer than measuring."""
 
+SHARED_BYTES = 256 << 10
+"""Bytes of a foreign file that lie together from which on ranks share them, in a round of their own.
+
+3,000 tensors of 4 KiB in a folder of DCP, wanted by 4 ranks on 2 cores: 17 s in 750 rounds, and 6 s by each rank alone.
+"""
+
 _FAST = 0.75  # quantile of the ranks whose rate counts as full speed
 _SLOW = 0.4  # of that rate; faster ranks count as equals, since a measurement of some milliseconds varies
 _LEAST = 1e-3
@@ -162,7 +168,8 @@ async def plan_reads(
     runs = await in_thread_gc_paused(line.runs, request.wants.ranges())
     kinds = sum(1 << code for code in request.kinds)
     claims = encode_claims([read.claim for read in request.units])
-    blocks = line.encode(runs) if options.overlap_loading else b""
+    offered = runs if source.metadata.foreign is None else _long(line, runs)
+    blocks = line.encode(offered) if options.overlap_loading else b""
     message = LoadRequestColumns(kinds, request.rows.astype("<i4").tobytes(), claims, blocks).encode()
     if not (reply := await gather_broadcast(agreement, "reads", rank, message, answer)):
         return None
@@ -176,6 +183,14 @@ async def plan_reads(
             shared = await in_thread_gc_paused(SharedReads.decode, table, line, world_size)
     assignment = await in_thread_gc_paused(partial(assign, read_bytes=options.read_bytes), line, rank, runs, shared)
     return request, LoadPlan(assignment, tuple(_names(request.renamed, unexpected)))
+
+
+def _long(line: BlockIndex, runs: Ints) -> Ints:
+    """Return the runs of foreign files that are worth a round of all ranks; each rank reads the others by itself.
+
+    Blocks of bcp's own files hold many small tensors. Ranges of foreign files are exact, so that each is a run.
+    """
+    return runs[np.diff(runs)[:, 0] * line.block_bytes >= SHARED_BYTES]
 
 
 def _agreed(data: bytes, world_size: int) -> LoadAnswer:

@@ -42,7 +42,7 @@ def result(
         operation=metadata.commit.operation,
         rank=job.rank,
         world_size=job.world_size,
-        saved_world_size=metadata.layout.world_size,
+        saved_world_size=metadata.world_size,
         nbytes=context.placed_nbytes,
         read_nbytes=context.read_nbytes + wanted.extras_nbytes,
         received_nbytes=context.received_nbytes,
@@ -55,4 +55,5 @@ def result(
         threads=thread_count(),
         streams=stream_count(),
         pinned_nbytes=context.lease.pinned_nbytes,
+        unverified=metadata.foreign is not None,
     )

@@ -4,7 +4,7 @@ from bcp._save.failures import CleanUp, not_replaced, undone_on_error
 from bcp._save.leader import BLOCK_BYTES, Opening, commit_save
 from bcp._save.local_state import LocalState
 from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, result, write_items
-from bcp._save.plan import SavePlan, only_save_to, plan_writes
+from bcp._save.plan import SavePlan, only_save_to, plan_writes, read_share
 from bcp._save.snapshot import Snapshot, first_sizes, pinned_nbytes, rehearse
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "pinned_nbytes",
     "plan_writes",
     "put_receipt",
+    "read_share",
     "rehearse",
     "result",
     "undone_on_error",

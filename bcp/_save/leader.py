@@ -414,6 +414,7 @@ class Committing:
             version=__version__,
             receipts=b"".join(written.digest for written in self.written),
             metrics={name: value for name, value in opened.target.metrics.items() if math.isfinite(value)},
+            user=options.metadata,
         )
 
     async def _check_place(self, version: Version) -> None:

@@ -36,7 +36,7 @@ from bcp.runtime.device import Fence
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread_gc_paused
 
-__all__ = ["SavePlan", "only_save_to", "plan_writes"]
+__all__ = ["SavePlan", "only_save_to", "plan_writes", "read_share"]
 
 _plans: LruCache[bytes, SavePlan] = LruCache(16)
 _in_flight: set[tuple[str, int]] = set()
@@ -126,7 +126,7 @@ class _Own:
         divide = surveyed.divide if surveyed else None
         share, planned = await scatter_step(self.agreement, "plan", rank, message, divide)
         part_bytes = self.job.options.part_bytes
-        plan = await in_thread_gc_paused(_read_share, prepared, share, rank, survey.key, part_bytes)
+        plan = await in_thread_gc_paused(read_share, prepared, share, rank, survey.key, part_bytes)
         _plans.put(await self.layout(table), plan)
         return plan, planned
 
@@ -154,7 +154,7 @@ class _Own:
         return DifferingReplicas.decode(answer, sender=0)
 
 
-def _read_share(prepared: RankTable, share: bytes, rank: int, key: bytes, part_bytes: int) -> SavePlan:
+def read_share(prepared: RankTable, share: bytes, rank: int, key: bytes, part_bytes: int) -> SavePlan:
     """Turn rank 0's answer into data files and owned values."""
     plan = prepared.plan(share)
     files = data_files(prepared.table, plan.writes, rank=rank, part_bytes=part_bytes)

@@ -399,16 +399,19 @@ def is_left_over(name: str) -> bool:
     return _LEFT_OVER.fullmatch(name) is not None
 
 
-def list_files(root: Path, prefix: str) -> list[tuple[str, int]]:
-    """Return (key, size in bytes) of every regular, finished file whose key starts with ``prefix``, sorted."""
+def list_files(root: Path, prefix: str) -> list[tuple[str, int, float]]:
+    """Return (key, bytes, Unix seconds of the last write) of every regular, finished file, sorted.
+
+    The keys start with ``prefix``.
+    """
     top = root / prefix.rpartition("/")[0]
     with suppress(FileNotFoundError, NotADirectoryError):
         return certain(top, partial(_list_files, root, top, prefix))
     return []
 
 
-def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
-    entries: list[tuple[str, int]] = []
+def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int, float]]:
+    entries: list[tuple[str, int, float]] = []
     for folder, _, names in os.walk(top, onerror=partial(_unless_not_ours, top)):
         base = Path(folder).relative_to(root).as_posix()
         for name in names:
@@ -418,7 +421,7 @@ def _list_files(root: Path, top: Path, prefix: str) -> list[tuple[str, int]]:
             with suppress(FileNotFoundError):  # deleted since
                 status = Path(folder, name).lstat()
                 if stat.S_ISREG(status.st_mode):
-                    entries.append((key, status.st_size))
+                    entries.append((key, status.st_size, status.st_mtime))
     return sorted(entries)
 
 

@@ -184,7 +184,7 @@ class LocalBackend:
             await in_thread(self._path, prefix.rstrip("/"))
         with self._errors("list", prefix):
             entries = await in_thread(files.list_files, self._root, prefix)
-        return [ObjectInfo(key, nbytes) for key, nbytes in entries]
+        return [ObjectInfo(*entry) for entry in entries]
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
         """List the directories directly below ``prefix``; symbolic links are left out."""

@@ -15,13 +15,19 @@ from bcp.errors import InputError
 from bcp.plan.shards import KINDS
 from bcp.protocols import Backend, RetryPolicy
 
-__all__ = ["Path", "Place", "place_of", "words_of"]
+__all__ = ["FILE_SUFFIXES", "RESERVED", "ROLE", "Path", "Place", "place_of", "words_of"]
 
 Path = str | os.PathLike[str] | Backend
 """A local path, a URL, or a storage backend."""
 
 ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 RESERVED = (*KINDS, "receipts")
+FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Endings of names of files that other libraries write."""
+
+_FOLDER = r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://(?:[^/]+(?:/[^/]+)*|(?:/[^/]+)+)"
+_FILE = re.compile(rf"({_FOLDER})/([^/]+(?:{'|'.join(map(re.escape, FILE_SUFFIXES))}))", re.IGNORECASE)
+"""URLs that may be those of such a file: the folder is opened, and what is below the name is seen through a prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,10 @@ def place_of(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
             f"{', '.join(RESERVED)}"
         )
-    backend, where = resolve(path, storage_options, retries), words_of(path)
-    opened = nullcontext() if isinstance(path, Backend) else aclosing(backend)
+    match = _FILE.fullmatch(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else None
+    whole, where = resolve(path if match is None else match[1], storage_options, retries), words_of(path)
+    backend = whole if match is None else child(whole, match[2])
+    opened = nullcontext() if isinstance(path, Backend) else aclosing(whole)
     return Place(where, backend, opened) if role is None else Place(f"{where}/{role}", child(backend, role), opened)
 
 

@@ -95,7 +95,7 @@ class PrefixedBackend:
         """List objects; their keys are relative to the view."""
         skip = len(self.prefix) + 1
         infos = await self.whole.list(f"{self.prefix}/{prefix}")
-        return [ObjectInfo(info.key[skip:], info.nbytes) for info in infos]
+        return [replace(info, key=info.key[skip:]) for info in infos]
 
     async def folders(self, prefix: str = "") -> Sequence[str]:
         """List folders of the view."""

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +30,7 @@ from bcp.format.container import (
     translated,
     unseal,
 )
+from bcp.format.foreign_files import FOREIGN_MAGIC, ForeignFiles, check_files, decode_files, encode_files, is_foreign
 from bcp.format.layout_file import decode_layout, encode_layout
 from bcp.plan.layout import Layout, check_block_bytes
 from bcp.plan.shards import KINDS
@@ -43,6 +45,7 @@ __all__ = [
     "decode_commit",
     "decode_layout",
     "decode_metadata",
+    "encode_foreign",
     "encode_layout",
     "encode_metadata",
     "operation_of",
@@ -81,6 +84,7 @@ class Commit:
     version: str  # version of the bcp that wrote the commit
     # finite numbers that the run has noted for the step, by name
     metrics: Mapping[str, float] = field(default_factory=dict)
+    user: Mapping[str, Any] = field(default_factory=dict)  # the caller's own facts, as JSON values
     receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
 
     def receipt(self, rank: int) -> bytes:
@@ -90,10 +94,30 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The contents of ``metadata.arrow``: layout and commit record."""
+    """The contents of ``metadata.arrow``: layout and commit record.
+
+    Attributes:
+        layout: the place of every element.
+        commit: which save it is.
+        foreign: the files, where another library has written them; they have no receipts and no checksums.
+    """
 
     layout: Layout
     commit: Commit
+    foreign: ForeignFiles | None = None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved the checkpoint."""
+        return self.layout.world_size if self.foreign is None else self.foreign.ranks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data; data that several names share counts once."""
+        if self.foreign is None:
+            return int(self.layout.file_nbytes.sum())
+        tensors = self.layout.tensors
+        return int((tensors.numel * tensors.itemsize)[~tensors.tied].sum())
 
 
 # -- names of files -----------------------------------------------------------------------------
@@ -135,6 +159,18 @@ def _stem(rank: int, operation: str) -> str:
 
 def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     """Make the contents of ``metadata.arrow``; ``layout_bytes`` is the result of :func:`encode_layout`."""
+    about = json.dumps(_about(commit), sort_keys=True)
+    digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
+    return seal(encode_table(COMMIT, [digests], commit=about) + layout_bytes, MAGIC)
+
+
+def encode_foreign(layout_bytes: bytes, commit: Commit, files: ForeignFiles) -> bytes:
+    """Make the table of contents over files of another library, for :func:`decode_metadata`. It is never stored."""
+    return seal(encode_files(files, _about(commit)) + layout_bytes, FOREIGN_MAGIC)
+
+
+def _about(commit: Commit) -> dict[str, object]:
+    """Return a commit as JSON data."""
     about: dict[str, object] = {
         "operation": commit.operation,
         "created": commit.created,
@@ -145,8 +181,9 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     }
     if commit.metrics:  # so that all other files are as they were before
         about["metrics"] = dict(commit.metrics)
-    digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
-    return seal(encode_table(COMMIT, [digests], commit=json.dumps(about, sort_keys=True)) + layout_bytes, MAGIC)
+    if commit.user:  # as above
+        about["user"] = dict(commit.user)
+    return about
 
 
 def decode_metadata(data: Buffer, where: str) -> Metadata:
@@ -157,6 +194,8 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or points to something that does not exist.
     """
+    if is_foreign(data):
+        return _decode_foreign(data, where)
     payload = unseal(data, MAGIC, where)
     with translated(where):
         table, layout_bytes = read_table(payload, COMMIT)
@@ -168,6 +207,18 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
             "file, or load another checkpoint"
         )
     return Metadata(layout, commit)
+
+
+def _decode_foreign(data: Buffer, where: str) -> Metadata:
+    """Undo :func:`encode_foreign`."""
+    payload = unseal(data, FOREIGN_MAGIC, where)
+    with translated(where):
+        files, table, layout_bytes = decode_files(payload)
+        commit = _commit(table, with_receipts=False)
+    layout = _decoded(layout_bytes, where)
+    with translated(where):
+        check_files(files, layout)
+    return Metadata(layout, commit, files)
 
 
 def decode_commit(data: Buffer, where: str) -> Commit:
@@ -190,7 +241,7 @@ def _decoded(layout_bytes: Buffer, where: str) -> Layout:
     return layout
 
 
-def _commit(table: pa.RecordBatch) -> Commit:
+def _commit(table: pa.RecordBatch, *, with_receipts: bool = True) -> Commit:
     """Decode the commit; ValueError where it is not sound."""
     about = json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
     types = {"operation": str, "created": str, "framework": str, "codecs": list, "part_bytes": int, "version": str}
@@ -202,8 +253,9 @@ def _commit(table: pa.RecordBatch) -> Commit:
     check_block_bytes("part_bytes", about["part_bytes"])
     "".join([about["created"], about["framework"], about["version"], *about["codecs"]]).encode()  # no lone surrogates
     fields = {name: about[name] for name in types if name != "codecs"}
-    digests, metrics = fixed_bytes(table, "digest"), _metrics(about.get("metrics", {}))
-    return Commit(codecs=tuple(about["codecs"]), receipts=digests, metrics=metrics, **fields)
+    digests = fixed_bytes(table, "digest") if with_receipts else b""
+    metrics = _metrics(about.get("metrics", {}))
+    return Commit(codecs=tuple(about["codecs"]), receipts=digests, metrics=metrics, user=_user(about), **fields)
 
 
 def _metrics(values: object) -> dict[str, float]:
@@ -214,3 +266,11 @@ def _metrics(values: object) -> dict[str, float]:
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("the commit has a metric that is not finite")
     return numbers
+
+
+def _user(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the caller's own facts; ValueError where they are not sound."""
+    user = about.get("user", {})
+    if isinstance(user, dict):
+        return user
+    raise ValueError("the commit has no sound user metadata")

@@ -50,10 +50,10 @@ class Blocks:
     stored_length: Ints  # int64[b], bytes
     raw_start: Ints  # int64[b], first byte in the raw image: the safetensors file, header included
     raw_length: Ints  # int64[b], bytes
-    checksum: Sequence[bytes]  # b digests, xxh3-128 of the stored bytes
+    checksum: Sequence[bytes]  # b digests, xxh3-128 of the stored bytes; none for a file of another library
 
     def __len__(self) -> int:
-        return len(self.checksum)
+        return len(self.stored_start)
 
     @classmethod
     def build(cls, stored_length: npt.ArrayLike, raw_length: npt.ArrayLike, checksum: Sequence[bytes]) -> Blocks:
@@ -78,7 +78,7 @@ class FileReceipt:
         if start >= stop:
             return slice(0, 0)
         first = int(np.searchsorted(self.blocks.raw_start, start, side="right")) - 1
-        return slice(first, int(np.searchsorted(self.blocks.raw_start, stop)))
+        return slice(max(first, 0), int(np.searchsorted(self.blocks.raw_start, stop)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

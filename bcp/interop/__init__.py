@@ -1,1 +1,1 @@
-"""Names and layouts of models as other libraries have them."""
+"""Names and files of other libraries: layouts of their models, and their checkpoints by reference."""

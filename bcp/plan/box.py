@@ -14,7 +14,7 @@ import numpy as np
 
 from bcp.plan.columns import Ints
 
-__all__ = ["Box", "Boxes", "FlatBoxes", "decompose", "flat_boxes", "indices", "sweep_intervals"]
+__all__ = ["Box", "Boxes", "FlatBoxes", "cut", "decompose", "flat_boxes", "indices", "sweep_intervals"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,6 +86,20 @@ def flat_boxes(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
         yield head * row, Box((head, *(0,) * len(rest)), (tail - head, *rest))
     if tail * row < stop:
         yield from flat_boxes(lengths, tail * row, stop)
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """Yield blocks of so many elements at most that make up a box, in row-major order."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
+    row = math.prod(box.lengths[dim + 1 :])
+    step = max(most // row, 1)
+    for first in range(0, box.lengths[dim], step):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim], lengths[dim] = offsets[dim] + first, min(step, lengths[dim] - first)
+        yield from cut(Box(tuple(offsets), tuple(lengths)), most)
 
 
 def sweep_intervals(runs: Ints, *weights: Ints) -> tuple[Ints, ...]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from bcp.errors import InputError
-from bcp.plan.box import Box
+from bcp.plan.box import Box, cut
 from bcp.plan.layout import Layout
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable
@@ -26,7 +25,18 @@ from bcp.read.tensors import fill
 from bcp.runtime.imports import imported
 from bcp.stages.memcpy import torch_dtype
 
-__all__ = ["Index", "Piece", "box_of", "read_box", "read_sharded", "stream"]
+__all__ = [
+    "Block",
+    "Index",
+    "Piece",
+    "batches",
+    "box_of",
+    "fill_boxes",
+    "read_box",
+    "read_boxes",
+    "read_sharded",
+    "stream",
+]
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 """What stands in the brackets of an array: integers, slices of step 1, and one ellipsis."""
@@ -92,9 +102,9 @@ async def read_box(
     """Read a block of the tensor in a row of the layout into new memory; see :meth:`bcp.Checkpoint.read`."""
     info = Tensors(source.metadata.layout).info(row)
     box, shape = box_of(info, index)
-    tensor = torch.empty(box.lengths, dtype=dtype or torch_dtype(info.dtype), device=device)
-    if box.numel:
-        await _fill_boxes(source, [(row, box)], [tensor])
+    if not box.numel:
+        return torch.empty(shape, dtype=dtype or torch_dtype(info.dtype), device=device)
+    (tensor,) = await read_boxes(source, [(row, box)], dtype, device)
     return tensor.view(shape)
 
 
@@ -113,7 +123,22 @@ async def read_sharded(
     return tensor
 
 
-async def _fill_boxes(source: Source, boxes: Sequence[tuple[int, Box]], tensors: Sequence[torch.Tensor]) -> None:
+async def read_boxes(
+    source: Source,
+    boxes: Sequence[tuple[int, Box]],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> list[torch.Tensor]:
+    """Read blocks of the tensors in rows of the layout into new memory; no block is empty."""
+    metas = source.metadata.layout.tensors
+    tensors = [
+        torch.empty(box.lengths, dtype=dtype or torch_dtype(metas[row].dtype), device=device) for row, box in boxes
+    ]
+    await fill_boxes(source, boxes, tensors)
+    return tensors
+
+
+async def fill_boxes(source: Source, boxes: Sequence[tuple[int, Box]], tensors: Sequence[torch.Tensor]) -> None:
     """Fill tensors with blocks of the tensors in rows of the layout."""
     metas = source.metadata.layout.tensors
     table = ShardTable.build([ShardRow(metas[row], box) for row, box in boxes])
@@ -125,8 +150,16 @@ async def _fill_boxes(source: Source, boxes: Sequence[tuple[int, Box]], tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A block to read, and where its first byte is."""
+class Block:
+    """A block of a tensor as a step of a tour through all files.
+
+    Attributes:
+        file: row of its file in the layout.
+        start: its first byte in the data section of the file.
+        row: row of the tensor in the layout.
+        box: the block of the global tensor.
+        nbytes: bytes of its elements.
+    """
 
     file: int
     start: int
@@ -141,20 +174,15 @@ async def stream(source: Source, rows: Sequence[int], budget_bytes: int) -> Asyn
     The next blocks are read while the caller looks at the last ones; both together fit into the budget.
     """
     known = Tensors(source.metadata.layout)
-    batches = list(_batches(_blocks(source.metadata.layout, rows, budget_bytes // 2), budget_bytes // 2))
+    tour = list(batches(source.metadata.layout, rows, budget_bytes // 2))
 
-    async def read(batch: Sequence[_Block]) -> list[Piece]:
-        infos = [known.info(block.row) for block in batch]
-        tensors = [
-            torch.empty(block.box.lengths, dtype=torch_dtype(info.dtype))
-            for info, block in zip(infos, batch, strict=True)
-        ]
-        await _fill_boxes(source, [(block.row, block.box) for block in batch], tensors)
-        return [Piece(info, block.box, data) for info, block, data in zip(infos, batch, tensors, strict=True)]
+    async def read(batch: Sequence[Block]) -> list[Piece]:
+        tensors = await read_boxes(source, [(block.row, block.box) for block in batch])
+        return [Piece(known.info(block.row), block.box, data) for block, data in zip(batch, tensors, strict=True)]
 
-    reading = [asyncio.ensure_future(read(batch)) for batch in batches[:1]]
+    reading = [asyncio.ensure_future(read(batch)) for batch in tour[:1]]
     try:
-        for _, after in pairwise([*batches, None]):
+        for _, after in pairwise([*tour, None]):
             pieces = await reading.pop()
             reading += [] if after is None else [asyncio.ensure_future(read(after))]
             while pieces:
@@ -165,7 +193,12 @@ async def stream(source: Source, rows: Sequence[int], budget_bytes: int) -> Asyn
         await asyncio.gather(*reading, return_exceptions=True)
 
 
-def _blocks(layout: Layout, rows: Sequence[int], most: int) -> list[_Block]:
+def batches(layout: Layout, rows: Sequence[int], most: int) -> Iterator[list[Block]]:
+    """Cut tensors into blocks of so many bytes at most, and yield neighbours together, in the order of the files."""
+    return _joined(_blocks(layout, rows, most), most)
+
+
+def _blocks(layout: Layout, rows: Sequence[int], most: int) -> list[Block]:
     """Return the boxes of these tensors, cut into blocks of so many bytes at most, in the order of the files.
 
     A tensor that is tied to another one has no data of its own, and no block.
@@ -182,29 +215,15 @@ def _blocks(layout: Layout, rows: Sequence[int], most: int) -> list[_Block]:
             start = int(layout.file_planes[file, layout.plane[row]] + segments.at[segment] * size)
             whole = Box(tuple(layout.offset[box, :ndim].tolist()), tuple(layout.length[box, :ndim].tolist()))
             position = 0
-            for part in _cut(whole, max(most // size, 1)):
-                blocks.append(_Block(file, start + position * size, row, part, part.numel * size))
+            for part in cut(whole, max(most // size, 1)):
+                blocks.append(Block(file, start + position * size, row, part, part.numel * size))
                 position += part.numel
     return sorted(blocks, key=lambda block: (block.file, block.start))
 
 
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    """Yield blocks of so many elements at most that make up a box, in row-major order."""
-    if box.numel <= most:
-        yield box
-        return
-    dim = next(dim for dim, length in enumerate(box.lengths) if length > 1)
-    row = prod(box.lengths[dim + 1 :])
-    step = max(most // row, 1)
-    for first in range(0, box.lengths[dim], step):
-        offsets, lengths = list(box.offsets), list(box.lengths)
-        offsets[dim], lengths[dim] = offsets[dim] + first, min(step, lengths[dim] - first)
-        yield from _cut(Box(tuple(offsets), tuple(lengths)), most)
-
-
-def _batches(blocks: Sequence[_Block], most: int) -> Iterator[list[_Block]]:
+def _joined(blocks: Sequence[Block], most: int) -> Iterator[list[Block]]:
     """Join neighbours as long as they have so many bytes at most."""
-    batch: list[_Block] = []
+    batch: list[Block] = []
     nbytes = 0
     for block in blocks:
         if batch and nbytes + block.nbytes > most:

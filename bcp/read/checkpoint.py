@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import anyio
 
 from bcp._plain import plain
-from bcp.backends.place import Path, place_of
+from bcp.backends import child
+from bcp.backends.objects.retry import in_turns
+from bcp.backends.place import RESERVED, ROLE, Path, place_of
 from bcp.errors import BcpError, FqnMismatchError, InputError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata
 from bcp.options import LoadOptions, unchanged
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
-from bcp.protocols import ObjectKey
+from bcp.protocols import ObjectKey, folders_of
 from bcp.read.facts import Facts, check_kind
 from bcp.read.opening import read_metadata
 from bcp.read.replaced import say_if_replaced
@@ -24,6 +26,7 @@ from bcp.read.verification import Verification, verify
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.imports import imported
 from bcp.runtime.threads import in_thread_gc_paused
+from bcp.telemetry.watch import step_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +89,7 @@ class AsyncCheckpoint(Facts):
             if self._source is None:
                 data = await read_metadata(self._place.backend, self.path)
                 metadata = await in_thread_gc_paused(decode_metadata, data, f"{self.path}/{METADATA_KEY}")
-                self._source = Source(self._place.backend, self.path, metadata, self._options)
+                self._source = Source.of(self._place.backend, self.path, metadata, self._options)
         return self
 
     async def aclose(self) -> None:
@@ -107,6 +110,11 @@ class AsyncCheckpoint(Facts):
     def metadata(self) -> Metadata:
         """The table of contents, decoded: layout and commit record (``docs/format.md``)."""
         return self._opened().metadata
+
+    @property
+    def source(self) -> Source:
+        """The open checkpoint, for the functions below :mod:`bcp.read`."""
+        return self._opened()
 
     def _opened(self) -> Source:
         if self._source is None:
@@ -183,10 +191,18 @@ class AsyncCheckpoint(Facts):
             objects, _ = await imported("bcp.read.objects").read_extras(source, {kind: rank})
         return objects[kind]
 
+    async def roles(self) -> list[str]:
+        """List the roles below the path; see :attr:`Checkpoint.roles`."""
+        backend = self._place.backend
+        names = [name for name in await folders_of(backend) if ROLE.fullmatch(name) and name not in RESERVED]
+        versions = await in_turns(partial(child(backend, name).version, METADATA_KEY) for name in names)
+        return [name for name, version in zip(names, versions, strict=True) if version and step_of(name) is None]
+
     async def verify(self, *, fast: bool = False) -> Verification:
         """Compare everything with its checksums; see :meth:`Checkpoint.verify`."""
         await self.open()
-        return await verify(self._place.backend, self.metadata, fast=fast, workers=self._opened().io_workers)
+        source = self._opened()
+        return await verify(source.backend, self.metadata, fast=fast, workers=source.io_workers)
 
 
 class Checkpoint(Facts):
@@ -199,8 +215,11 @@ class Checkpoint(Facts):
     Tensors have their global shapes, whatever the parallelism of the job that saved them. Every block that is read is
     compared with its checksum.
 
+    Files of other libraries open, too: folders of Hugging Face and of ``torch.distributed.checkpoint``, safetensors
+    files, and files of ``torch.save``. They stay as they are, and have no checksums.
+
     Args:
-        path: a directory, a URL, or a backend, as for :func:`bcp.load`.
+        path: a directory, a URL, or a backend, as for :func:`bcp.load`; or a local file of another library.
         role: the role of the checkpoint below the path, if it was saved with one.
         options: how to read; ``verify``, ``codecs``, ``allow_pickle``, ``budget_bytes``, ``read_bytes``,
             ``io_workers``, ``copy_workers``, ``retries`` and ``storage_options`` count. ``rename`` and ``edit`` are
@@ -341,6 +360,21 @@ class Checkpoint(Facts):
             self._values = self._run(self._inner.values)
         return self._values
 
+    @property
+    def roles(self) -> list[str]:
+        """The roles with a committed checkpoint below the path, sorted: pass one as ``role=``. They are asked for anew.
+
+        The path itself need not be a checkpoint.
+
+        Example:
+            >>> for role in ("actor", "critic"):
+            ...     _ = bcp.save("ckpt/two-roles", {"model": torch.nn.Linear(4, 2)}, role=role, overwrite=True)
+            >>> bcp.Checkpoint("ckpt/two-roles").roles
+            ['actor', 'critic']
+
+        """
+        return self._run(self._inner.roles)
+
     def object(self, kind: str, rank: int = 0) -> Any:
         """Read the opaque object that a rank has saved: its extra states, or the state of its dataloader.
 
@@ -355,6 +389,8 @@ class Checkpoint(Facts):
 
     def verify(self, *, fast: bool = False) -> Verification:
         """Compare all stored bytes with their checksums, and the table of contents with the files.
+
+        Files of other libraries have no checksums: only their sizes are compared, and the result says so.
 
         Args:
             fast: look at receipts, sizes and the table of contents only; read no data.

@@ -63,7 +63,8 @@ class Place:
         box: the block of the global tensor that the bytes belong to.
         first: the first of these elements, as a flat, row-major position in the box.
         key: the file, relative to the checkpoint.
-        start: first byte, counted from the start of the file's data section.
+        start: first byte, counted from the start of the file's data section; in a file of another library from its
+            start.
         stop: one past the last.
     """
 
@@ -127,7 +128,8 @@ def places_of(metadata: Metadata, row: int) -> list[Place]:
         return []
     table = ShardTable.build([ShardRow(meta, Box.whole(meta.shape))])
     reads, ndim = wants(layout, table, np.array([row])), len(meta.shape)
-    columns = (reads.box, reads.first, reads.file, reads.start, reads.stop)
+    base = 0 if metadata.foreign is None else metadata.foreign.base[reads.file]
+    columns = (reads.box, reads.first, reads.file, reads.start + base, reads.stop + base)
     return [
         Place(
             Box(tuple(layout.offset[box, :ndim].tolist()), tuple(layout.length[box, :ndim].tolist())),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import Any
 
 from bcp._text import printable
 from bcp.errors import CorruptError, FqnMismatchError, InputError
@@ -42,7 +43,12 @@ class Facts:
 
     @property
     def created(self) -> datetime:
-        """When it was committed, in UTC. Raises CorruptError if the commit record has no time."""
+        """When it was committed, in UTC; the year 1970 for files of other libraries, which do not say.
+
+        Raises CorruptError if the commit record has no time.
+        """
+        if self.metadata.foreign is not None:
+            return datetime.fromtimestamp(0, UTC)
         text = self.metadata.commit.created
         try:
             return datetime.fromisoformat(text)
@@ -53,7 +59,7 @@ class Facts:
 
     @property
     def framework(self) -> str:
-        """Name of the planner that read the state."""
+        """Name of the planner that read the state, or of the format of another library, as in ``"safetensors"``."""
         return self.metadata.commit.framework
 
     @property
@@ -72,14 +78,19 @@ class Facts:
         return self.metadata.commit.metrics
 
     @property
+    def user_metadata(self) -> Mapping[str, Any]:
+        """The caller's own facts of the save: ``SaveOptions(metadata=...)``."""
+        return self.metadata.commit.user
+
+    @property
     def world_size(self) -> int:
         """How many ranks saved it."""
-        return self.metadata.layout.world_size
+        return self.metadata.world_size
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its data, without headers and metadata; data that several names share counts once."""
-        return int(self.metadata.layout.file_nbytes.sum())
+        return self.metadata.nbytes
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -158,6 +169,9 @@ class Facts:
         return "\n".join([self._head(), *(f"  {line}" for line in self._lines())])
 
     def _head(self) -> str:
+        if self.metadata.foreign is not None:
+            what = f"files of {self.framework}, without checksums"
+            return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {what}>")
         by = f"saved by {self.world_size} ranks of {self.framework} at {self.metadata.commit.created[:19]} UTC"
         return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {by}, operation {self.operation}>")
 

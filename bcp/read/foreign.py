@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: recognized by their names and first bytes, never read."""
+"""Files of other libraries that bcp does not open as they were passed: known by their names and first bytes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from pathlib import Path
 from bcp.backends import LocalBackend
 from bcp.backends.files import open_regular
 from bcp.errors import CorruptError
+from bcp.interop.safetensors_files import SUFFIX
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
 
 __all__ = ["foreign_words"]
 
-_TORCH = "a file of torch.save: read it with torch.load, and save what it has with bcp.save"
-_SAFETENSORS = "a safetensors file: read it with safetensors.torch.load_file, and save the tensors with bcp.save"
-_DCP = (
-    "one of torch.distributed.checkpoint: load it with torch.distributed.checkpoint.load into the same model "
-    "and optimizer, and save these with bcp.save"
-)
-_BY_SUFFIX = {".pt": _TORCH, ".pth": _TORCH, ".bin": _TORCH, ".ckpt": _TORCH, ".safetensors": _SAFETENSORS}
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_OLD = "in its format of before torch 1.6: load it with torch.load, and save it anew with torch.save or bcp.save"
+_OLD_HEADS = (b"\x80\x02\x8a\x0al\xfc\x9c", b"sys_info", b"storages", b"tensors", b"./")
+"""First bytes of files that torch.save wrote before it wrote zips: its magic number, or the name of a tar's member."""
+
 _HEAD_BYTES = 9
 
 
 async def foreign_words(backend: Backend, path: str, keys: Collection[str]) -> str:
-    """Return what is at a path without metadata, and what to do with it today; empty if it is nothing known.
+    """Return what is at a path without metadata, and what to pass instead; empty if it is nothing known.
 
     Args:
         backend: of the path.
@@ -33,31 +32,44 @@ async def foreign_words(backend: Backend, path: str, keys: Collection[str]) -> s
         keys: all objects below the path.
 
     """
-    names = {key.rpartition("/")[2] for key in keys}
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return f"{path} is not a checkpoint of bcp but {_DCP}"
-    for name in sorted(names):
-        if words := _BY_SUFFIX.get(Path(name).suffix):
-            return f"{path} is not a checkpoint of bcp, and has {name}, {words}"
+    for key in sorted(keys):
+        folder, _, name = key.rpartition("/")
+        if name == ".metadata" or (folder and name.endswith(SUFFIX)):
+            what = "torch.distributed.checkpoint" if name == ".metadata" else "safetensors files"
+            return f"{path} is not a checkpoint, and has one of {what} in {folder}: pass {path}/{folder}"
+        if name.endswith(".distcp"):
+            return f"{path} has {key} of torch.distributed.checkpoint, and no .metadata: its save has not ended"
+        if Path(name).suffix in _TORCH:
+            return f"{path} is not a checkpoint, and has {key}, a file of torch.save: pass that file"
     if isinstance(backend, LocalBackend):
-        words = await in_thread(_words_of_file, backend.root)
-        return f"{path} is not a checkpoint of bcp but {words}" if words else ""
-    words = "" if keys else _BY_SUFFIX.get(Path(path).suffix, "")
-    return f"{path} is no folder, and by its name {words}" if words else ""
+        return await _local_words(backend, path)
+    return ""
+
+
+async def _local_words(backend: LocalBackend, path: str) -> str:
+    """Return what a local file is, or a folder of links."""
+    words = await in_thread(_words_of_file, backend.root)
+    if words:
+        return f"{path} is not a checkpoint but {words}"
+    links = [name for name in await backend.links() if name.endswith((SUFFIX, ".json", ".distcp", ".metadata"))]
+    if links:
+        return (
+            f"{path} has links and no files: {', '.join(links[:3])}. bcp follows no link out of a folder: pass a copy "
+            "with the files, as `cp -rL` makes it"
+        )
+    return ""
 
 
 def _words_of_file(path: Path) -> str:
-    """Return what a local file is; empty for directories, and for files of an unknown kind. Blocks."""
+    """Return what a local file is; empty for directories. Blocks."""
     try:
         fd = open_regular(path)
     except (CorruptError, OSError):
         return ""
     try:
-        head, nbytes = os.read(fd, _HEAD_BYTES), os.fstat(fd).st_size
+        head = os.read(fd, _HEAD_BYTES)
     finally:
         os.close(fd)
-    if head.startswith(b"PK\x03\x04"):
-        return _TORCH
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= nbytes:
-        return _SAFETENSORS
-    return _BY_SUFFIX.get(path.suffix, "a file, and a checkpoint is a folder: check the path")
+    if head.startswith(_OLD_HEADS):
+        return f"a file of torch.save {_OLD}"
+    return "a file that bcp does not know, neither of torch.save nor of safetensors: check the path"

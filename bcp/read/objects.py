@@ -16,6 +16,7 @@ from bcp.protocols import ObjectKey
 from bcp.read.ranges import range_item, read_ranges
 from bcp.read.source import Source
 from bcp.stages.items import ReadItem
+from bcp.stages.load import require_codecs
 from bcp.stages.memcpy import bytes_of
 from bcp.state.packed import unpack
 from bcp.state.values import decode_values
@@ -40,13 +41,12 @@ def values_of(source: Source, rows: Mapping[ObjectKey, int]) -> dict[ObjectKey, 
 def _texts(source: Source, rows: Mapping[ObjectKey, int]) -> Iterator[tuple[ObjectKey, str, str]]:
     """Find the texts of these values, by their names in the checkpoint."""
     layout = source.metadata.layout
-    owners = layout.object_rank.tolist()
     for name, row in rows.items():
         kind, path = layout.objects[row]
-        text = source.receipts[owners[row]].objects.get((kind, path))
+        text = source.value(row)
         if text is None:
             raise CorruptError(
-                f"the receipt of rank {owners[row]} lacks the value of {kind}: {path}; restore the receipt"
+                f"the receipt of rank {layout.object_rank[row]} lacks the value of {kind}: {path}; restore the receipt"
             )
         yield name, text, f"{kind}: {path}"
 
@@ -83,6 +83,7 @@ async def read_extras(source: Source, ranks: Mapping[str, int]) -> tuple[dict[st
 
     ``ranks`` has the saved rank of each kind, whose receipt has been read.
     """
+    require_codecs(source.metadata.commit.codecs, source.options.codecs)
     items = [_extra_item(source, kind, rank) for kind, rank in ranks.items()]
 
     def unpacked(item: ReadItem, image: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint, or what is at the path instead."""
+"""The table of contents of a checkpoint of bcp or of another library, or what is at the path instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 
 from bcp.backends.small import get_small
 from bcp.errors import NotACheckpointError, UncommittedError
+from bcp.format.foreign_files import is_foreign
 from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.interop.recognise import foreign_metadata
 from bcp.protocols import Backend
 from bcp.read.foreign import foreign_words
 from bcp.telemetry.store import FOLDER as TELEMETRY
@@ -20,18 +22,27 @@ STEP = re.compile(r"\d$|^(latest|last|best|final)$")
 
 
 async def read_metadata(backend: Backend, path: str) -> bytes:
-    """Read ``metadata.arrow``; ``path`` names the checkpoint in messages.
+    """Read ``metadata.arrow``, or make the table of contents of files of another library.
+
+    ``path`` names the checkpoint in messages.
 
     Raises:
         UncommittedError: the files of a save lie there, and no metadata.
         NotACheckpointError: there is none; the message says what is there instead, and what to do with it.
+        CorruptError: files of another library are damaged, or name files outside of their folder.
+        CheckpointError: files of another library have what bcp does not read.
         StorageError: storage failed.
 
     """
     try:
-        return bytes(await get_small(backend, METADATA_KEY))
+        data = bytes(await get_small(backend, METADATA_KEY))
     except FileNotFoundError:
-        keys = [info.key for info in await backend.list()]
+        infos = await backend.list()
+    else:
+        if is_foreign(data):
+            raise NotACheckpointError(f"{path}/{METADATA_KEY} was not written by a save of bcp; check the path")
+        return data
+    keys = [info.key for info in infos]
     below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
     if below:
         raise NotACheckpointError(f"{path} holds {_below(path, below)}")
@@ -41,6 +52,9 @@ async def read_metadata(backend: Backend, path: str) -> bytes:
             f"{path} holds data of a save that never committed ({len(saved)} files, no {METADATA_KEY}): the job died "
             "or is still saving; load an older checkpoint"
         )
+    found = await foreign_metadata(backend, path, infos)
+    if found is not None:
+        return found
     words = await foreign_words(backend, path, saved)
     raise NotACheckpointError(words or f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
 

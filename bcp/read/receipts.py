@@ -1,5 +1,7 @@
 """The receipts of a checkpoint: what each rank has written, with the checksum of every block.
 
+Files of other libraries have none, and :func:`foreign_range` stands for them.
+
 The claims of receipts are checked against the metadata before any memory is taken for them.
 """
 
@@ -12,14 +14,16 @@ import numpy as np
 
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError
+from bcp.format.foreign_files import ForeignFiles
 from bcp.format.metadata import Metadata, data_key, receipt_key
-from bcp.format.receipt import FileReceipt, Receipt, decode_receipt, receipt_digest
+from bcp.format.receipt import Blocks, FileReceipt, Receipt, decode_receipt, receipt_digest
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.plan.columns import Ints
+from bcp.plan.read.copies import Chunk
 from bcp.plan.shards import KINDS
 from bcp.protocols import Backend
 
-__all__ = ["fetch_receipts", "file_of", "key_of"]
+__all__ = ["fetch_receipts", "file_of", "foreign_range", "key_of"]
 
 RECEIPTS_AT_ONCE = 16
 
@@ -134,6 +138,16 @@ def _joined(lengths: Ints, most: int, data_start: int) -> Ints:
 
 def key_of(metadata: Metadata, file: int) -> str:
     """Return the key of a data file, by its row in the layout."""
+    if metadata.foreign is not None:
+        return metadata.foreign.key[file]
     layout, commit = metadata.layout, metadata.commit
     writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
     return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
+
+
+def foreign_range(files: ForeignFiles, kind: int, chunk: Chunk) -> FileReceipt:
+    """Return the record of a foreign file with one block: the bytes of the chunk, which have no checksum."""
+    row = chunk.file
+    base, nbytes = int(files.base[row]), int(files.nbytes[row])
+    start, length = np.array([base + chunk.start]), np.array([chunk.nbytes])
+    return FileReceipt(kind, base, nbytes, nbytes, (), Blocks(start, length, start, length, ()))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from bcp.format.foreign_files import is_unread
 from bcp.format.metadata import Metadata
 from bcp.format.receipt import FileReceipt, Receipt
+from bcp.interop.recognise import folder_of
 from bcp.options import LoadOptions
 from bcp.protocols import Backend, at_once_of
 from bcp.read.receipts import fetch_receipts, file_of
@@ -34,16 +36,24 @@ class Source:
     rank: int = 0
     receipts: dict[int, Receipt] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, backend: Backend, path: str, metadata: Metadata, options: LoadOptions, rank: int = 0) -> Source:
+        """Open a checkpoint whose table of contents is known; ``backend`` is that of the caller's path."""
+        is_file = metadata.foreign is not None and metadata.foreign.is_file
+        return cls(folder_of(backend) if is_file else backend, path, metadata, options, rank)
+
     @property
     def io_workers(self) -> int:
         """How many reads are under way at once."""
         return self.options.io_workers or at_once_of(self.backend)
 
     async def read_receipts(self, ranks: Iterable[int]) -> Mapping[int, Receipt]:
-        """Read the missing receipts of those ranks; return all receipts read so far.
+        """Read the missing receipts of those ranks; return all receipts read so far. Foreign files have none.
 
         Raises CorruptError if a receipt is missing, damaged, or not the one of the commit.
         """
+        if self.metadata.foreign is not None:
+            return self.receipts
         missing = set(ranks) - self.receipts.keys()
         self.receipts.update(await fetch_receipts(self.backend, self.metadata, missing))
         return self.receipts
@@ -54,3 +64,18 @@ class Source:
         The rank's receipt has been read.
         """
         return file_of(self.metadata, self.receipts[rank], kind, nbytes)
+
+    def value(self, row: int) -> str | None:
+        """Return the JSON text of a value, by its row in the layout; None if its owner's receipt lacks it.
+
+        The receipt of its owner has been read.
+        """
+        name, foreign = self.metadata.layout.objects[row], self.metadata.foreign
+        if foreign is not None:
+            return foreign.values.get(name)
+        return self.receipts[int(self.metadata.layout.object_rank[row])].objects.get(name)
+
+    def is_unread(self, row: int) -> bool:
+        """Whether a value, by its row in the layout, is one of another library that bcp cannot read."""
+        foreign = self.metadata.foreign
+        return foreign is not None and is_unread(foreign.values[self.metadata.layout.objects[row]])

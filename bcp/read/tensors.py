@@ -26,7 +26,7 @@ from bcp.plan.read.share import BlockIndex, SharedReads
 from bcp.plan.shards import KINDS, TensorTable
 from bcp.protocols import LocalShards, ScatterReader
 from bcp.read.ranges import check_sizes
-from bcp.read.receipts import key_of
+from bcp.read.receipts import foreign_range, key_of
 from bcp.read.source import Source
 from bcp.runtime.device import Lanes, accelerators
 from bcp.runtime.staging import Lease, pool_for
@@ -92,8 +92,13 @@ async def fill(source: Source, shards: LocalShards, saved: Ints) -> None:
 
 
 def line_of(metadata: Metadata) -> BlockIndex:
-    """Return the blocks of all data files: the smallest ranges that can be verified and decoded."""
+    """Return the blocks of all data files: the smallest ranges that can be verified and decoded.
+
+    Foreign files can be read exactly; their blocks are as long as the longest element.
+    """
     layout, commit = metadata.layout, metadata.commit
+    if metadata.foreign is not None:
+        return BlockIndex.of(layout, int(layout.tensors.itemsize.max(initial=1)))
     return BlockIndex.of(layout, commit.part_bytes if commit.codecs else layout.block_bytes)
 
 
@@ -174,14 +179,17 @@ def _items(source: Source, wanted: Wanted, assignment: Assignment, straight: Zer
     Chunks that are not read straight to where they belong borrow staging memory of one size. So a buffer serves any of
     them, and the byte budget bounds them all.
     """
-    layout, past_staging = source.metadata.layout, straight.chunks.tolist()
+    layout, past_staging, foreign = source.metadata.layout, straight.chunks.tolist(), source.metadata.foreign
     files: dict[int, tuple[str, FileReceipt]] = {}
     items = []
     for chunk in assignment.items():
         if chunk.file < 0:
             items.append(ReadItem(f"round {chunk.round}", 0, None, chunk.round, "", None))
             continue
-        if chunk.file not in files:
+        if foreign is not None:
+            kind = int(layout.file_kind[chunk.file])
+            files[chunk.file] = foreign.key[chunk.file], foreign_range(foreign, kind, chunk)
+        elif chunk.file not in files:
             place = (int(column[chunk.file]) for column in (layout.file_rank, layout.file_kind, layout.file_nbytes))
             files[chunk.file] = source.file_of(*place)
         key, file = files[chunk.file]

@@ -7,25 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-
+from bcp.backends.objects.retry import in_turns
 from bcp.errors import BcpError, CorruptError
-from bcp.format.checksums import digests
 from bcp.format.metadata import Metadata, operation_of, receipt_key
 from bcp.format.receipt import FileReceipt
+from bcp.interop.reading import at_once
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import check_segments
 from bcp.protocols import Backend
 from bcp.read.receipts import fetch_receipts, file_of
+from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.telemetry.amounts import bytes_words
 
 __all__ = ["Verification", "verify"]
 
-WINDOW_BYTES = 8 << 20
-"""Bytes that are read and compared at once."""
-
 SHOWN = 20
+RANKS_AT_ONCE = 64
+"""Ranks whose receipts are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,8 @@ class Verification:
         seconds: how long it took.
         damage: a sentence for each damaged file, receipt or table of contents, with its key.
         others: keys of data files and receipts that other saves have left here. They do no harm.
+        unverified: files of another library, which have no checksums: they are as long as when they were opened, and
+            nothing else is known.
     """
 
     files: int
@@ -47,6 +48,7 @@ class Verification:
     seconds: float
     damage: tuple[str, ...]
     others: tuple[str, ...] = field(default=())
+    unverified: int = 0
 
     def __bool__(self) -> bool:
         return not self.damage
@@ -55,36 +57,36 @@ class Verification:
         done = f"{self.files:,} files, {self.blocks:,} blocks, {bytes_words(self.nbytes)} in {self.seconds:.1f} s"
         if self.others:
             done += f"; {len(self.others):,} files of other saves"
+        if not self.blocks and not self.unverified:
+            done = f"sizes and receipts of {self.files:,} files; no data was read"
+        if self.unverified:
+            done = f"{self.unverified:,} files without checksums; their sizes are those at the opening"
         more = [f"and {len(self.damage) - SHOWN:,} more"] if len(self.damage) > SHOWN else []
-        return "\n".join([f"{'sound' if self else 'DAMAGED'}: {done}", *self.damage[:SHOWN], *more])
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Blocks of a file that are compared together, as an item of a graph."""
-
-    name: str
-    nbytes: int
-    key: str
-    file: FileReceipt
-    rows: slice
+        outcome = ("unverified" if self.unverified else "sound") if self else "DAMAGED"
+        return "\n".join([f"{outcome}: {done}", *self.damage[:SHOWN], *more])
 
 
 async def verify(backend: Backend, metadata: Metadata, *, fast: bool, workers: int) -> Verification:
     """Look at all files of a checkpoint; see :meth:`bcp.Checkpoint.verify`."""
     began = time.monotonic()
+    if metadata.foreign is not None:
+        sizes = dict(zip(metadata.foreign.key, metadata.foreign.nbytes.tolist(), strict=True))
+        cut = await _cut(backend, sizes)
+        return Verification(len(sizes), 0, 0, time.monotonic() - began, tuple(cut), unverified=len(sizes))
     sizes = {info.key: info.nbytes for info in await backend.list()}
     operation = metadata.commit.operation
     others = tuple(key for key in sizes if operation_of(key) not in (None, operation))
     damage = await in_thread_gc_paused(_check_layout, metadata)
     files = blocks = nbytes = 0
     rows = _rows_by_rank(metadata)
-    for rank in range(metadata.layout.world_size):
-        found, said = await _files_of(backend, metadata, rank, rows.get(rank, {}), sizes)
-        damage += said
-        files += len(found)
+    for first in range(0, metadata.layout.world_size, RANKS_AT_ONCE):
+        ranks = range(first, min(first + RANKS_AT_ONCE, metadata.layout.world_size))
+        looks = (partial(_files_of, backend, metadata, rank, rows.get(rank, {}), sizes) for rank in ranks)
+        found = [(files_of_rank, said) for files_of_rank, said in await in_turns(looks)]
+        damage += [sentence for _, said in found for sentence in said]
+        files += sum(len(files_of_rank) for files_of_rank, _ in found)
         if not fast:
-            windows = [window for key, file in found for window in _windows(key, file)]
+            windows = [window for own, _ in found for key, file in own for window in windows_of(key, file)]
             damage += await _compare(backend, windows, workers)
             blocks += sum(window.rows.stop - window.rows.start for window in windows)
             nbytes += sum(window.nbytes for window in windows)
@@ -96,6 +98,19 @@ async def verify(backend: Backend, metadata: Metadata, *, fast: bool, workers: i
             "or newer than they are; put back the metadata.arrow of that save",
         )
     return Verification(files, blocks, nbytes, time.monotonic() - began, tuple(damage), others)
+
+
+async def _cut(backend: Backend, sizes: Mapping[str, int]) -> list[str]:
+    """Read the last byte of each file; return a sentence for each that is missing or too short."""
+
+    async def look(key: str) -> str:
+        try:
+            await backend.read_into(key, max(sizes[key] - 1, 0), memoryview(bytearray(min(sizes[key], 1))))
+        except (BcpError, OSError) as error:
+            return f"{key} had {sizes[key]} bytes when it was opened, and cannot be read to its end: {error}"
+        return ""
+
+    return [words for words in await at_once(backend, sorted(sizes), look) if words]
 
 
 def _check_layout(metadata: Metadata) -> list[str]:
@@ -144,48 +159,23 @@ async def _files_of(
     return found, damage
 
 
-def _windows(key: str, file: FileReceipt) -> list[_Window]:
-    """Cut a file into neighbouring blocks that are compared together."""
-    lengths, windows, first = file.blocks.stored_length, [], 0
-    number = (np.cumsum(lengths) - lengths) // WINDOW_BYTES
-    for stop in [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(lengths)]:
-        rows = slice(first, stop)
-        nbytes = int(lengths[rows].sum())
-        windows.append(_Window(f"{key} blocks {first} to {stop}", nbytes, key, file, rows))
-        first = stop
-    return windows
-
-
-async def _compare(backend: Backend, windows: Sequence[_Window], workers: int) -> list[str]:
+async def _compare(backend: Backend, windows: Sequence[Window], workers: int) -> list[str]:
     """Read windows, and compare them with their checksums; return a sentence for each file with damage."""
     damage: dict[str, tuple[int, str]] = {}  # by key: the first window with damage
 
-    async def look(window: _Window) -> None:
+    async def look(window: Window) -> None:
         memory = memoryview(bytearray(window.nbytes))
-        start = int(window.file.blocks.stored_start[window.rows.start])
+        start = window.start
         try:
             await backend.read_into(window.key, start, memory)
-            wrong = await in_thread(partial(_wrong_block, window, memory))
+            wrong = await in_thread(partial(wrong_block, window, memory))
         except (BcpError, OSError) as error:
             wrong = f"{window.key} cannot be read: {error}"
         if wrong:
             damage[window.key] = min(damage.get(window.key, (start, wrong)), (start, wrong))
 
     largest = max((window.nbytes for window in windows), default=1)
-    begin: Pipeline[_Window, _Window] = Pipeline()
+    begin: Pipeline[Window, Window] = Pipeline()
     with unwrap_stage_errors():
         await begin.then(Stage("compare", look, workers=workers)).run(windows, budget=Budget(largest * workers))
     return [damage[key][1] for key in sorted(damage)]
-
-
-def _wrong_block(window: _Window, memory: memoryview) -> str:
-    """Name the first block whose checksum differs; empty for none."""
-    blocks = window.file.blocks
-    for row, digest in enumerate(digests([memory], blocks.stored_length[window.rows].tolist()), window.rows.start):
-        if digest != blocks.checksum[row]:
-            start, length = int(blocks.stored_start[row]), int(blocks.stored_length[row])
-            return (
-                f"{window.key} is corrupt: bytes {start} to {start + length} have checksum {digest.hex()}, saved as "
-                f"{blocks.checksum[row].hex()}; restore it"
-            )
-    return ""

@@ -34,9 +34,9 @@ def wait_for_next(
     """Wait until a run has a committed checkpoint of a later step, and return its path.
 
     Use it in a job that evaluates each checkpoint while another job trains. It returns the oldest checkpoint that is
-    newer than ``after``, so that a loop over it leaves none out. Call :func:`bcp.latest` first to begin with the newest
-    one. Nothing is written. As long as there is nothing new, a poll is one request: a listing of the run's folder. The
-    folder may not exist yet.
+    newer than ``after``, so a loop over it sees every checkpoint that stays for longer than ``poll_seconds``. Call
+    :func:`bcp.latest` first to begin with the newest one. Nothing is written. As long as there is nothing new, a poll
+    is one request: a listing of the run's folder. The folder may not exist yet.
 
     The training job may delete the checkpoint later, as its policy says: :meth:`Run.pin` prevents it.
 

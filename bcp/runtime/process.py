@@ -81,7 +81,7 @@ def in_forked_child(hook: Hook) -> Hook:
 def leave(status: int) -> NoReturn:
     """End the process at once, without a wait for threads that hang in a file system or in a store."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        with suppress(OSError, ValueError, AttributeError):  # it may be closed, and None if it was from the start
             stream.flush()
     os._exit(status)
 

@@ -151,6 +151,8 @@ def _decoded(data: Any, allow_pickle: bool, where: str) -> Any:  # noqa: FBT001 
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
+    if kind == "unread":
+        raise CheckpointError(f"the value of {where} cannot be read: {content}")
     if kind in ("tuple", "dict"):
         items = [_decoded(child, allow_pickle, where) for child in content]
         return tuple(items) if kind == "tuple" else dict(items)

@@ -425,3 +425,32 @@ def test_it_works_inside_of_a_running_loop(tmp_path: Path) -> None:
         return bcp.Checkpoint(tmp_path).read("w")
 
     assert same(asyncio.run(inside()), torch.arange(3.0))
+
+
+def test_roles_are_the_checkpoints_below_a_path(tmp_path: Path) -> None:
+    states = {"model": {"w": torch.ones(2)}}
+    for role in ("critic", "actor"):
+        bcp.save(tmp_path, states, role=role)
+    bcp.save(tmp_path / "step-3", states)
+    (tmp_path / "torn" / "model").mkdir(parents=True)
+    assert bcp.Checkpoint(tmp_path).roles == ["actor", "critic"]
+    assert bcp.Checkpoint(tmp_path, role="actor").roles == []
+    assert bcp.Checkpoint(tmp_path / "nowhere").roles == []
+
+
+def test_an_object_behind_a_codec_needs_the_codec(tmp_path: Path) -> None:
+    marked = bcp.extend.Codec("marked", lambda data: b"m" + bytes(data), lambda data: bytes(data)[1:])
+    options = bcp.SaveOptions(codecs=[marked])
+    bcp.save(tmp_path / "c", {"model": {"w": torch.ones(2)}, "extra_states": {"epoch": 3}}, options=options)
+    with pytest.raises(bcp.errors.MissingCodecError, match="'marked'"):
+        bcp.Checkpoint(tmp_path / "c").object("extra_states")
+    opened = bcp.Checkpoint(tmp_path / "c", options=bcp.LoadOptions(codecs=[marked]))
+    assert opened.object("extra_states") == {"epoch": 3}
+
+
+@pytest.mark.parametrize(
+    "facts", [{"name": "\ud800"}, {1: None}, {"inner": {1: None}}, {"x": (1, 2)}, {"x": float("nan")}]
+)
+def test_facts_that_json_changes_are_refused(facts: dict[Any, Any]) -> None:
+    with pytest.raises(bcp.InputError, match="metadata"):
+        bcp.SaveOptions(metadata=facts)

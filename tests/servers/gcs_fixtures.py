@@ -42,7 +42,7 @@ class Gcs:
         names, after = list[str](), None
         while True:
             page, after = await self.store()._api.names(f"{self.root}/", after)
-            names += [name for name, _ in page]
+            names += [info.key for info in page]
             if after is None:
                 return names
 

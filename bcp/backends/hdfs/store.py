@@ -94,7 +94,7 @@ class HdfsStore:
         with request_errors(absent=False):
             entries = [(self._key(entry.path), entry) async for entry in self._files(prefix.rpartition("/")[0])]
         objects = [(key, entry) for key, entry in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
-        return [ObjectInfo(key, entry.nbytes) for key, entry in objects], None
+        return [ObjectInfo(key, entry.nbytes, entry.modified / 1000) for key, entry in objects], None
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
         """List the directories in one directory; all are one page."""

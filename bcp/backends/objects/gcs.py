@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -147,10 +148,12 @@ class GcsApi:
         except (FileNotFoundError, ConditionError):
             return
 
-    async def names(self, prefix: str, after: str | None) -> tuple[Sequence[tuple[str, int]], str | None]:
-        """Return a page of names and sizes of objects whose name starts with a prefix, and the next page's token."""
-        page = await self._list(after, prefix=prefix, fields="items(name,size),nextPageToken")
-        entries = [(item["name"], int(item["size"])) for item in page.get("items", ())]
+    async def names(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
+        """Return a page of the objects whose name starts with a prefix, and the next page's token."""
+        page = await self._list(after, prefix=prefix, fields="items(name,size,updated),nextPageToken")
+        entries = [
+            ObjectInfo(item["name"], int(item["size"]), _seconds(item.get("updated"))) for item in page.get("items", ())
+        ]
         return entries, page.get("nextPageToken") or None
 
     async def prefixes(self, above: str, after: str | None) -> tuple[Sequence[str], str | None]:
@@ -171,6 +174,11 @@ class GcsApi:
 
     def _path(self, name: str) -> str:
         return f"{self.http.path}/o/{quote(name, safe='')}"
+
+
+def _seconds(text: str | None) -> float | None:
+    """Return Unix seconds for a time as the API writes it; None for no time."""
+    return None if text is None else datetime.fromisoformat(text).timestamp()
 
 
 def _condition(generation: Version | None) -> dict[str, str]:
@@ -445,8 +453,8 @@ class GcsStore:
     async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
         """List objects, without parts of uploads and without the markers that consoles make for folders."""
         page, after = await self._api.names(self._above + prefix, after)
-        objects = [(name, nbytes) for name, nbytes in page if upload_of(name) is None and not name.endswith("/")]
-        return [ObjectInfo(name.removeprefix(self._above), nbytes) for name, nbytes in objects], after
+        objects = [info for info in page if upload_of(info.key) is None and not info.key.endswith("/")]
+        return [replace(info, key=info.key.removeprefix(self._above)) for info in objects], after
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:
         """List folders."""
@@ -467,7 +475,7 @@ class GcsStore:
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:
         """List uploads that have parts; the name is the upload's id."""
         page, after = await self._api.names(self._above, after)
-        uploads = sorted(set(filter(None, (upload_of(name) for name, _ in page))))
+        uploads = sorted(set(filter(None, (upload_of(info.key) for info in page))))
         return [Unfinished(name.removeprefix(self._above), upload) for name, upload in uploads], after
 
     async def discard(self, unfinished: Unfinished) -> None:
@@ -476,7 +484,7 @@ class GcsStore:
         after: str | None = None
         while True:
             page, after = await self._api.names(prefix, after)
-            await in_turns(partial(self._api.remove, name) for name, _ in page if upload_of(name) is not None)
+            await in_turns(partial(self._api.remove, info.key) for info in page if upload_of(info.key) is not None)
             if after is None:
                 return
 

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -250,17 +251,18 @@ class FsspecStore:
     async def list(self, prefix: str, after: str | None) -> tuple[Sequence[ObjectInfo], str | None]:  # noqa: ARG002
         """List objects with the prefix, without files that are being written; all are one page."""
         entries = await self._call(self._find)
-        objects = [(key, nbytes) for key, nbytes in entries if key.startswith(prefix) and not key.endswith(TEMP_SUFFIX)]
-        return [ObjectInfo(key, nbytes) for key, nbytes in objects], None
+        return [each for each in entries if each.key.startswith(prefix) and not each.key.endswith(TEMP_SUFFIX)], None
 
-    def _find(self) -> Sequence[tuple[str, int]]:
+    def _find(self) -> Sequence[ObjectInfo]:
         self._system.invalidate_cache()
         try:
             infos = self._system.find(self._root, detail=True)
         except _ABSENT:
             return []
         start = len(self._root) + 1 if self._root else 0
-        return [(path[start:], int(info["size"])) for path, info in infos.items() if path[start:]]
+        return [
+            ObjectInfo(path[start:], int(info["size"]), _modified(info)) for path, info in infos.items() if path[start:]
+        ]
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:  # noqa: ARG002
         """List the directories in one directory; all are one page."""
@@ -316,7 +318,7 @@ class FsspecStore:
 
     async def unfinished(self, after: str | None) -> tuple[Sequence[Unfinished], str | None]:  # noqa: ARG002
         """List files that are being written, or were; all are one page."""
-        keys = [key for key, _ in await self._call(self._find) if key.endswith(TEMP_SUFFIX)]
+        keys = [info.key for info in await self._call(self._find) if info.key.endswith(TEMP_SUFFIX)]
         return [Unfinished(_final(key), key) for key in keys], None
 
     async def discard(self, unfinished: Unfinished) -> None:
@@ -412,6 +414,14 @@ class _Stream:
         with suppress(Exception):  # it may be broken, which is why it goes
             self._file.close()
         self._store._remove(self._temp)  # noqa: SLF001 -- one class in two
+
+
+def _modified(info: Mapping[str, Any]) -> float | None:
+    """Return when a file was written, in Unix seconds; None where the file system does not tell it in a known form."""
+    value = next((info[name] for name in ("mtime", "LastModified", "updated") if name in info), None)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _final(temp: str) -> str:

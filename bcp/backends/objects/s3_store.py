@@ -215,9 +215,11 @@ class S3Store:
         """List objects by pages of a thousand."""
         more: dict[str, Any] = {} if after is None else {"ContinuationToken": after}
         page = await self.call("list_objects_v2", Prefix=self._root + prefix, **more)
-        listed = [(entry["Key"][len(self._root) :], int(entry["Size"])) for entry in page.get("Contents", [])]
-        # consoles make empty objects for folders
-        infos = [ObjectInfo(key, nbytes) for key, nbytes in listed if key and not key.endswith("/")]
+        listed = [
+            ObjectInfo(entry["Key"][len(self._root) :], int(entry["Size"]), entry["LastModified"].timestamp())
+            for entry in page.get("Contents", [])
+        ]
+        infos = [info for info in listed if info.key and not info.key.endswith("/")]  # consoles make some for folders
         return infos, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     async def folders(self, prefix: str, after: str | None) -> tuple[Sequence[str], str | None]:

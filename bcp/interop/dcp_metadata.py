@@ -1,0 +1,163 @@
+"""The file ``.metadata`` of torch.distributed.checkpoint: a pickle, decoded to plain records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bcp.errors import CheckpointError, CorruptError
+from bcp.interop.catalogue import DTYPES, check_dtype, check_shape
+from bcp.interop.torch_pickle import Dtype, empty_dict
+from bcp.interop.unpickle import Allowed, Call, Record, unpickled
+
+__all__ = ["Chunk", "DcpMetadata", "decode_dcp"]
+
+Shape = tuple[int, ...]
+_HOME = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_HOME}.metadata", name): Record.named(name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+}
+_PLACE = ("relative_path", "offset", "length")
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_PATHS = ("PosixPath", "PurePosixPath", "PurePath", "Path", "PureWindowsPath", "WindowsPath")
+NAMES: Allowed = {
+    **_RECORDS,
+    (f"{_HOME}.filesystem", "_StorageInfo"): Record.named("_StorageInfo"),
+    **{("torch", name): Dtype(name) for name in DTYPES},
+    **{(module, name): Call(lambda *parts: "/".join(map(str, parts))) for module in _PATH_MODULES for name in _PATHS},
+    ("torch", "Size"): Call(tuple),
+    ("torch", "device"): Call(lambda *_: None),
+    ("torch.serialization", "_get_layout"): Call(lambda _: None),
+    ("collections", "OrderedDict"): Call(empty_dict),
+}
+"""All names in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of a file with the elements of a box, or with a value.
+
+    Attributes:
+        name: of the tensor or value, as the library knows it.
+        key: the file.
+        start: first byte.
+        nbytes: how many.
+        dtype: of the tensor; empty for a value.
+        shape: global shape of the tensor.
+        offset: first corner of the box.
+        length: its extent.
+    """
+
+    name: str
+    key: str
+    start: int
+    nbytes: int
+    dtype: str = ""
+    shape: Shape = ()
+    offset: Shape = ()
+    length: Shape = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """The contents of ``.metadata``.
+
+    Attributes:
+        chunks: all ranges.
+        paths: where each name was in the saved state, as keys from the outside in; empty if the file does not say.
+    """
+
+    chunks: tuple[Chunk, ...]
+    paths: Mapping[str, tuple[Any, ...]]
+
+
+def decode_dcp(data: bytes, where: str) -> DcpMetadata:
+    """Decode ``.metadata``; ``where`` names it in messages.
+
+    Raises:
+        CheckpointError: it names other classes, ranges were transformed, or a dtype is unknown.
+        CorruptError: it is damaged, or ranges of a tensor are missing.
+
+    """
+    meta = unpickled(data, NAMES, where)
+    tensors = _attribute(meta, "Metadata", "state_dict_metadata", where)
+    stored = _attribute(meta, "Metadata", "storage_data", where)
+    if not isinstance(tensors, dict) or not isinstance(stored, dict):
+        raise CorruptError(f"{where} has no tables of tensors and files; get it again")
+    chunks = tuple(_chunks(tensors, stored, where))
+    found = {chunk.name for chunk in chunks}
+    lacking = [name for name in tensors if name not in found and not _is_empty(tensors[name])]
+    if lacking:
+        raise CorruptError(f"{where} has no file of {lacking[0]!r:.80} and {len(lacking) - 1} more; get it again")
+    planned = meta.get("planner_data")
+    paths = planned if isinstance(planned, dict) else {}
+    return DcpMetadata(chunks, {name: path for name, path in paths.items() if _is_path(path)})
+
+
+def _is_path(path: object) -> bool:
+    return isinstance(path, tuple) and bool(path) and all(type(key) in (str, int) for key in path)
+
+
+def _attribute(record: object, kind: str, attribute: str, where: str) -> Any:
+    """Return an attribute of a record of a class."""
+    if not isinstance(record, Record) or record.name != kind:
+        raise CorruptError(f"{where} has a {type(record).__name__} where a {kind} has to be; get it again")
+    return record.get(attribute)
+
+
+def _is_empty(entry: object) -> bool:
+    return isinstance(entry, Record) and 0 in (entry.get("size") or ())
+
+
+def _chunks(tensors: Mapping[Any, Any], stored: Mapping[Any, Any], where: str) -> Iterator[Chunk]:
+    """Yield all ranges."""
+    boxes = {name: _boxes(entry, f"{where}: {name!r:.80}") for name, entry in tensors.items()}
+    for index, info in stored.items():
+        name = _attribute(index, "MetadataIndex", "fqn", where)
+        if not isinstance(name, str) or name not in tensors:
+            raise CorruptError(f"{where} has a range of {name!r:.80}, which is none of its tensors; get it again")
+        words = f"{where}: {name!r:.80}"
+        key, start, nbytes = (_attribute(info, "_StorageInfo", part, where) for part in _PLACE)
+        if [type(key), type(start), type(nbytes)] != [str, int, int] or min(start, nbytes) < 0:
+            raise CorruptError(f"{words} is said to lie at {start!r:.40} of {key!r:.80}; get the file again")
+        if transforms := info.get("transform_descriptors"):
+            raise CheckpointError(f"{words} went through {transforms!r:.80}, which bcp does not undo; save it without")
+        box = boxes[name]
+        if box is None:
+            yield Chunk(name, key, start, nbytes)
+            continue
+        dtype, shape, lengths = box
+        offset = check_shape(index.get("offset") or (0,) * len(shape), words)
+        if offset not in lengths:
+            raise CorruptError(f"{words} has a range of the box at {list(offset)}, which is not listed; get it again")
+        yield Chunk(name, key, start, nbytes, dtype, shape, offset, lengths[offset])
+
+
+def _boxes(entry: object, words: str) -> tuple[str, Shape, dict[Shape, Shape]] | None:
+    """Return dtype, shape, and extents of boxes by first corner; None for a value."""
+    if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
+        return None
+    size, chunks = (_attribute(entry, "TensorStorageMetadata", part, words) for part in ("size", "chunks"))
+    properties = _attribute(entry, "TensorStorageMetadata", "properties", words)
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    name = dtype.name if isinstance(dtype, Dtype) else None
+    shape = check_shape(size, words)
+    if not isinstance(chunks, list):
+        raise CorruptError(f"{words} has no boxes; get it again")
+    lengths: dict[Shape, Shape] = {}
+    for chunk in chunks:
+        offset, length = (_attribute(chunk, "ChunkStorageMetadata", part, words) for part in ("offsets", "sizes"))
+        lengths[check_shape(offset, words)] = check_shape(length, words)
+    return check_dtype(name, f"{words} has dtype {dtype!r:.40}"), shape, lengths
