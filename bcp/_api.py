@@ -428,8 +428,12 @@ def load(
     all its tensors.
 
     Args:
-        path: the path of the save.
-        states: the same kinds as for :func:`save`; any subset of those that were saved.
+        path: the path of the save; or files of another library: a folder of Hugging Face or of
+            ``torch.distributed.checkpoint``, a safetensors file, a file of ``torch.save``.
+        states: the same kinds as for :func:`save`; any subset of those that were saved. Parameters and persistent
+            buffers of a module may be on the meta device, also sharded by FSDP2 or TP. Each that is loaded gets memory
+            of its own: on the CPU, or its shard on the device of the mesh. It keeps its identity, so that an optimizer
+            may be made before the load. A load that fails changes nothing of them.
         framework: as for :func:`save`.
         role: as for :func:`save`.
         strict: names must be the same in checkpoint and states, and the checkpoint must have all keys of
@@ -445,15 +449,15 @@ def load(
     Raises:
         InputError: an argument cannot be used; the target has not been touched. The other ranks raise
             :class:`PeerError` at once.
-        NotACheckpointError: nothing that bcp wrote is at ``path``.
+        NotACheckpointError: nothing that bcp can read is at ``path``.
         UncommittedError: a save began there and never committed.
         FormatVersionError: the format is of another version.
         MismatchError: names, shapes or dtypes differ (:class:`FqnMismatchError`, :class:`ShapeMismatchError`,
             :class:`DtypeMismatchError`); the target has not been touched. Hyper-parameters that were saved as tensors,
             and values of targets that share memory, are compared while they are loaded. A note then says that the
             target is half loaded.
-        StateError: a leaf cannot be loaded into, as a tensor that has an element twice; the target has not been
-            touched.
+        StateError: a leaf cannot be loaded into, as a tensor that has an element twice, or a non-persistent buffer on
+            the meta device; the target has not been touched.
         CorruptError: stored bytes are not those that were saved; a note says if the target is half loaded.
         MissingCodecError: the checkpoint needs a codec that ``options.codecs`` lacks.
         StageError: a stage failed; names stage and item.

@@ -319,6 +319,7 @@ class DeepSpeedPlanner(PlainPlanner):
     """
 
     name = "deepspeed"
+    fills_meta = False
 
     def probe(self) -> str:
         """Return the running and the tested versions. Raises InputError if DeepSpeed or an attribute is missing."""

@@ -65,6 +65,7 @@ class Fsdp1Planner(PlainPlanner):
     """
 
     name = "fsdp1"
+    fills_meta = False
 
     def probe(self) -> str:
         """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.state.empty_groups import add_empty_groups, empty_group_targets
 from bcp.state.inventory import Leaves, probe
+from bcp.state.meta_tensors import MetaTensors
 from bcp.state.modules import Check, Finish, ParamNames, add_state, in_turn
 from bcp.state.optimizer_entries import add_entries, entry_targets
 from bcp.state.optimizer_restore import slot_targets
@@ -35,6 +37,7 @@ class PlainPlanner:
     """
 
     name = "plain"
+    fills_meta = True  # whether a load gives memory to modules on the meta device
 
     def probe(self) -> str:
         """Return the running and the tested versions. Raises InputError if torch lacks a private attribute."""
@@ -55,18 +58,21 @@ class PlainPlanner:
 
     def load_targets(self, states: States, saved: CheckpointNames) -> LoadTargets:
         """Return the targets of this rank; see :meth:`bcp.protocols.Planner.load_targets`."""
-        leaves = Leaves(loading=True)
+        meta = MetaTensors()
+        leaves = Leaves(loading=True, meta=meta if self.fills_meta else None)
+        become_real: Finish = lambda _: meta.hand_over(saved.rows)  # noqa: E731 -- placed among functions of its kind
         finish_model = self._add_model(leaves, states, saved)
         check: Check = _nothing
         slots = self._slots(leaves, states, saved)
         if slots is None:
-            finish_optimizer = _add_plain(leaves, OPTIMIZER, states)
+            finish_optimizer = in_turn([become_real, _add_plain(leaves, OPTIMIZER, states)])
         else:
+            slots = [replace(slot, stand_in=meta.stand_in(slot.parameter)) for slot in slots] if meta else slots
             slots = in_saved_order(slots, saved)
             check, finish_slots = slot_targets(leaves, slots, saved)
             finish_groups = empty_group_targets(leaves, self._groups_in(states), saved)
             finish_entries = entry_targets(leaves, self._torch_optimizers(states), slots, saved)
-            finish_optimizer = in_turn([finish_slots, finish_groups, finish_entries])
+            finish_optimizer = in_turn([finish_slots, become_real, finish_groups, finish_entries])
 
         def finish(objects: Mapping[ObjectKey, Any]) -> None:
             finish_optimizer(objects)  # first: it may find tensors that do not agree, and then nothing was set

@@ -16,6 +16,7 @@ from bcp.protocols import LocalShards, ObjectKey, Refused
 from bcp.state.dtensor import torchs
 from bcp.state.hooks import is_sharded_tensor, sharded_leaf
 from bcp.state.memory import readable, unsupported, writable
+from bcp.state.meta_tensors import MetaTensors
 from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.shard_table import ShardTableCache, TableRows, recall, remember
 from bcp.state.tensor_specs import PLAIN, LeafInspection, Ties, firsts_of, inspect_leaves, ties_of
@@ -54,6 +55,7 @@ class Leaves:
     copies: dict[Name, list[Leaf]] = field(default_factory=dict)  # more memory that a load fills; a save ignores it
     rank: int = field(default_factory=_rank)  # for messages
     loading: bool = False  # whether these are the targets of a load
+    meta: MetaTensors | None = None  # what makes memory for meta tensors of modules; None: they are refused
     # tensors of the user by their FQN in the model, where ``tensors`` has other memory that a load fills first
     originals: dict[str, torch.Tensor] = field(default_factory=dict)
     # names as in "model: weight" that a module misses in, or does not take of, its own state dict

@@ -17,7 +17,19 @@ from bcp.state.dtensor import dtensor_blocks, is_dtensor, is_ragged, local_tenso
 from bcp.state.hooks import HOOKS, hooked_blocks, is_hooked, ragged_placement, unstated
 from bcp.state.placement import Leaf, LocalShard, ShardedLeaf
 
-__all__ = ["FLATTENED", "dtype_name", "memory", "parts_of", "readable", "unsupported", "writable"]
+__all__ = [
+    "FLATTENED",
+    "ON_META",
+    "dtype_name",
+    "is_wrapper",
+    "memory",
+    "parts_of",
+    "readable",
+    "unsupported",
+    "writable",
+]
+
+ON_META = "is on the meta device and has no values; materialise it with to_empty() first"
 
 FLATTENED = "_fsdp_flattened"
 """An attribute of parameters that FSDP1 has made views of a flat one."""
@@ -33,7 +45,7 @@ def memory(tensor: Leaf) -> object:
     if is_dtensor(tensor):
         keys = tuple(placement_key(placement) for placement in tensor.placements)
         return tuple(tensor.shape), keys, stated_orders(tensor), memory(local_tensor(tensor))
-    if _is_wrapper(type(tensor)):
+    if is_wrapper(type(tensor)):
         return id(tensor)
     storage = tensor.untyped_storage()._cdata  # noqa: SLF001 -- data_ptr() is 0 for every empty storage
     lazily = tensor.is_conj(), tensor.is_neg()  # other values of the same memory
@@ -116,7 +128,7 @@ def _known_reason(tensor: torch.Tensor, placed: int | None) -> str:  # noqa: PLR
         return f"has the layout {local.layout}; pass to_dense(), or its parts as leaves of their own"
     if not _copies(local.dtype):
         return f"is {dtype_name(local.dtype)}, which torch cannot copy; pass a view of it, as in .view(torch.uint8)"
-    if _is_wrapper(type(local)) and not is_hooked(local):
+    if is_wrapper(type(local)) and not is_hooked(local):
         return (
             f"is a {type(local).__name__}, which does not say where its memory is; "
             f"pass the plain tensors inside it, or give it {' and '.join(HOOKS)}"
@@ -132,7 +144,7 @@ def _known_reason(tensor: torch.Tensor, placed: int | None) -> str:  # noqa: PLR
 def _elsewhere(tensor: torch.Tensor) -> str:
     """Say why nothing can be copied from where a tensor is, other than the CPU."""
     if tensor.is_meta:
-        return "is on the meta device and has no values; materialise it with to_empty() first"
+        return ON_META
     if tensor.device.type != kind():
         return f"is on {tensor.device}, which is no device of torch.accelerator ({kind()}); move it to the CPU first"
     return ""
@@ -162,7 +174,7 @@ def _blocks(tensor: torch.Tensor, label: str) -> list[tuple[Box, torch.Tensor]]:
 def _plain(view: torch.Tensor, box: Box, label: str) -> torch.Tensor:
     """Return the detached view of a block that a tensor states, or refuse one without plain memory."""
     reason = unsupported(view)
-    if not reason and _is_wrapper(type(view)):
+    if not reason and is_wrapper(type(view)):
         reason = f"is a {type(view).__name__}; return a plain tensor"
     if reason:
         raise StateError(f"{label}: its block {box}, as {HOOKS[1]} returns it, {reason}")
@@ -170,7 +182,8 @@ def _plain(view: torch.Tensor, box: Box, label: str) -> torch.Tensor:
 
 
 @cache
-def _is_wrapper(kind: type) -> bool:
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class stand for other tensors, by code of their own."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]  # a tensor's
 
 

@@ -17,6 +17,7 @@ from bcp.state.hooks import ATTACH, is_sharded_tensor, shape_of
 from bcp.state.inventory import Leaves, named_state_of
 from bcp.state.load_path import inner_module
 from bcp.state.memory import memory, unsupported
+from bcp.state.meta_tensors import refuse_meta
 from bcp.state.module_target import ModuleTarget, is_extra, is_plain
 from bcp.state.names import Path, cleaned, cleaner, dotted, walk
 from bcp.state.native_values import same_generator, set_generator
@@ -59,14 +60,14 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
     if isinstance(state, (list, tuple)) and state and all(isinstance(part, nn.Module) for part in state):
         return in_turn([take_module(leaves, kind, part, "") for part in state])
     if isinstance(state, torch.Tensor):
-        leaves.add(kind, kind, state)
+        leaves.add_all(kind, _with_memory(leaves, kind, [(kind, state)]))
         return in_turn([])
     if not isinstance(state, (nn.Module, Mapping, list, tuple)):
         raise StateError(
             f"{where} is a {type(state).__name__}; pass a module, a list of modules, a nested mapping or a tensor"
         )
     if is_flat(state):
-        leaves.add_all(kind, state.items())
+        leaves.add_all(kind, _with_memory(leaves, kind, state.items()))
         return in_turn([])
     finishes: list[Finish] = []
     paths: dict[ObjectKey, Path] = {}
@@ -86,8 +87,16 @@ def add_state(leaves: Leaves, kind: str, state: object, take: TakeModule | None 
                 paths[kind, name] = path
                 yield name, leaf
 
-    leaves.add_all(kind, found())
+    leaves.add_all(kind, _with_memory(leaves, kind, found()))
     return in_turn([*finishes, lambda objects: _put_all(state, paths, objects, where)])
+
+
+def _with_memory(leaves: Leaves, kind: str, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) of a state outside of modules. Raises StateError if a load has no memory to fill."""
+    for name, leaf in named:
+        if leaves.loading and isinstance(leaf, torch.Tensor):
+            refuse_meta(kind, name, leaf, leaves.rank)
+        yield name, leaf
 
 
 class ParamNames:
@@ -218,7 +227,11 @@ def add_module(leaves: Leaves, kind: str, module: nn.Module, prefix: str) -> Fin
     if leaves.loading and not is_plain(module, state):
         target = ModuleTarget.of(leaves, kind, module, where, fqns, state, prefix)
         leaf, finish = target.leaf, target.finish
-    leaves.add_all(kind, zip(map(fqns.__getitem__, entries), map(leaf, entries), strict=True))
+    made = leaves.meta.take(kind, module, where, fqns, state) if leaves.meta is not None else {}
+    for raw in made:
+        leaves.stand_in(kind, fqns[raw], state[raw])
+    values = (made[raw] if raw in made else leaf(raw) for raw in entries) if made else map(leaf, entries)
+    leaves.add_all(kind, zip(map(fqns.__getitem__, entries), values, strict=True))
     return finish
 
 

@@ -202,8 +202,8 @@ def _made(saved: CheckpointNames, name: str, slots: Sequence[Slot]) -> torch.Ten
     shape = tuple(meta.shape)
     for slot in slots:
         if is_dtensor(slot.parameter) and tuple(slot.parameter.shape) == shape:
-            return torch.zeros_like(slot.parameter.detach(), dtype=dtype)
-    devices = {slot.parameter.device for slot in slots} if shape else set()
+            return torch.zeros_like(slot.model_for_states.detach(), dtype=dtype)
+    devices = {slot.model_for_states.device for slot in slots} if shape else set()
     return torch.zeros(shape, dtype=dtype, device=devices.pop() if len(devices) == 1 else "cpu")
 
 

@@ -26,12 +26,12 @@ def owner_of(slot: Slot) -> tuple[int, int]:
 def scalar_device(slot: Slot, key: str) -> torch.device:
     """Return where a 0-d state belongs: by the parameter, but ``step`` on the CPU unless kernels read it."""
     in_kernel = slot.group.get("capturable") or slot.group.get("fused")
-    return slot.parameter.device if in_kernel or key != STEP else torch.device("cpu")
+    return slot.model_for_states.device if in_kernel or key != STEP else torch.device("cpu")
 
 
 def zeros(slot: Slot, key: str, meta: TensorMeta) -> torch.Tensor:
     """Make one state tensor as the optimizer would have made it, in the saved dtype."""
-    parameter, dtype = slot.parameter.detach(), saved_dtype(meta)
+    parameter, dtype = slot.model_for_states.detach(), saved_dtype(meta)
     if not meta.shape and (key == STEP or parameter.dim()):
         return torch.zeros((), dtype=dtype, device=scalar_device(slot, key))
     if slot.placement or meta.shape == tuple(parameter.shape):

@@ -83,6 +83,12 @@ class Slot:
     # keys of ``group`` that follow from the parallel layout: neither saved nor loaded
     layout_keys: Collection[str] = ()
     optimizer: type[Any] | None = None  # class of the optimizer that keeps the states, where it is known
+    stand_in: torch.Tensor | None = None  # the tensor with the memory of a ``parameter`` that is on the meta device
+
+    @property
+    def model_for_states(self) -> torch.Tensor:
+        """The tensor whose device, shape and placements new states get."""
+        return self.parameter if self.stand_in is None else self.stand_in
 
     @property
     def values(self) -> dict[str, Any]:

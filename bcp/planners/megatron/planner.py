@@ -72,6 +72,7 @@ class MegatronPlanner(PlainPlanner):
     """
 
     name = "megatron"
+    fills_meta = False
 
     def __init__(self) -> None:
         self._shards = LogicalShards()

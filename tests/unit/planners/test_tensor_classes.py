@@ -253,6 +253,8 @@ def test_tensors_without_plain_memory_are_refused_by_name(good: Path, tmp_path: 
         said = re.escape(label.format("tensor" if isinstance(leaf, torch.Tensor) else "leaf")) + rf" on rank 0.*{words}"
         with pytest.raises(bcp.StateError, match=said):
             bcp.save(tmp_path / place, states(leaf))
+        if place == "module" and case.startswith("meta"):
+            continue  # a load gives memory to modules on the meta device
         with pytest.raises(bcp.StateError, match=said):
             bcp.load(good / place, states(leaf))
     assert not any(tmp_path.iterdir())
