@@ -21,7 +21,7 @@ from bcp.errors import NothingLoadedWarning
 from bcp.runtime.imports import lazy_names
 
 if TYPE_CHECKING:
-    from bcp import extend, policies, telemetry
+    from bcp import extend, policies, telemetry, tools
     from bcp._api import aload, aprepare, asave, load, prepare, save, save_async
     from bcp._pending import Pending
     from bcp._report import Report, report
@@ -78,6 +78,7 @@ __all__ = [
     "save",
     "save_async",
     "telemetry",
+    "tools",
     "wait_for_next",
 ]
 __all__ += errors.__all__
@@ -92,6 +93,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp._version": ["__version__"],
             "bcp.backends": [],  # messages of errors name functions of it
             "bcp.data": [],  # as bcp.testing: a thread may ask before the one that imports it has told the package
+            "bcp.dcp": [],
             "bcp.events": ["LoadResult", "SaveResult"],
             "bcp.extend": [],
             "bcp.interop.megatron_names": ["MegatronNames"],
@@ -111,6 +113,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.state.units": ["prefetch_data_state"],
             "bcp.telemetry": [],
             "bcp.testing": [],
+            "bcp.tools": [],
         },
         __all__,
         together=["bcp._api", "bcp.runs.run"],  # no later save, load or run imports anything

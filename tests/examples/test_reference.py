@@ -8,18 +8,21 @@ import pytest
 
 import bcp
 import bcp.data
+import bcp.dcp
 import bcp.extend
 import bcp.policies
 import bcp.telemetry
+import bcp.tools
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
 LISTED = set(re.findall(r"^::: (\S+)$", PAGE, re.MULTILINE))
-MODULES = {"__version__", "extend", "policies", "telemetry"}
+MODULES = {"__version__", "extend", "policies", "telemetry", "tools"}
 
 
-@pytest.mark.parametrize(
-    "module", [bcp, bcp.extend, bcp.policies, bcp.data, bcp.telemetry], ids=lambda module: module.__name__
-)
+DOORS = [bcp, bcp.extend, bcp.policies, bcp.data, bcp.dcp, bcp.telemetry, bcp.tools]
+
+
+@pytest.mark.parametrize("module", DOORS, ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     names = set(module.__all__) - MODULES - set(bcp.errors.__all__)  # bcp.errors is listed as a whole
     assert "bcp.errors" in LISTED

@@ -1,0 +1,75 @@
+"""Work on whole checkpoints: copy, compare, delete, clean up, export. The command ``bcp`` calls these functions.
+
+No function here needs a model or a job. Each one has a twin for coroutines, whose name begins with ``a``. No save
+imports this package.
+"""
+
+from typing import TYPE_CHECKING
+
+from bcp.runtime.imports import lazy_names
+
+if TYPE_CHECKING:
+    from bcp.tools.collection import Remains, acollect, collect
+    from bcp.tools.copying import CopyResult, acopy, copy
+    from bcp.tools.difference import Difference, TensorDifference, ValueDifference, adiff, diff
+    from bcp.tools.exports.dcp import aexport_dcp, export_dcp
+    from bcp.tools.exports.exporting import ExportKeywords
+    from bcp.tools.exports.hf import aexport_hf, export_hf
+    from bcp.tools.exports.result import ExportResult
+    from bcp.tools.exports.single import aexport_safetensors, export_safetensors
+    from bcp.tools.exports.torch_file import aexport_torch, export_torch
+    from bcp.tools.importing import ImportResult, aimport_files, import_files
+    from bcp.tools.removal import RemoveResult, aremove, remove
+    from bcp.tools.steps import alist_steps, list_steps
+
+__all__ = [
+    "CopyResult",
+    "Difference",
+    "ExportKeywords",
+    "ExportResult",
+    "ImportResult",
+    "Remains",
+    "RemoveResult",
+    "TensorDifference",
+    "ValueDifference",
+    "acollect",
+    "acopy",
+    "adiff",
+    "aexport_dcp",
+    "aexport_hf",
+    "aexport_safetensors",
+    "aexport_torch",
+    "aimport_files",
+    "alist_steps",
+    "aremove",
+    "collect",
+    "copy",
+    "diff",
+    "export_dcp",
+    "export_hf",
+    "export_safetensors",
+    "export_torch",
+    "import_files",
+    "list_steps",
+    "remove",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "bcp.tools.collection": ["Remains", "acollect", "collect"],
+            "bcp.tools.copying": ["CopyResult", "acopy", "copy"],
+            "bcp.tools.difference": ["Difference", "TensorDifference", "ValueDifference", "adiff", "diff"],
+            "bcp.tools.exports.dcp": ["aexport_dcp", "export_dcp"],
+            "bcp.tools.exports.exporting": ["ExportKeywords"],
+            "bcp.tools.exports.hf": ["aexport_hf", "export_hf"],
+            "bcp.tools.exports.result": ["ExportResult"],
+            "bcp.tools.exports.single": ["aexport_safetensors", "export_safetensors"],
+            "bcp.tools.exports.torch_file": ["aexport_torch", "export_torch"],
+            "bcp.tools.importing": ["ImportResult", "aimport_files", "import_files"],
+            "bcp.tools.removal": ["RemoveResult", "aremove", "remove"],
+            "bcp.tools.steps": ["alist_steps", "list_steps"],
+        },
+        __all__,
+    )

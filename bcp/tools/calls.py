@@ -1,0 +1,29 @@
+"""The frame of a tool: storage that is opened for it, and a synchronous call of its coroutine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from bcp._plain import plain
+from bcp.errors import BcpError
+from bcp.runtime import bridge as _bridge
+
+__all__ = ["Progress", "called", "ignore_progress"]
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that are done, and with the bytes of all the work."""
+
+
+def ignore_progress(_done: int, _total: int) -> None:
+    """Draw nothing."""
+
+
+def called(function: Callable[[], Awaitable[T]], name: str) -> T:
+    """Run a tool's coroutine on bcp's loop, and raise errors without the frames of the loop."""
+    try:
+        return _bridge.run(function, name=name)
+    except BcpError as error:
+        raise plain(error) from error.__cause__

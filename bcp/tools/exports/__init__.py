@@ -1,0 +1,1 @@
+"""Exports: a checkpoint as files of other software, streamed in bounded memory."""

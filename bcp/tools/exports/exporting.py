@@ -1,0 +1,321 @@
+"""The course of an export: open, plan, agree, write files in turn, and the index last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import anyio
+
+from bcp._agree import capture_error, collective_operation, gather_broadcast, refuse_on_all_ranks
+from bcp._plain import plain
+from bcp.backends.place import Path
+from bcp.coordinators import coordinator as coordinator_for
+from bcp.errors import BcpError, InputError
+from bcp.format.container import digest
+from bcp.options import LoadOptions, timeout_of
+from bcp.protocols import REFUSED, Agreement, Coordinator
+from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
+from bcp.read.replaced import say_if_replaced
+from bcp.runtime import bridge as _bridge
+from bcp.stages.load import require_codecs
+from bcp.tools.exports.result import ExportResult
+from bcp.tools.exports.streamed import TargetFile
+from bcp.tools.exports.target import Target
+from bcp.tools.exports.writing import write_file
+
+__all__ = ["Export", "ExportKeywords", "Plan", "Source", "arun", "prepare", "run"]
+
+BUDGET_BYTES = 256 << 20
+
+Source = Path | Checkpoint | AsyncCheckpoint
+"""A path, a URL or a backend as for :class:`bcp.Checkpoint`, or an open checkpoint."""
+
+
+class ExportKeywords(TypedDict, total=False):
+    """ExportKeywords that all exports take.
+
+    Attributes:
+        role: the role of the checkpoint below the path, if it was saved with one.
+        overwrite: replace older files of the same kind in the target. False by default. Those of a folder are deleted
+            before the first new one is written. A single file is replaced at the end.
+        budget_bytes: memory for data on the way; 256 MiB by default. A checkpoint with codecs takes at least one of its
+            encoded parts. Tensors may be larger.
+        progress: called with the bytes that this rank has written and those that it is going to write, on the event
+            loop: by :func:`print` or a progress bar, for instance.
+        options: how to read the checkpoint, as for :class:`bcp.Checkpoint`.
+        storage_options: for the file system of the target, if that is a URL.
+        coordinator: of several ranks that share the work, as for :func:`bcp.save`. Rank r of n writes every n-th file,
+            and rank 0 the index. None: the ranks of this job.
+    """
+
+    role: str | None
+    overwrite: bool
+    budget_bytes: int
+    progress: Callable[[int, int], object] | None
+    options: LoadOptions | None
+    storage_options: Mapping[str, Any] | None
+    coordinator: Coordinator | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files of an export.
+
+    Attributes:
+        files: files with tensors, which ranks write in turn.
+        last: small files by name, which rank 0 writes in this order once all others are there.
+        tensors: how many tensors the files have.
+    """
+
+    files: Sequence[TargetFile]
+    tensors: int
+    last: Sequence[tuple[str, bytes]] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of all files."""
+        return (*(file.key for file in self.files), *(key for key, _ in self.last))
+
+    @property
+    def message(self) -> bytes:
+        """Bytes that are equal on ranks with equal plans."""
+        return digest(repr([(file.key, file.nbytes) for file in self.files]).encode())
+
+
+PlanOf = Callable[[AsyncCheckpoint], Awaitable[Plan]]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An export that has its place among the operations of all ranks."""
+
+    name: str  # names the call in messages
+    begin: Callable[[], Awaitable[ExportResult]]
+    is_bound: bool = False  # to the event loop of the caller, whose AsyncCheckpoint it reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The checked arguments of an export."""
+
+    name: str
+    source: AsyncCheckpoint
+    is_mine: bool  # the checkpoint was opened for this export
+    target: Target
+    plan: PlanOf
+    overwrite: bool
+    budget_bytes: int
+    progress: Callable[[int, int], object]
+    rank: int
+    world_size: int
+    timeout: float
+    began: float = field(default_factory=time.monotonic)
+
+
+def prepare(
+    name: str,
+    source: Source,
+    target: Callable[[], Target],
+    plan: PlanOf,
+    keywords: ExportKeywords,
+    *,
+    is_async: bool = False,
+) -> Export:
+    """Check the arguments of an export, and take this rank's place. Raises only if other ranks cannot be told.
+
+    Args:
+        name: of the format, for messages.
+        source: the checkpoint.
+        target: opens the target.
+        plan: lays out the files, once the checkpoint is open.
+        keywords: those that all exports take.
+        is_async: the caller is a coroutine, so that it may pass an AsyncCheckpoint.
+
+    """
+    _check_names(keywords)
+    ranks, options = coordinator_for(keywords.get("coordinator")), keywords.get("options")
+    try:
+        job = _checked(name, source, target, plan, keywords, ranks, is_async=is_async)
+    except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
+        return _refused(name, ranks, timeout_of(options), error)
+    operation = ranks.begin(f"{job.name} with world_size={ranks.world_size}", job.timeout)
+    return Export(job.name, lambda: _export(job, operation), isinstance(source, AsyncCheckpoint))
+
+
+def _refused(name: str, ranks: Coordinator, timeout: float, error: Exception) -> Export:
+    """Take this rank's place only to tell the other ranks of an error, and to raise it."""
+    operation, errors = ranks.begin(REFUSED, timeout), [error]
+    return Export(f"export to {name}", lambda: refuse_on_all_ranks(operation, "plan", ranks.rank, errors.pop()))
+
+
+def _check_names(keywords: ExportKeywords) -> None:
+    unknown = sorted(set(keywords) - set(ExportKeywords.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"an export has no keyword {unknown[0]!r}; it takes {', '.join(ExportKeywords.__annotations__)}"
+        )
+
+
+def _checked(
+    name: str,
+    source: Source,
+    target: Callable[[], Target],
+    plan: PlanOf,
+    keywords: ExportKeywords,
+    ranks: Coordinator,
+    *,
+    is_async: bool,
+) -> _Job:
+    """Check the arguments."""
+    budget_bytes, progress = keywords.get("budget_bytes", BUDGET_BYTES), keywords.get("progress")
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
+        raise InputError(f"budget_bytes={budget_bytes!r}: pass a positive number of bytes")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress={progress!r} cannot be called; pass a function of two numbers of bytes")
+    role, options = keywords.get("role"), keywords.get("options")
+    is_open = isinstance(source, Checkpoint | AsyncCheckpoint)
+    if is_open and (role is not None or options is not None):
+        raise InputError("role= and options= are for a path; an open checkpoint has its own: leave them out")
+    if isinstance(source, AsyncCheckpoint) and not is_async:
+        raise InputError(
+            "an AsyncCheckpoint belongs to its event loop; pass a bcp.Checkpoint, or await the function whose name "
+            "begins with 'a'"
+        )
+    checkpoint = _opened_already(source) or AsyncCheckpoint(source, role=role, options=options)  # type: ignore[arg-type]  # else a path
+    place = target()
+    return _Job(
+        name=f"export of {checkpoint.path} to {name} {place.path}",
+        source=checkpoint,
+        is_mine=not is_open,
+        target=place,
+        plan=plan,
+        overwrite=bool(keywords.get("overwrite", False)),
+        budget_bytes=budget_bytes,
+        progress=progress or _nothing,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout_of(options),
+    )
+
+
+def _opened_already(source: Source) -> AsyncCheckpoint | None:
+    """Return the asynchronous twin of an open checkpoint; None for a path."""
+    if isinstance(source, Checkpoint):
+        return source._inner  # noqa: SLF001 -- an export reads by the same door
+    return source if isinstance(source, AsyncCheckpoint) else None
+
+
+def _nothing(_done: int, _total: int) -> None:
+    """Draw nothing."""
+
+
+# -- the course --------------------------------------------------------------------------------------
+
+
+async def _export(job: _Job, operation: AbstractAsyncContextManager[Agreement]) -> ExportResult:
+    """Export on this rank."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(job.target.opened)
+        if job.is_mine:
+            stack.push_async_callback(job.source.aclose)
+        agreement = await stack.enter_async_context(collective_operation(operation))
+        plan = await _agreed_plan(job, agreement)
+        await _write_all(job, plan, agreement)
+    nbytes = sum(file.data_nbytes for file in plan.files)
+    return ExportResult(job.target.path, plan.keys, plan.tensors, nbytes, time.monotonic() - job.began)
+
+
+async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
+    """Lay out the files, the same on all ranks; rank 0 makes room for them. Nothing was written if this raises."""
+    plan = await capture_error(_planned(job))
+
+    async def make_room(messages: Sequence[bytes]) -> bytes:
+        if len(set(messages)) > 1:
+            raise InputError(f"{job.name}: ranks have planned other files; pass the same arguments on all ranks")
+        if isinstance(plan, Plan):
+            await job.target.make_room(frozenset(plan.keys), overwrite=job.overwrite)
+        return b""
+
+    own_message = plan.message if isinstance(plan, Plan) else plan
+    await gather_broadcast(agreement, "plan", job.rank, own_message, make_room)
+    if not isinstance(plan, Plan):
+        raise plan  # all ranks know of it, so that the line above has raised it already
+    return plan
+
+
+async def _planned(job: _Job) -> Plan:
+    """Open the checkpoint, and lay out the files."""
+    await job.source.open()
+    require_codecs(job.source.metadata.commit.codecs, job.source._opened().options.codecs)  # noqa: SLF001 -- as above
+    return await job.plan(job.source)
+
+
+async def _write_all(job: _Job, plan: Plan, agreement: Agreement) -> None:
+    """Write this rank's files; once all ranks have theirs, rank 0 writes the last ones.
+
+    After a failure the files that are there are deleted: those of all ranks by rank 0, in a folder that had none.
+    """
+    stored: list[str] = []
+    is_finished = is_told = False
+
+    async def finish(_: Sequence[bytes]) -> bytes:
+        nonlocal is_finished
+        for key, data in plan.last:
+            stored.append(key)
+            await job.target.backend.put(key, data)
+        is_finished = True
+        return b""
+
+    try:
+        failure = await capture_error(_write(job, plan.files[job.rank :: job.world_size], stored))
+        is_told = failure is None
+        await gather_broadcast(agreement, "done", job.rank, b"" if failure is None else failure, finish)
+    except BaseException:
+        doomed = stored if job.target.is_file or job.rank else plan.keys
+        if not is_told or (job.rank == 0 and not is_finished):
+            with anyio.CancelScope(shield=True):
+                await job.target.backend.delete(doomed)
+        raise
+
+
+async def _write(job: _Job, files: Sequence[TargetFile], stored: list[str]) -> None:
+    """Write files, one after the other; note the key of each that is there."""
+    done, total = 0, sum(file.data_nbytes for file in files)
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        job.progress(done, total)
+
+    source = job.source._opened()  # noqa: SLF001 -- as above
+    async with say_if_replaced(source):
+        for file in files:
+            await write_file(source, job.target.backend, file, job.budget_bytes, told)
+            stored.append(file.key)
+
+
+# -- the two ways to call it ---------------------------------------------------------------------------
+
+
+def run(export: Export) -> ExportResult:
+    """Export on bcp's own event loop; block meanwhile."""
+    try:
+        return _bridge.run(export.begin, name=export.name)
+    except BcpError as error:
+        raise plain(error) from error.__cause__
+
+
+async def arun(export: Export) -> ExportResult:
+    """Export from a coroutine: on bcp's own event loop, or on the caller's if that opened the checkpoint."""
+    try:
+        if export.is_bound:
+            return await export.begin()
+        exporting = _bridge.start(lambda _: export.begin(), name=export.name)
+        await exporting.astarted()  # until its end: a cancellation ends the export, too
+        return await exporting
+    except BcpError as error:
+        raise plain(error) from error.__cause__

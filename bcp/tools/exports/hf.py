@@ -1,0 +1,200 @@
+"""Export to a Hugging Face folder, as ``save_pretrained`` writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Unpack
+
+from bcp.backends.place import Path
+from bcp.errors import InputError
+from bcp.read.checkpoint import AsyncCheckpoint
+from bcp.tools.exports.chosen import Chosen, DType, Rename, choose
+from bcp.tools.exports.companions import companions_of, with_dtype
+from bcp.tools.exports.exporting import Export, ExportKeywords, Plan, Source, arun, prepare, run
+from bcp.tools.exports.result import ExportResult
+from bcp.tools.exports.safetensors_file import check_storable, safetensors_file
+from bcp.tools.exports.streamed import TargetFile
+from bcp.tools.exports.target import folder_target
+
+__all__ = ["aexport_hf", "export_hf"]
+
+SHARD_BYTES = 5 << 30
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def export_hf(
+    source: Source,
+    target: Path,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    dtype: DType = None,
+    shard_bytes: int = SHARD_BYTES,
+    kind: str = "model",
+    glob: str = "*",
+    rename: Rename = None,
+    **keywords: Unpack[ExportKeywords],
+) -> ExportResult:
+    """Write the model of a checkpoint to a Hugging Face folder, in little memory.
+
+    Use it to evaluate, serve or publish a model: ``from_pretrained`` of the folder has the weights of the checkpoint,
+    bit by bit. No model is built, no rank has to hold all of it, and the job that saved it may have had any
+    parallelism. Every block of the checkpoint is compared with its checksum.
+
+    The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
+    ``model.safetensors.index.json``. The index is written last. After a failure, files that were written are deleted.
+
+    A tied tensor is written once: transformers ties the names again. The name of the input embedding is kept, as
+    ``save_pretrained`` keeps it. The metadata of the file have the others. ``glob=`` may leave a name out, and so keep
+    another one.
+
+    Args:
+        source: a path, a URL, a backend, or a :class:`bcp.Checkpoint`.
+        target: the folder: a path, a URL, or a backend.
+        like: a folder with ``config.json``: it is copied, and so are tokenizer, generation settings, templates and code
+            of the model (``.json``, ``.jinja``, ``.txt``, ``.model``, ``.tiktoken``, ``.py``), never weights. The copy
+            of ``config.json`` names the dtype of the weights.
+        dtype: dtype of floating tensors in the folder, as in ``torch.bfloat16``; that of the checkpoint by default.
+        shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
+        kind: ``"model"`` or ``"optimizer"``.
+        glob: pattern of the shell for names in the checkpoint.
+        rename: new names by old ones, or a function from old to new names, where transformers uses other names.
+        **keywords: those of all exports, :class:`ExportKeywords`: ``role``, ``overwrite``, ``budget_bytes``,
+            ``progress``, ``options``, ``storage_options`` and ``coordinator``.
+
+    Raises:
+        InputError: an argument cannot be used, or a dtype has no name in safetensors; nothing was written.
+        FqnMismatchError: no tensor matches; nothing was written.
+        ExistsError: the folder has such files, and ``overwrite`` is not set; nothing was written.
+        MissingCodecError: the checkpoint needs codecs: pass ``options=bcp.LoadOptions(codecs=[...])``.
+        CorruptError: a file of the checkpoint is missing or damaged.
+        PeerError: another rank failed.
+        StorageError: storage failed.
+
+    Example:
+        >>> _ = bcp.save("ckpt/to-hf", {"model": torch.nn.Linear(4, 2)}, overwrite=True)
+        >>> result = bcp.tools.export_hf("ckpt/to-hf", "ckpt/hf", dtype=torch.bfloat16, overwrite=True)
+        >>> result.files, result.nbytes
+        (('model.safetensors',), 20)
+
+    """
+    return run(_prepare(source, target, like, dtype, shard_bytes, kind, glob, rename, keywords))
+
+
+async def aexport_hf(
+    source: Source,
+    target: Path,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    dtype: DType = None,
+    shard_bytes: int = SHARD_BYTES,
+    kind: str = "model",
+    glob: str = "*",
+    rename: Rename = None,
+    **keywords: Unpack[ExportKeywords],
+) -> ExportResult:
+    """Do the same as :func:`export_hf` from a coroutine; ``source`` may be an AsyncCheckpoint, too."""
+    return await arun(_prepare(source, target, like, dtype, shard_bytes, kind, glob, rename, keywords, is_async=True))
+
+
+def _prepare(
+    source: Source,
+    target: Path,
+    like: str | os.PathLike[str] | None,
+    dtype: DType,
+    shard_bytes: int,
+    kind: str,
+    glob: str,
+    rename: Rename,
+    keywords: ExportKeywords,
+    *,
+    is_async: bool = False,
+) -> Export:
+    """Take this rank's place in the export."""
+
+    async def plan(ckpt: AsyncCheckpoint) -> Plan:
+        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise InputError(f"shard_bytes={shard_bytes!r}: pass a positive number of bytes")
+        tensors, others = _untied(choose(ckpt, kind, glob, dtype, rename))
+        check_storable(tensors)
+        companions = with_dtype(await companions_of(like, keywords.get("storage_options")), tensors)
+        groups = _groups(tensors, shard_bytes)
+        files = [
+            safetensors_file(key, group, _notes(group, others))
+            for key, group in zip(_names(len(groups)), groups, strict=True)
+        ]
+        index = [] if len(files) == 1 else [(INDEX, _index(files, groups))]
+        return Plan(files, len(tensors), [*companions, *index])
+
+    opened = folder_target(target, keywords.get("storage_options"), lambda key: bool(WEIGHTS.fullmatch(key)))
+    return prepare("the Hugging Face folder", source, opened, plan, keywords, is_async=is_async)
+
+
+# -- shards --------------------------------------------------------------------------------------------
+
+
+def _groups(tensors: Sequence[Chosen], shard_bytes: int) -> list[list[Chosen]]:
+    """Divide tensors among files of so many bytes, in order."""
+    groups: list[list[Chosen]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if groups[-1] and nbytes + tensor.nbytes > shard_bytes:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return groups
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [ONE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(files: Sequence[TargetFile], groups: Sequence[Sequence[Chosen]]) -> bytes:
+    """Return the index: the file of each tensor."""
+    places = {tensor.name: file.key for file, group in zip(files, groups, strict=True) for tensor in group}
+    total = sum(tensor.nbytes for group in groups for tensor in group)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+# -- tied tensors --------------------------------------------------------------------------------------
+
+HEADS = frozenset({"lm_head", "proj_out", "embed_out", "vocab_projector", "generator_lm_head", "head", "output"})
+"""Segments in names of output layers. transformers ties these to the embedding, and finds them by the embedding."""
+
+
+def _untied(tensors: Sequence[Chosen]) -> tuple[list[Chosen], dict[str, str]]:
+    """Keep one name of each tied tensor; also return the name that is kept for each of the others."""
+    names: dict[int, list[Chosen]] = {}
+    for tensor in tensors:
+        names.setdefault(tensor.stored, []).append(tensor)
+    kept = {stored: _best(tied) for stored, tied in names.items()}
+    others = {each.name: kept[each.stored].name for each in tensors if each is not kept[each.stored]}
+    return [each for each in tensors if each is kept[each.stored]], others
+
+
+def _notes(tensors: Sequence[Chosen], others: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the other names that a file notes, by the names of its tensors."""
+    own = {tensor.name for tensor in tensors}
+    return {name: kept for name, kept in others.items() if kept in own}
+
+
+def _best(tied: Iterable[Chosen]) -> Chosen:
+    """Choose the name that ``from_pretrained`` looks for."""
+    return min(tied, key=lambda tensor: (_rank(tensor.name), tensor.name.count("."), tensor.name))
+
+
+def _rank(name: str) -> int:
+    """Return how unlikely it is that transformers keeps a name: shared weights, embeddings, others, output layers."""
+    segments = name.split(".")
+    if "shared" in segments:
+        return 0
+    if HEADS.intersection(segments) or segments[-2:-1] == ["decoder"]:
+        return 3
+    return 1 if any("embed" in segment or segment in ("wte", "tok_embeddings") for segment in segments) else 2

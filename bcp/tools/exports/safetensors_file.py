@@ -1,0 +1,74 @@
+"""A safetensors file of whole tensors, laid out before it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from bcp.errors import InputError
+from bcp.plan.write.files import DTYPE_CODES
+from bcp.tools.exports.chosen import Chosen
+from bcp.tools.exports.streamed import TargetFile
+
+__all__ = ["check_storable", "safetensors_file"]
+
+CODES = {
+    **DTYPE_CODES,
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""Safetensors' names of torch's dtypes. Only readers of 2026 know the last three."""
+
+ALIGNMENT = 64
+NOTES = "__metadata__"
+MOST_HEADER_BYTES = 100_000_000
+"""Readers of safetensors refuse longer headers."""
+
+
+def check_storable(tensors: Sequence[Chosen]) -> None:
+    """Raise InputError for a dtype or a name that safetensors does not have."""
+    for tensor in tensors:
+        if tensor.dtype not in CODES:
+            raise InputError(
+                f"{tensor}: safetensors has no dtype {tensor.dtype}; leave the tensor out by glob=, or export to "
+                "another format"
+            )
+        if tensor.name == NOTES:
+            raise InputError(f"{tensor}: the name is reserved in safetensors files; pass rename=")
+
+
+def safetensors_file(key: str, tensors: Sequence[Chosen], notes: Mapping[str, str] | None = None) -> TargetFile:
+    """Lay out a file: larger elements first, so that each is aligned to its size, and otherwise in the given order.
+
+    Args:
+        key: name of the file.
+        tensors: all of them have dtypes and names of safetensors, and no name comes twice.
+        notes: more pairs for its ``__metadata__``.
+
+    Raises:
+        InputError: the header is longer than readers take.
+
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+    table: dict[str, object] = {NOTES: {**(notes or {}), "format": "pt"}}
+    offset = 0
+    for tensor in ordered:
+        table[tensor.name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (offset, offset + tensor.nbytes),
+        }
+        offset += tensor.nbytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        raise InputError(
+            f"{key}: the header for {len(tensors)} tensors has {len(text)} bytes, and {MOST_HEADER_BYTES} is the most "
+            "of safetensors; export fewer tensors by glob=, or choose a smaller shard_bytes="
+        )
+    file = TargetFile(key)
+    file.fixed(len(text).to_bytes(8, "little") + text)
+    for tensor in ordered:
+        file.elements(tensor.row, tensor.box, tensor.dtype, tensor.itemsize)
+    return file
