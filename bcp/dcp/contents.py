@@ -26,7 +26,9 @@ from bcp.format.metadata import METADATA_KEY, decode_metadata, receipt_key
 from bcp.options import LoadOptions
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.box import Box
+from bcp.plan.read.renamed import tied_names
 from bcp.plan.shards import KINDS, OPAQUE_KINDS, TensorTable
+from bcp.protocols import ObjectKey
 from bcp.read.boxes import fill_boxes
 from bcp.read.objects import values_of
 from bcp.read.opening import read_metadata
@@ -48,26 +50,26 @@ class Contents:
         names: the way from its names to those of DCP.
         tensors: rows of the layout's tensors.
         values: rows of the layout's objects.
+        keys: kinds and names of all of these.
     """
 
     source: Source
     names: Names
     tensors: Mapping[str, int]
     values: Mapping[str, int]
+    keys: Mapping[str, ObjectKey]
 
     def metadata(self) -> Metadata:
         """Describe every tensor as one chunk: any box of it can be read, whoever has saved which part.
 
         Raises DtypeMismatchError for a tensor of a dtype that this torch does not know.
         """
-        layout, table = self.source.metadata.layout, self.source.metadata.layout.tensors
+        table = self.source.metadata.layout.tensors
         described: dict[str, STORAGE_TYPES] = {fqn: _described(table, row) for fqn, row in self.tensors.items()}
         described |= {fqn: BytesStorageMetadata() for fqn in self.values}
         if self.names.paths is None:
             return Metadata(described)
-        keys = {fqn: (KINDS[int(table.kind[row])], table.fqn[row]) for fqn, row in self.tensors.items()}
-        keys |= {fqn: layout.objects[row] for fqn, row in self.values.items()}
-        return Metadata(described, planner_data={fqn: self.names.path(key) for fqn, key in keys.items()})
+        return Metadata(described, planner_data={fqn: self.names.path(key) for fqn, key in self.keys.items()})
 
 
 def _described(table: TensorTable, row: int) -> TensorStorageMetadata:
@@ -115,15 +117,19 @@ async def _names(source: Source) -> Names:
 
 
 def _contents(source: Source, names: Names) -> Contents:
+    """Give every tensor and value its name in DCP; entries of a tied parameter get one for each of its names."""
     layout = source.metadata.layout
     kinds = [KINDS[code] for code in layout.tensors.kind.tolist()]
-    tensors = {names.in_dcp(key): row for row, key in enumerate(zip(kinds, layout.tensors.fqn, strict=True))}
-    values = {names.in_dcp(key): row for row, key in enumerate(layout.objects) if key[0] not in OPAQUE_KINDS}
-    return Contents(source, names, _named(tensors), _named(values))
-
-
-def _named(rows: Mapping[str | None, int]) -> dict[str, int]:
-    return {fqn: row for fqn, row in rows.items() if fqn is not None}
+    tensors = {key: row for row, key in enumerate(zip(kinds, layout.tensors.fqn, strict=True))}
+    values = {key: row for row, key in enumerate(layout.objects) if key[0] not in OPAQUE_KINDS}
+    for (kind, name), others in tied_names(layout).items():
+        for rows in (tensors, values):
+            if (kind, name) in rows:
+                rows.update({(kind, other): rows[kind, name] for other in others if (kind, other) not in rows})
+    keys = {fqn: key for key in (*tensors, *values) if (fqn := names.in_dcp(key)) is not None}
+    in_tensors = {fqn: tensors[key] for fqn, key in keys.items() if key in tensors}
+    in_values = {fqn: values[key] for fqn, key in keys.items() if key in values}
+    return Contents(source, names, in_tensors, in_values, keys)
 
 
 async def read(

@@ -364,7 +364,7 @@ class DeepSpeedPlanner(PlainPlanner):
             )
         if not _is(optimizer, "DeepSpeedOptimizer"):
             return
-        names = ParamNames(leaves, module, saved.rows)
+        names = ParamNames(leaves, module, saved)
         for held in held_by(optimizer):
             if (master := held.master) is not None:
                 leaves.also("model", names(held.parameter)[0], master)
@@ -384,7 +384,7 @@ class DeepSpeedPlanner(PlainPlanner):
                 )
             return super()._slots(leaves, {OPTIMIZER: optimizer, "model": module}, saved)
         _add_scaler(leaves, optimizer, saved)
-        names = ParamNames(leaves, module, saved.rows if saved else ())
+        names = ParamNames(leaves, module, saved)
         return [_slot(held, optimizer.optimizer, names) for held in held_by(optimizer)]
 
     def _torch_optimizers(self, states: States) -> object:

@@ -95,7 +95,7 @@ class Fsdp1Planner(PlainPlanner):
             return super()._slots(leaves, states, saved)
         known: Collection[ObjectKey] = saved.rows if saved else ()
         placed = _placed(leaves)
-        others = ParamNames(leaves, states.get("model"), known)
+        others = ParamNames(leaves, states.get("model"), saved)
         slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in placed else others(parameter))
         return [
             parameter_slot for slot in slots for parameter_slot in _named(slot, placed.get(id(slot.parameter)), known)

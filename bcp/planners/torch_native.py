@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,13 +86,12 @@ class PlainPlanner:
 
     def _slots(self, leaves: Leaves, states: States, saved: CheckpointNames | None = None) -> Sequence[Slot] | None:
         """Find the slots of the optimizers, or None where they are a plain nested state; the model was taken before."""
-        known: Collection[ObjectKey] = saved.rows if saved else ()
         optimizers = optimizers_in(states.get(OPTIMIZER))
         if is_packed(states.get(OPTIMIZER)) and not (saved and was_saved_by_number(saved)):
             return packed_slots(leaves, states.get("model"), states[OPTIMIZER], saved)
         if not optimizers and saved is None:
             refuse_packed_inside(states.get(OPTIMIZER))
-        return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), known))) if optimizers else None
+        return list(slots_of(optimizers, ParamNames(leaves, states.get("model"), saved))) if optimizers else None
 
     def _torch_optimizers(self, states: States) -> object:
         """Return the torch optimizers whose own ``state_dict()`` is compared with the slots; () for none."""

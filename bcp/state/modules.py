@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from bcp.errors import StateError
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.protocols import ObjectKey
 from bcp.runtime.process import cached_property
 from bcp.state.buffers import broadcast_buffers, buffer_marks
@@ -102,11 +104,11 @@ def _with_memory(leaves: Leaves, kind: str, named: Iterable[tuple[str, Any]]) ->
 class ParamNames:
     """Finds the FQNs of a parameter by identity, or by memory if only a plain state dict was passed."""
 
-    def __init__(self, leaves: Leaves, state: object, saved: Collection[ObjectKey] = ()) -> None:
+    def __init__(self, leaves: Leaves, state: object, saved: CheckpointNames | None = None) -> None:
         self._named: Mapping[str, Leaf] = {**leaves.tensors.get("model", {}), **leaves.originals}
         self._state, self._saved = state, saved
         self._by_id = self._indexed(self._named.items())
-        for key, names in self._hidden.items() if saved else ():
+        for key, names in self._hidden.items() if saved is not None else ():
             known = self._by_id.setdefault(key, [])
             known += [fqn for fqn in names if fqn not in known]
 
@@ -118,11 +120,33 @@ class ParamNames:
         return self._sorted(names_by_id)
 
     def _sorted(self, names_by_key: dict[Any, list[str]]) -> dict[Any, list[str]]:
-        """Put the names of each leaf in their order."""
+        """Put the names of each leaf in their order.
+
+        Of the names of a tied parameter, first comes one with optimizer entries in the checkpoint: other libraries
+        choose another name than bcp.
+        """
         for names in names_by_key.values():
             if len(names) > 1:
-                names.sort(key=lambda fqn: (("model", fqn) not in self._saved, fqn))
+                names.sort(key=lambda fqn: (not self._has_entries(fqn), self._lacks(fqn), fqn))
         return names_by_key
+
+    def _lacks(self, fqn: str) -> bool:
+        """Whether the checkpoint has no tensor of this name in its model."""
+        return self._saved is None or ("model", fqn) not in self._saved.rows
+
+    def _has_entries(self, fqn: str) -> bool:
+        """Whether the checkpoint's optimizer has entries of a parameter."""
+        names = self._optimizer_names
+        for section in ("state", "param_groups"):
+            prefix = f"{section}.{fqn}."
+            place = bisect_left(names, prefix)
+            if place < len(names) and names[place].startswith(prefix):
+                return True
+        return False
+
+    @cached_property
+    def _optimizer_names(self) -> list[str]:
+        return [] if self._saved is None else sorted(name for _, name in self._saved.names("optimizer"))
 
     @cached_property
     def _hidden(self) -> dict[int, list[str]]:

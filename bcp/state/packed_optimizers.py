@@ -64,7 +64,7 @@ def packed_slots(
     StateError, which says what to pass instead, if there is no model, or it does not tell which parameter a number is.
     """
     groups, states = state["param_groups"], state["state"]
-    names = ParamNames(leaves, model, saved.rows if saved else ())
+    names = ParamNames(leaves, model, saved)
     tensors = {**leaves.tensors.get("model", {}), **leaves.originals}
     parameters = by_name(tensors, groups, states) or (by_saved_number(tensors, groups, saved) if saved else {})
     is_ordered = not parameters

@@ -222,7 +222,7 @@ def test_a_damaged_or_missing_table_of_contents_is_told_as_it_is(tmp_path: Path)
     shutil.rmtree(tmp_path / "model")
     shutil.rmtree(tmp_path / "receipts")
     metadata.unlink()
-    with pytest.raises(dcp.CheckpointException, match=r"it has no metadata.arrow; check the path") as raised:
+    with pytest.raises(dcp.CheckpointException, match=r"there are no files; check the path") as raised:
         load(tmp_path)
     assert isinstance(failure(raised), bcp.NotACheckpointError)
     with pytest.raises(bcp.NotACheckpointError):

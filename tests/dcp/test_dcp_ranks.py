@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from alike import alike_in_any_order, exactly_alike
 from dcp_states import emptied, full, state_of, trained
 from ranks import Ranks, ended, started
+from samples import sample
 from torch import distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed._shard.sharded_tensor.api import Shard as LocalShard
@@ -56,7 +57,10 @@ def saved_by_bcp(layout: str, path: Path) -> Any:
     return full(state_of(model, optimizer, flat=True))
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.product(LAYOUTS, LAYOUTS)])
+PAIRS = [*itertools.product(LAYOUTS, LAYOUTS)]
+
+
+@pytest.mark.parametrize(("first", "second"), sample(PAIRS, *PAIRS[1::3]))
 def test_a_layout_loads_into_another(first: str, second: str, ranks4: Ranks, tmp_path: Path) -> None:
     states = ranks4.run(saved, first, tmp_path, "nested")
     assert all(alike_in_any_order(state, states[0]) for state in states)

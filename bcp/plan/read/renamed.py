@@ -21,7 +21,7 @@ from bcp.plan.layout import Layout, resolve
 from bcp.plan.read.renames import AssembledTensor, Blocks, Moved, Rename, blocks_of
 from bcp.plan.shards import KINDS, TensorMeta, TensorTable
 
-__all__ = ["MASTER", "CheckpointNames", "RenamedLayout", "extended", "renamed"]
+__all__ = ["MASTER", "CheckpointNames", "RenamedLayout", "extended", "renamed", "tied_names"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,24 @@ def renamed(layout: Layout, rename: Rename, kinds: Collection[str]) -> RenamedLa
             "names in the checkpoint, values those in the target"
         )
     return work.result()
+
+
+def tied_names(layout: Layout) -> dict[tuple[str, str], list[str]]:
+    """Return further names of the optimizer's entries of tied parameters: by kind and name, names in the same kind.
+
+    The optimizer has them under one name of the parameter. Another library may look for another one.
+    """
+    if not any(layout.tensors.tied_to):
+        return {}
+    shared, own = renamed(layout, None, (MODEL, OPTIMIZER)), list(_names(layout.tensors))
+    further: dict[tuple[str, str], list[str]] = {}
+    for name, row in shared.saved.rows.items():
+        if name != own[row]:
+            further.setdefault(own[row], []).append(name[1])
+    for name, row in shared.objects.items():
+        if name != layout.objects[row]:
+            further.setdefault(layout.objects[row], []).append(name[1])
+    return further
 
 
 def _with_tied_states(

@@ -65,6 +65,9 @@ class Chosen:
         return f"{self.kind} tensor {self.name!r}{renamed}"
 
 
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def choose(
     ckpt: AsyncCheckpoint, kind: str | None, glob: str, dtype: DType = None, rename: Rename = None
 ) -> list[Chosen]:
@@ -125,9 +128,12 @@ def _dtype_name(dtype: DType) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
+    name = SHORT_NAMES.get(name, name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InputError(f"dtype={dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16")
+        raise InputError(
+            f"dtype={dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'bfloat16'"
+        )
     return name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from bcp.backends.place import Path
 from bcp.errors import InputError
 from bcp.plan.box import Box, cut
+from bcp.plan.read.renamed import tied_names
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.stages.memcpy import torch_dtype
 from bcp.tools.exports.chosen import Chosen, ChosenValue, DType, Rename, choose, values_of
@@ -146,10 +147,13 @@ def _prepare(
         tensors = choose(ckpt, kind, glob, dtype, rename)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         folder = _Folder(keys, file_bytes, max(CHUNK_BYTES, nbytes // MANY_CHUNKS))
+        further = tied_names(ckpt.metadata.layout) if rename is None else {}
         for value in await values_of(ckpt, kind, glob, rename) if values else []:
-            folder.value(value)
+            for name in (value.name, *further.get((value.kind, value.name), ())):
+                folder.value(replace(value, name=name))
         for tensor in tensors:
-            folder.tensor(tensor)
+            for name in (tensor.name, *further.get((tensor.kind, tensor.saved), ())):
+                folder.tensor(replace(tensor, name=name))
         return Plan(folder.files, len(folder.places), [(METADATA, pickle.dumps(folder.metadata(), protocol=4))])
 
     opened = folder_target(target, keywords.get("storage_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
