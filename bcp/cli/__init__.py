@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 
 import click
@@ -70,7 +71,8 @@ def _commands() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks
+        with suppress(OSError):  # a pipe that was opened by its number cannot be asked for its place
+            sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal's encoding lacks
     try:
         status = _commands.main(arguments, prog_name="bcp", standalone_mode=False)
     except click.ClickException as error:

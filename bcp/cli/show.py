@@ -12,6 +12,7 @@ import click
 from bcp.cli.screen import as_json as with_json
 from bcp.cli.screen import clean, facts, print_json, table
 from bcp.cli.screen import role as with_role
+from bcp.errors import FqnMismatchError
 from bcp.runtime.imports import importing
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def command(
             return 0
         tensors = ckpt.tensors
         infos = [tensors.info(row) for row in tensors.rows(kind, glob or "*")]
+        if glob is not None and not infos:
+            few_names = ", ".join(ckpt.names(kind or "model")[:3])
+            raise FqnMismatchError(f"{ckpt.path} has no tensor that matches {glob!r}; names are as {few_names}")
         if as_json:
             print_json(_facts(ckpt) | {"tensors": [asdict(info) for info in infos]})
             return 0

@@ -56,7 +56,8 @@ async def read_metadata(backend: Backend, path: str) -> bytes:
     if found is not None:
         return found
     words = await foreign_words(backend, path, saved)
-    raise NotACheckpointError(words or f"{path} is not a checkpoint: it has no {METADATA_KEY}; check the path")
+    has = f"it has no {METADATA_KEY}" if infos else "there are no files"
+    raise NotACheckpointError(words or f"{path} is not a checkpoint: {has}; check the path")
 
 
 def _below(path: str, names: Collection[str]) -> str:

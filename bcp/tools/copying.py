@@ -166,12 +166,12 @@ async def _check_target(
     if version is None:
         return None, ""
     if not overwrite:
-        raise ExistsError(f"{goal.path} holds a committed checkpoint; pass overwrite=True to replace it")
+        raise ExistsError(f"{goal.path} holds a committed checkpoint; pass overwrite=True (--overwrite) to replace it")
     there, operation = await read_committed(goal.backend), metadata.commit.operation
     if there.operation == operation:
         raise ExistsError(
-            f"{goal.path} holds a copy of operation {operation} already. Compare it with its checksums by "
-            "Checkpoint.verify(), and remove it first if it is damaged"
+            f"{goal.path} holds a copy of operation {operation} already, so there is nothing to do. `bcp verify` "
+            "compares it with its checksums; remove it first if it is damaged"
         )
     return version, there.operation
 

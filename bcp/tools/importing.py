@@ -131,7 +131,7 @@ async def aimport_files(
     began = time.monotonic()
     async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
         if ckpt.metadata.foreign is None:
-            raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy copies it")
+            raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
         objects = await ckpt.values() if values else {}
         files = _Files(ckpt.source, objects, progress)
         result = await asave(

@@ -13,7 +13,7 @@ from bcp._text import shown
 from bcp.backends import LocalBackend, child
 from bcp.backends.place import Path, place_of
 from bcp.backends.prefixed import PrefixedBackend
-from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError
+from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, operation_of
 from bcp.protocols import Backend, ObjectInfo
 from bcp.read.opening import read_metadata
@@ -105,7 +105,7 @@ async def aremove(
             raise InputError(f"{place.path} is a symbolic link to {backend.root.resolve()}: pass that, or unlink it")
         version = await backend.version(METADATA_KEY)
         if version is None:
-            await read_metadata(backend, place.path)  # raises, unless another library has written the files
+            await _refuse(backend, place.path)
             raise NotACheckpointError(f"{place.path} was written by another library: delete its files by other means")
         committed, listed = await read_committed(backend), await backend.list()
         if not force:
@@ -123,6 +123,17 @@ async def aremove(
     if above and not kept and not others:
         await _remove_folder(*((f"{above}/{name}", role) if role else (above, name)), storage_options)
     return RemoveResult(place.path, committed.operation, len(own) - len(kept), nbytes, (*kept, *others))
+
+
+async def _refuse(backend: Backend, where: str) -> None:
+    """Raise, and say what is at a path without metadata, unless another library has written the files."""
+    try:
+        await read_metadata(backend, where)
+    except UncommittedError as error:
+        raise UncommittedError(
+            f"{where} has files of a save that never committed, and no checkpoint: if no job saves there, `bcp gc` "
+            "deletes them"
+        ) from error
 
 
 def _without_dots(backend: Backend) -> Backend:
@@ -154,7 +165,9 @@ async def _check(
         )
     parent, name = above
     if parent and (step := step_of(name)) is not None and await _is_pinned(parent, step, storage_options):
-        raise InputError(f"{where} is pinned in its run: unpin it with run.pin({step}, pinned=False), or use force")
+        raise InputError(
+            f"{where} is pinned in its run: unpin it with run.pin({step}, pinned=False), or pass force=True (--force)"
+        )
 
 
 async def _is_pinned(run: str, step: int, storage_options: Mapping[str, Any] | None) -> bool:

@@ -53,7 +53,7 @@ def refused(path: Any, kind: type[Exception], match: str | None = None, **how: A
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    error = refused(tmp_path / "c", bcp.NotACheckpointError, "c is not a checkpoint: it has no metadata.arrow; check")
+    error = refused(tmp_path / "c", bcp.NotACheckpointError, "c is not a checkpoint: there are no files; check")
     assert isinstance(error, FileNotFoundError)
     assert files(tmp_path) == {}
 

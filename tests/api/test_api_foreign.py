@@ -71,7 +71,7 @@ def test_a_file_in_a_store_loads(tmp_path: Path, url: str) -> None:
         assert bcp.load(url, target).unverified
         assert target["model"]["w"].tolist() == [7.0] * 3
         assert bcp.Checkpoint(url).verify().unverified == 1
-        with pytest.raises(bcp.NotACheckpointError, match=r"absent\.pt is not a checkpoint: it has no metadata\.arrow"):
+        with pytest.raises(bcp.NotACheckpointError, match=r"absent\.pt is not a checkpoint: there are no files"):
             bcp.load("memory://foreign-file/absent.pt", states())
     finally:
         MemoryBackend.forget("foreign-file")

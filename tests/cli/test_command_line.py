@@ -69,6 +69,8 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     found = data(capsys, "show", "run/step-00000002", "*ias")
     assert [each["name"] for each in found["tensors"]] == ["bias"]
     assert (found["metadata"], found["metrics"], found["step"], found["ranks"]) == (FACTS, {"loss": 0.5}, 2, 1)
+    assert main(["show", "run/step-00000002", "nope*"]) == 1
+    assert "no tensor that matches 'nope*'" in capsys.readouterr().err
     assert main(["show", "run", "--kind", "weights"]) == 2
     assert "kinds are model" in capsys.readouterr().err
 
@@ -306,7 +308,7 @@ def test_an_export_that_is_refused_writes_nothing(words: list[str], capsys: pyte
 
 @pytest.mark.usefixtures("run")
 def test_an_export_in_another_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, "export", "safetensors", "run/step-00000001", "half.safetensors", "--dtype", "bfloat16")
+    said(capsys, "export", "safetensors", "run/step-00000001", "half.safetensors", "--dtype", "bf16")
     assert {tensor.dtype for tensor in load_file("half.safetensors").values()} == {torch.bfloat16}
     assert main(["export", "safetensors", "run/step-00000001", "half.safetensors"]) == 1
     assert "overwrite" in capsys.readouterr().err

@@ -454,3 +454,10 @@ def test_an_object_behind_a_codec_needs_the_codec(tmp_path: Path) -> None:
 def test_facts_that_json_changes_are_refused(facts: dict[Any, Any]) -> None:
     with pytest.raises(bcp.InputError, match="metadata"):
         bcp.SaveOptions(metadata=facts)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", float, 3])
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
+    bcp.save(tmp_path, {"model": {"w": torch.ones(2)}})
+    with pytest.raises(bcp.InputError, match=r"pass a dtype of torch"):
+        bcp.Checkpoint(tmp_path).read("w", dtype=dtype)
