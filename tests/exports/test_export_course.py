@@ -250,6 +250,7 @@ print(json.dumps(grown))
 """
 
 
+@pytest.mark.long
 def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
     bcp.save(tmp_path / "large", {"model": {"w": torch.zeros(48 << 20, dtype=torch.float32)}})
     bcp.save(tmp_path / "small", {"model": {"w": torch.zeros(1)}})

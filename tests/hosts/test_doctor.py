@@ -13,6 +13,7 @@ import pytest
 from jobs import PORT, Store
 from on_host import Ended, ended, start
 from patience import patiently
+from samples import sample
 
 from benchmarks.network import Network
 
@@ -150,6 +151,7 @@ def test_storage_that_is_not_shared_and_storage_that_is_read_only(doctors: Docto
     assert "is the same file system on all hosts" in screen
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come(doctors: Doctors) -> None:
     def misses(timeout: float) -> None:
         found = doctors([1, 2, 3, 3], timeout=timeout, absent=[2])
@@ -161,7 +163,7 @@ def test_a_rank_that_does_not_come(doctors: Doctors) -> None:
     patiently(misses, 20.0, PATIENT)
 
 
-@pytest.mark.parametrize("fault", ["nobody listens", "no rank 0", "stopped"])
+@pytest.mark.parametrize("fault", sample(["nobody listens", "no rank 0", "stopped"], "stopped"))
 def test_a_store_that_does_not_answer(doctors: Doctors, network: Network, fault: str) -> None:
     agent = {2: {"TORCHELASTIC_USE_AGENT_STORE": "True"}}
     said = {

@@ -342,6 +342,7 @@ print(json.dumps([peak() - before, weights]))
 """
 
 
+@pytest.mark.long
 def test_the_weights_are_in_memory_once(tmp_path: Path) -> None:
     small, large = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4096, 4096) for _ in range(6))
     bcp.save(tmp_path / "small", {"model": small})

@@ -44,6 +44,8 @@ class TestGcs(BackendSuite):
 class TestWithFaults(TestGcs):
     """One request of twenty is answered by 503, and some connections are lost before, within and after a request."""
 
+    many = 200  # a page is a matter of the class above
+
     @pytest.fixture
     def backend(self, gcs: Gcs) -> Backend:
         self.gcs = gcs

@@ -76,6 +76,8 @@ class TestOnMoto(BackendSuite):
 class TestBehindFaults(TestOnMoto):
     """A share of the requests fails before it reaches the server, after it, or in the middle of the answer."""
 
+    many = 200  # a page is a matter of the class above
+
     @pytest.fixture
     def backend(self, server: S3Server, front: Front) -> Backend:
         front.fail("", None, share=0.1, status=503, code="SlowDown")
