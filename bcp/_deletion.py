@@ -27,6 +27,7 @@ __all__ = [
     "may_delete",
     "pause",
     "read_committed",
+    "remove_folders",
     "withdraw",
 ]
 
@@ -34,6 +35,9 @@ TRIES = 5
 """Reads of an answer that contradicts another one, before it is believed."""
 
 BATCH = 1000
+
+_NO_KEY = "nothing"
+"""A key that no object has: its deletion removes its directory if that is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +165,25 @@ async def delete_unnamed(
     return kept
 
 
+async def remove_folders(backend: Backend, folders: Iterable[str]) -> None:
+    """Remove empty directories, where storage has any; those with files stay.
+
+    Args:
+        backend: the storage.
+        folders: without a slash at their ends; those below a folder come before it.
+
+    Raises:
+        StorageError: storage failed.
+
+    """
+    await backend.delete([f"{folder}/{_NO_KEY}" for folder in folders])
+
+
 async def withdraw(backend: Backend, versions: Mapping[str, Version | None]) -> bool:
     """Delete metadata that still have these versions, all of them or none; return whether none of others is there.
 
     A commit between the read and the deletion is lost. So a run calls this only while its ledger is this job's, and a
-    save only for metadata of its own.
+    save only for metadata of its own. :func:`bcp.tools.remove` refuses a path with files of another save.
 
     Args:
         backend: the storage.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from bcp._deletion import delete_unnamed, withdraw
+from bcp._deletion import delete_unnamed, remove_folders, withdraw
 from bcp.backends import child
 from bcp.backends.keys import check_key
 from bcp.errors import InputError
@@ -13,9 +13,6 @@ from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import Backend, Sweeper, Version, folders_of
 
 __all__ = ["delete_checkpoint"]
-
-_NO_KEY = "nothing"
-"""A key that no object has."""
 
 
 async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> None:
@@ -43,12 +40,11 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> Non
         return
     if isinstance(view, Sweeper):
         await view.discard(await view.unfinished())  # metadata name finished files only
-    folders = [f"{name}/"]
+    folders = [name]
     for folder in folders:  # it grows
-        below = await folders_of(backend, folder)
-        folders += _deletable([f"{folder}{subfolder}/" for subfolder in below])
-    # the deletion of a key removes its directory if that is empty
-    await backend.delete([f"{folder}{_NO_KEY}" for folder in reversed(folders)])
+        below = await folders_of(backend, f"{folder}/")
+        folders += _deletable([f"{folder}/{subfolder}" for subfolder in below])
+    await remove_folders(backend, reversed(folders))
 
 
 def _deletable(keys: Sequence[str]) -> list[str]:
@@ -56,6 +52,6 @@ def _deletable(keys: Sequence[str]) -> list[str]:
     valid_keys = []
     for key in keys:
         with suppress(InputError):
-            check_key(key.removesuffix("/"))
+            check_key(key)
             valid_keys.append(key)
     return valid_keys

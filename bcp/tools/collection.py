@@ -70,7 +70,8 @@ def collect(
     A killed save leaves its files until the next save to the same path. Nothing else deletes the remains of a run that
     has ended. Files of a committed checkpoint always stay, and so do files that bcp has not written.
 
-    A save that runs looks like remains. Only its age tells the difference: a save writes a file at least once a day.
+    A save that runs looks like remains. Only its age tells the difference: it has to write a file within
+    ``min_age_seconds``.
 
     Args:
         path: the folder or URL of a run, or of a checkpoint. All of it is listed.
@@ -141,12 +142,12 @@ async def _uncommitted(backend: Backend, path: str) -> Mapping[tuple[str, str], 
     by_folder: dict[str, Committed] = {}
     for folder in {folder for folder, _ in saves} & with_metadata:
         by_folder[folder] = await read_committed(child(backend, folder) if folder else backend)
-    absent = Committed()
-    return {
-        key: save
-        for key, save in saves.items()
-        if not by_folder.get(key[0], absent).may_name_anything and by_folder.get(key[0], absent).operation != key[1]
-    }
+    return {key: save for key, save in saves.items() if not _may_name(by_folder.get(key[0]), key[1])}
+
+
+def _may_name(committed: Committed | None, operation: str) -> bool:
+    """Whether the metadata of a folder, None if it has none, may name the files of a save."""
+    return committed is not None and (committed.may_name_anything or committed.operation == operation)
 
 
 def _folder(key: str) -> str:

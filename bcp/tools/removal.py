@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from bcp._deletion import Committed, delete_unnamed, read_committed, withdraw
+from bcp._deletion import Committed, delete_unnamed, read_committed, remove_folders, withdraw
 from bcp._text import shown
 from bcp.backends import LocalBackend, child
 from bcp.backends.place import Path, place_of
@@ -23,9 +23,6 @@ from bcp.telemetry.store import FOLDER as TELEMETRY
 from bcp.tools.calls import called
 
 __all__ = ["RemoveResult", "aremove", "remove"]
-
-_NO_KEY = "nothing"
-"""A key without an object: its deletion removes empty directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,4 +213,4 @@ async def _remove_folder(parent: str, name: str, storage_options: Mapping[str, A
     above = place_of(parent, None, storage_options)
     async with above.opened:
         with suppress(BcpError):  # the checkpoint is gone, and an empty directory harms nobody
-            await above.backend.delete([f"{name}/{_NO_KEY}"])
+            await remove_folders(above.backend, [name])
