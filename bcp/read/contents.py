@@ -48,11 +48,15 @@ class TensorInfo:
     tied_to: str
     pieces: int
 
+    @property
+    def type_words(self) -> str:
+        """Dtype and shape in words, as in ``"float32[2, 4]"``."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
     def __repr__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
         tied = f" tied to {self.tied_to}" if self.tied_to else ""
         pieces = f" in {self.pieces} pieces" if self.pieces > 1 else ""
-        return printable(f"{self.kind}: {self.name} {self.dtype}[{shape}]{tied}{pieces}")
+        return printable(f"{self.kind}: {self.name} {self.type_words}{tied}{pieces}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,13 @@ from bcp.plan.read.copies import Chunk
 from bcp.plan.shards import KINDS
 from bcp.protocols import Backend
 
-__all__ = ["fetch_receipts", "file_of", "foreign_range", "key_of"]
+__all__ = ["RANKS_AT_ONCE", "fetch_receipts", "file_of", "foreign_range", "key_of"]
 
 RECEIPTS_AT_ONCE = 16
+"""Receipts that are read at once."""
+
+RANKS_AT_ONCE = 64
+"""Ranks whose receipts are in memory at once, in a tour of all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from bcp.interop.reading import at_once
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import check_segments
 from bcp.protocols import Backend
-from bcp.read.receipts import fetch_receipts, file_of
+from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.telemetry.amounts import bytes_words
@@ -23,8 +23,6 @@ from bcp.telemetry.amounts import bytes_words
 __all__ = ["Verification", "verify"]
 
 SHOWN = 20
-RANKS_AT_ONCE = 64
-"""Ranks whose receipts are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.contents import TensorInfo
-from bcp.read.receipts import fetch_receipts, file_of
+from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.source import Source
 from bcp.runtime.imports import imported
 from bcp.tools.calls import called
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from bcp.tools.elements import Counts
 
 __all__ = ["ByteRange", "Difference", "TensorDifference", "ValueDifference", "adiff", "diff"]
-
-RECEIPTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ class _Pair:
                 continue
             one, two = a.info(row), b.info(other)
             if (one.dtype, one.shape) != (two.dtype, two.shape):
-                changed.append(TensorDifference(one.kind, one.name, _words(one), _words(two)))
+                changed.append(TensorDifference(one.kind, one.name, one.type_words, two.type_words))
             else:
                 common.append((row, other))
         return changed, common
@@ -261,25 +259,20 @@ class _Pair:
 
 
 def _counted(info: TensorInfo, counts: Counts) -> TensorDifference:
-    words = _words(info)
+    words = info.type_words
     return TensorDifference(info.kind, info.name, words, words, counts.elements, counts.numel, counts.largest)
-
-
-def _words(info: TensorInfo) -> str:
-    return f"{info.dtype}[{', '.join(map(str, info.shape))}]"
 
 
 # -- receipts --------------------------------------------------------------------------------------
 
 
-async def _receipts(source: Source) -> AsyncGenerator[Receipt, None]:
-    """Yield the receipts of all ranks in order; few are in memory at once."""
-    world_size = source.metadata.layout.world_size
-    for first in range(0, world_size, RECEIPTS_AT_ONCE):
-        ranks = range(first, min(first + RECEIPTS_AT_ONCE, world_size))
+async def _receipts(source: Source, ranks: Sequence[int]) -> AsyncGenerator[Receipt, None]:
+    """Yield the receipts of these ranks in order; few are in memory at once."""
+    for first in range(0, len(ranks), RANKS_AT_ONCE):
+        some = ranks[first : first + RANKS_AT_ONCE]
         with unwrap_stage_errors():
-            found = await fetch_receipts(source.backend, source.metadata, ranks)
-        for rank in ranks:
+            found = await fetch_receipts(source.backend, source.metadata, some)
+        for rank in some:
             yield found[rank]
 
 
@@ -292,10 +285,11 @@ async def _other_ranges(a: Source, b: Source) -> list[ByteRange]:
         if KINDS[kind] not in OPAQUE_KINDS:
             files.setdefault(rank, []).append((row, kind, nbytes))
     ranges: list[ByteRange] = []
-    async with aclosing(_receipts(a)) as one, aclosing(_receipts(b)) as two:
+    ranks = sorted(files)
+    async with aclosing(_receipts(a, ranks)) as one, aclosing(_receipts(b, ranks)) as two:
         async for receipt in one:
             other = await anext(two)
-            for row, kind, nbytes in files.get(receipt.rank, ()):
+            for row, kind, nbytes in files[receipt.rank]:
                 mine = file_of(a.metadata, receipt, kind, nbytes)
                 theirs = file_of(b.metadata, other, kind, nbytes)
                 ranges += [ByteRange(row, mine, theirs, *span) for span in _other_spans(mine[1], theirs[1])]
@@ -327,8 +321,12 @@ async def _digests(source: Source) -> dict[tuple[int, int], Sequence[bytes]]:
     for (kind, _), rank in zip(layout.objects, layout.object_rank.tolist(), strict=True):
         if kind in OPAQUE_KINDS:  # units of a data loader, which the ranks share
             pairs.add((KINDS.index(kind), rank))
-    if not pairs:
-        return {}
-    with unwrap_stage_errors():
-        receipts = await fetch_receipts(source.backend, source.metadata, {rank for _, rank in pairs})
-    return {(kind, rank): file_of(source.metadata, receipts[rank], kind)[1].blocks.checksum for kind, rank in pairs}
+    kinds: dict[int, list[int]] = {}
+    for code, rank in pairs:
+        kinds.setdefault(rank, []).append(code)
+    digests: dict[tuple[int, int], Sequence[bytes]] = {}
+    async with aclosing(_receipts(source, sorted(kinds))) as receipts:
+        async for receipt in receipts:
+            for code in kinds[receipt.rank]:
+                digests[code, receipt.rank] = file_of(source.metadata, receipt, code)[1].blocks.checksum
+    return digests

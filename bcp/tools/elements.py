@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from bcp.plan.box import Box
+from bcp.plan.layout import Layout
 from bcp.plan.read.reads import ReadRequest, wants
 from bcp.plan.shards import ShardRow, ShardTable
 from bcp.read.boxes import batches, read_boxes
 from bcp.read.ranges import range_item, read_ranges
 from bcp.read.source import Source
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
-from bcp.stages.memcpy import torch_dtype
+from bcp.stages.memcpy import torch_dtype, typed
 from bcp.tools.difference import ByteRange
 
 __all__ = ["Counts", "in_ranges", "in_tensors"]
 
 BATCH_BYTES = 64 << 20
 """Bytes that are read of each checkpoint at once."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+
+_Piece: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""Row of a tensor, and flat elements of it in both checkpoints."""
 
 
 @dataclass(slots=True)
@@ -43,14 +51,33 @@ class Counts:
     def add(self, one: torch.Tensor, two: torch.Tensor) -> None:
         """Compare flat tensors of equal dtype and length."""
         size = one.element_size()
-        bits = [tensor.contiguous().view(torch.uint8).view(-1, size) for tensor in (one, two)]
-        other = (bits[0] != bits[1]).any(dim=1)
-        self.elements += int(other.sum())
-        if not other.any():
+        word = WORDS[min(size, max(WORDS))]
+        other = one.contiguous().view(word) != two.contiguous().view(word)
+        if size > word.itemsize:
+            other = other.view(-1, size // word.itemsize).any(dim=1)
+        elements = int(other.sum())
+        self.elements += elements
+        if not elements:
             return
         distance = _distance(one, two, other)
         if distance is not None and not math.isnan(self.largest or 0.0):
             self.largest = distance if math.isnan(distance) else max(distance, self.largest or 0.0)
+
+
+class _Tally:
+    """The counts of the tensors of a layout that differ, by row."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.counts: dict[int, Counts] = {}
+        self._layout = layout
+
+    def add(self, pieces: Iterable[_Piece]) -> None:
+        """Compare pieces of tensors."""
+        for row, one, two in pieces:
+            entry = self.counts.get(row) or Counts(int(self._layout.tensors.numel[row]))
+            entry.add(one, two)
+            if entry.elements:
+                self.counts[row] = entry
 
 
 def _distance(one: torch.Tensor, two: torch.Tensor, where: torch.Tensor) -> float | None:
@@ -74,19 +101,23 @@ async def in_ranges(a: Source, b: Source, ranges: Sequence[ByteRange]) -> tuple[
     """
     layout = a.metadata.layout
     places = await in_thread_gc_paused(_places, a)
-    counts: dict[int, Counts] = {}
+    tally = _Tally(layout)
     for batch in _batched(ranges):
-        one, two = [await _read(source, batch, at) for at, source in enumerate((a, b))]
-        for found, mine, theirs in zip(batch, one, two, strict=True):
-            for row, start, stop in _inside(places, found):
-                numel = int(layout.tensors.numel[row])
-                dtype = torch_dtype(layout.tensors.dtypes_of(np.array([row]))[0])
-                part = slice(start - found.start, stop - found.start)
-                entry = counts.get(row) or Counts(numel)
-                await in_thread(entry.add, mine[part].clone().view(dtype), theirs[part].clone().view(dtype))
-                if entry.elements:
-                    counts[row] = entry
-    return counts, sum(found.stop - found.start for found in ranges)
+        images = [await _read(source, batch, at) for at, source in enumerate((a, b))]
+        await in_thread(tally.add, _pieces(layout, places, batch, images))
+    return tally.counts, sum(found.stop - found.start for found in ranges)
+
+
+def _pieces(
+    layout: Layout, places: ReadRequest, batch: Sequence[ByteRange], images: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[_Piece]:
+    """Yield the elements of each tensor in ranges that were read of both checkpoints."""
+    for found, *both in zip(batch, *images, strict=True):
+        for row, start, stop in _inside(places, found):
+            dtype = torch_dtype(layout.tensors.dtypes_of(np.array([row]))[0])
+            length = (stop - start) // dtype.itemsize
+            mine, theirs = [typed(image, start - found.start, (length,), dtype) for image in both]
+            yield row, mine, theirs
 
 
 def _places(source: Source) -> ReadRequest:
@@ -135,16 +166,12 @@ async def in_tensors(a: Source, b: Source, common: Sequence[tuple[int, int]]) ->
     The tour follows the files of the first checkpoint.
     """
     layout, other = a.metadata.layout, dict(common)
-    counts: dict[int, Counts] = {}
-    nbytes = 0
+    tally, nbytes = _Tally(layout), 0
     for batch in batches(layout, [row for row, _ in common], BATCH_BYTES):
         filled = [block for block in batch if block.nbytes]
         one = await read_boxes(a, [(block.row, block.box) for block in filled])
         two = await read_boxes(b, [(other[block.row], block.box) for block in filled])
-        for block, mine, theirs in zip(filled, one, two, strict=True):
-            entry = counts.get(block.row) or Counts(int(layout.tensors.numel[block.row]))
-            await in_thread(entry.add, mine.view(-1), theirs.view(-1))
-            nbytes += block.nbytes
-            if entry.elements:
-                counts[block.row] = entry
-    return counts, nbytes
+        both = zip(filled, one, two, strict=True)
+        await in_thread(tally.add, [(block.row, mine.view(-1), theirs.view(-1)) for block, mine, theirs in both])
+        nbytes += sum(block.nbytes for block in filled)
+    return tally.counts, nbytes
