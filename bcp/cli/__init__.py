@@ -38,7 +38,7 @@ COMMANDS = {
 MODULES = {"import": "importing"}
 """Modules of commands whose names cannot be those of modules."""
 
-DAMAGE, WRONG_CALL, INTERRUPTED = 1, 2, 130
+DAMAGE, INTERRUPTED = 1, 130
 
 
 class _Commands(click.Group):
