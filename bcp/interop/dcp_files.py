@@ -107,8 +107,9 @@ async def _value(opened: Opened, chunk: Chunk) -> str:
     archive = await Zip.of(opened, chunk.key, chunk.start, chunk.nbytes)
     pickle = await archive.read("data.pkl", MOST_PICKLE_BYTES)
     try:
-        return value_text(torch_value(pickle, words), len(pickle))
+        value = torch_value(pickle, words)
     except CorruptError:
         raise
-    except (CheckpointError, ValueError) as error:
-        return unread(f"{words}: {error}")
+    except CheckpointError as error:
+        return unread(str(error))
+    return value_text(value, len(pickle), words)

@@ -187,13 +187,27 @@ def refused(path: Path, words: str) -> None:
         ({"w": Namespace(x=1)}, "argparse.Namespace"),
         (torch.ones(2), "no dict of tensors"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two entries named 'a.b'"),
-        ({("a",): torch.ones(1)}, "a key of type tuple"),
+        ({("a",): torch.ones(1)}, "a key of type tuple, which bcp does not read; save it anew"),
+        ({"w": {1}}, "has a set, which bcp does not read; save it anew"),
+        ({"w": frozenset({1})}, "has a set, which bcp does not read; save it anew"),
     ],
     ids=str,
 )
 def test_what_has_no_place_by_reference(tmp_path: Path, state: Any, words: str) -> None:
-    torch.save(state, tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", words)
+    torch.save(state, tmp_path / "w.pt", pickle_protocol=4)
+    with pytest.raises(bcp.CheckpointError, match=words) as caught:
+        bcp.Checkpoint(tmp_path / "w.pt").names()
+    assert not isinstance(caught.value, bcp.CorruptError)  # the file is sound
+
+
+def test_a_value_of_another_type_is_told_when_it_is_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "odd": 1j}, tmp_path / "w.pt")
+    target = {"w": torch.zeros(2)}
+    result = bcp.load(tmp_path / "w.pt", {"model": target}, strict=False)
+    assert result.unexpected == ("model: odd",)
+    assert target["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(bcp.CheckpointError, match=r"model: odd cannot be read.*it is a complex"):
+        _ = bcp.Checkpoint(tmp_path / "w.pt").values
 
 
 def test_the_old_format(tmp_path: Path) -> None:
