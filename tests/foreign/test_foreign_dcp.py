@@ -130,6 +130,17 @@ def test_a_value_with_other_keys_leaves_the_rest_readable(tmp_path: Path) -> Non
         _ = ckpt.values
 
 
+def test_a_tensor_without_elements_needs_no_range(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"w": torch.ones(2), "empty": torch.zeros(0, 4)}})
+    changed(
+        tmp_path,
+        lambda meta: [meta.storage_data.pop(index) for index in [*meta.storage_data] if index.fqn == "model.empty"],
+    )
+    dcp.load({"model": {"w": torch.zeros(2), "empty": torch.zeros(0, 4)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert bcp.Checkpoint(tmp_path)["empty"].shape == (0, 4)
+    bcp.load(tmp_path, {"model": {"w": torch.zeros(2), "empty": torch.zeros(0, 4)}})
+
+
 # -- hostile folders ------------------------------------------------------------------------------
 
 
