@@ -93,6 +93,28 @@ def test_model_and_optimizer_are_loaded_into_live_ones(tmp_path: Path, *, named:
     assert [group["betas"] for group in state["param_groups"]] == [(0.5, 0.75)]
 
 
+def grouped(*, is_decayed: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return two norms with parameters of one shape, and their optimizer: groups by module, or by decay."""
+    one, two = torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)
+    groups = (
+        [[one.weight, two.weight], [one.bias, two.bias]] if is_decayed else [[*one.parameters()], [*two.parameters()]]
+    )
+    decays = [{"params": group, "weight_decay": 0.5**number} for number, group in enumerate(groups)]
+    return torch.nn.Sequential(one, two), torch.optim.SGD(decays, lr=0.5, momentum=0.5)
+
+
+@pytest.mark.parametrize("is_decayed", [False, True])
+def test_numbers_of_groups_mean_what_they_mean_to_torch(tmp_path: Path, *, is_decayed: bool) -> None:
+    net, optimizer = grouped(is_decayed=True)
+    net(torch.rand(3, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "o.pt")
+    (target, found), (_, expected) = grouped(is_decayed=is_decayed), grouped(is_decayed=is_decayed)
+    bcp.load(tmp_path / "o.pt", {"model": target, "optimizer": found})
+    expected.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True)["optimizer"])
+    assert same(found.state_dict(), expected.state_dict())
+
+
 def test_names_are_those_of_a_save_of_bcp(tmp_path: Path) -> None:
     net, optimizer = trained(0)
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
