@@ -287,7 +287,7 @@ class LoadResult:
         threads: how many threads bcp had in this process at the end, those of other saves and loads included.
         streams: how many streams of its own it had on accelerators: one for each device, for the life of the process.
         pinned_nbytes: the most bytes of page-locked host memory that it had while this load borrowed some.
-        unverified: whether the bytes were compared with no checksum of a save, for files of another library have none.
+        unverified: whether the files are those of another library, which have no checksums.
 
     Example::
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 MAX_NICE = 19
 DEFAULT_TIMEOUT = 120.0
 MOST_METADATA = 64 << 10
-"""Bytes of the caller's own facts."""
+"""The most bytes of the caller's own facts, as JSON."""
 
 Graph = Pipeline[Any, Any]
 """A save or load graph, as ``SaveOptions(edit=...)`` and ``LoadOptions(edit=...)`` get and return it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ async def opened(place: Place, options: LoadOptions) -> Contents:
     async with place.opened:
         data = await read_metadata(place.backend, place.path)
         metadata = await in_thread_gc_paused(decode_metadata, data, f"{place.path}/{METADATA_KEY}")
-        source = Source(place.backend, place.path, metadata, options)
+        source = Source.of(place.backend, place.path, metadata, options)
         async with say_if_replaced(source):
             require_codecs(metadata.commit.codecs, options.codecs)
             with unwrap_stage_errors():
@@ -156,7 +156,7 @@ async def read(
         StorageError: storage failed.
 
     """
-    source = replace(contents.source, backend=place.backend)
+    source = contents.source.through(place.backend)
     layout = source.metadata.layout
     with with_thread_setup(caller.enter):
         async with place.opened, say_if_replaced(source):

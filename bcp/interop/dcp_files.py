@@ -44,8 +44,8 @@ async def dcp_folder(opened: Opened) -> Catalogue:
     data = await opened.read(METADATA, 0, opened.sizes[METADATA])
     meta = await in_thread_gc_paused(decode_dcp, data, where)
     _check_places(opened, meta, where)
-    names = names_of(dict.fromkeys(chunk.name for chunk in meta.chunks), meta.paths, opened.path)
-    pieces: list[Piece] = []
+    names = names_of(dict.fromkeys([*(chunk.name for chunk in meta.chunks), *meta.empty]), meta.paths, opened.path)
+    pieces = [Piece.whole(*names[name], *meta.empty[name], METADATA, 0) for name in meta.empty]
     values: dict[Name, str] = {}
     ordered = sorted(meta.chunks, key=lambda chunk: (chunk.key, chunk.start))
     for chunks in (ordered[first : first + BATCH] for first in range(0, len(ordered), BATCH)):
@@ -107,8 +107,9 @@ async def _value(opened: Opened, chunk: Chunk) -> str:
     archive = await Zip.of(opened, chunk.key, chunk.start, chunk.nbytes)
     pickle = await archive.read("data.pkl", MOST_PICKLE_BYTES)
     try:
-        return value_text(torch_value(pickle, words), len(pickle))
+        value = torch_value(pickle, words)
     except CorruptError:
         raise
-    except (CheckpointError, ValueError) as error:
-        return unread(f"{words}: {error}")
+    except CheckpointError as error:
+        return unread(str(error))
+    return value_text(value, len(pickle), words)

@@ -14,6 +14,7 @@ from bcp.interop.unpickle import Allowed, Call, Record, unpickled
 __all__ = ["Chunk", "DcpMetadata", "decode_dcp"]
 
 Shape = tuple[int, ...]
+_Boxes = tuple[str, Shape, dict[Shape, Shape]]
 _HOME = "torch.distributed.checkpoint"
 _RECORDS = {
     (f"{_HOME}.metadata", name): Record.named(name)
@@ -76,10 +77,12 @@ class DcpMetadata:
     Attributes:
         chunks: all ranges.
         paths: where each name was in the saved state, as keys from the outside in; empty if the file does not say.
+        empty: dtype and shape of each tensor without elements and without a range.
     """
 
     chunks: tuple[Chunk, ...]
     paths: Mapping[str, tuple[Any, ...]]
+    empty: Mapping[str, tuple[str, Shape]]
 
 
 def decode_dcp(data: bytes, where: str) -> DcpMetadata:
@@ -95,14 +98,16 @@ def decode_dcp(data: bytes, where: str) -> DcpMetadata:
     stored = _attribute(meta, "Metadata", "storage_data", where)
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
         raise CorruptError(f"{where} has no tables of tensors and files; get it again")
-    chunks = tuple(_chunks(tensors, stored, where))
+    boxes = {name: _boxes(entry, f"{where}: {name!r:.80}") for name, entry in tensors.items()}
+    chunks = tuple(_chunks(boxes, stored, where))
     found = {chunk.name for chunk in chunks}
-    lacking = [name for name in tensors if name not in found and not _is_empty(tensors[name])]
-    if lacking:
+    left = {name: box for name, box in boxes.items() if name not in found}
+    empty = {name: box[:2] for name, box in left.items() if isinstance(name, str) and box is not None and 0 in box[1]}
+    if lacking := [name for name in left if name not in empty]:
         raise CorruptError(f"{where} has no file of {lacking[0]!r:.80} and {len(lacking) - 1} more; get it again")
     planned = meta.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
-    return DcpMetadata(chunks, {name: path for name, path in paths.items() if _is_path(path)})
+    return DcpMetadata(chunks, {name: path for name, path in paths.items() if _is_path(path)}, empty)
 
 
 def _is_path(path: object) -> bool:
@@ -116,16 +121,11 @@ def _attribute(record: object, kind: str, attribute: str, where: str) -> Any:
     return record.get(attribute)
 
 
-def _is_empty(entry: object) -> bool:
-    return isinstance(entry, Record) and 0 in (entry.get("size") or ())
-
-
-def _chunks(tensors: Mapping[Any, Any], stored: Mapping[Any, Any], where: str) -> Iterator[Chunk]:
-    """Yield all ranges."""
-    boxes = {name: _boxes(entry, f"{where}: {name!r:.80}") for name, entry in tensors.items()}
+def _chunks(boxes: Mapping[Any, _Boxes | None], stored: Mapping[Any, Any], where: str) -> Iterator[Chunk]:
+    """Yield all ranges; ``boxes`` has those of each tensor, and None for a value."""
     for index, info in stored.items():
         name = _attribute(index, "MetadataIndex", "fqn", where)
-        if not isinstance(name, str) or name not in tensors:
+        if not isinstance(name, str) or name not in boxes:
             raise CorruptError(f"{where} has a range of {name!r:.80}, which is none of its tensors; get it again")
         words = f"{where}: {name!r:.80}"
         key, start, nbytes = (_attribute(info, "_StorageInfo", part, where) for part in _PLACE)
@@ -144,7 +144,7 @@ def _chunks(tensors: Mapping[Any, Any], stored: Mapping[Any, Any], where: str) -
         yield Chunk(name, key, start, nbytes, dtype, shape, offset, lengths[offset])
 
 
-def _boxes(entry: object, words: str) -> tuple[str, Shape, dict[Shape, Shape]] | None:
+def _boxes(entry: object, words: str) -> _Boxes | None:
     """Return dtype, shape, and extents of boxes by first corner; None for a value."""
     if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
         return None

@@ -41,7 +41,10 @@ def names_of(keys: Iterable[str], paths: Mapping[str, tuple[Any, ...]], where: s
     owner: dict[Name, str] = {}
     for key, name in named.items():
         if owner.setdefault(name, key) != key:
-            raise CheckpointError(f"{where} has {owner[name]!r} and {key!r}, and both are {name[0]}: {name[1]} here")
+            raise CheckpointError(
+                f"{where} has {owner[name]!r} and {key!r}, and both are {name[0]}: {name[1]} here; rename a key, and "
+                "save it anew"
+            )
     return named
 
 

@@ -53,8 +53,12 @@ async def _of_torch_files(opened: Opened, here: Sequence[str]) -> Catalogue:
     found = {name: key for key, part in parts.items() for _, name in part.names}
     if index is not None:
         _compare(weights, found, f"{opened.path}/{index}")
-    if sum(len(part.names) for part in parts.values()) != len(found):
-        raise CorruptError(f"{opened.path} has a tensor in two of its shards; get them again")
+    for key, part in parts.items():
+        for _, name in part.names:
+            if found[name] != key:
+                raise CorruptError(
+                    f"{opened.path} has the tensor {name!r} in {key} and in {found[name]}; get the shards again"
+                )
     return Catalogue(
         NAME,
         [piece for part in parts.values() for piece in part.pieces],

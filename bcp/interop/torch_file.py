@@ -12,6 +12,7 @@ from bcp.interop.optimizer_numbers import is_packed, packed_entries
 from bcp.interop.reading import Opened
 from bcp.interop.torch_pickle import Stored, leaves, torch_value, value_text
 from bcp.interop.torch_zip import Zip
+from bcp.runtime.threads import in_thread_gc_paused
 
 __all__ = ["torch_file"]
 
@@ -36,11 +37,7 @@ async def torch_file(opened: Opened, key: str) -> Catalogue:
     if "byteorder" in archive.entries and await archive.read("byteorder", 16) != b"little":
         raise CheckpointError(f"{where} was saved by a big-endian host; save it anew on a little-endian one")
     pickle = await archive.read("data.pkl", MOST_PICKLE_BYTES)
-    named = _named(torch_value(pickle, where), where, len(pickle))
-    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Stored)}
-    values = {
-        name: _text(leaf, name, where, len(pickle)) for name, leaf in named.items() if not isinstance(leaf, Stored)
-    }
+    tensors, values = await in_thread_gc_paused(_contents, pickle, where)
     firsts, tied = _shared(tensors, where)
     start_of = await _starts(archive, {tensors[name].key for name in firsts})
     pieces = []
@@ -65,6 +62,13 @@ async def _starts(archive: Zip, storages: Iterable[str]) -> dict[str, int]:
         ahead = await archive.looked_ahead(f"data/{storage}" for storage in some)
         found |= {storage: await ahead.data_start(f"data/{storage}") for storage in some}
     return found
+
+
+def _contents(pickle: bytes, where: str) -> tuple[dict[Name, Stored], dict[Name, str]]:
+    """Return the tensors of a pickle, and the JSON text of all other leaves. Slow: a million leaves take seconds."""
+    named, most = _named(torch_value(pickle, where), where, len(pickle)), len(pickle)
+    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Stored)}
+    return tensors, {name: value_text(leaf, most, where) for name, leaf in named.items() if name not in tensors}
 
 
 def _named(value: Any, where: str, most: int) -> dict[Name, Any]:
@@ -105,13 +109,6 @@ def _untied(model: Iterable[tuple[str, Stored]]) -> list[tuple[str, Stored]]:
 
 def _has_tensors(value: Any, where: str, most: int) -> bool:
     return isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in leaves(value, where, most))
-
-
-def _text(value: Any, name: Name, where: str, most: int) -> str:
-    try:
-        return value_text(value, most)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: the value of {name[0]}: {name[1]} cannot be read: {error}") from error
 
 
 def _shared(tensors: Mapping[Name, Stored], where: str) -> tuple[list[Name], dict[Name, str]]:

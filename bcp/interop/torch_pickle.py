@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from bcp.errors import CheckpointError, CorruptError
+from bcp.format.foreign_files import unread
 from bcp.interop.catalogue import DTYPES
 from bcp.interop.unpickle import Allowed, Call, unpickled
 from bcp.plan.layout import LARGEST
@@ -195,10 +196,11 @@ def leaves(value: Any, where: str, most: int) -> Iterator[tuple[tuple[Any, ...],
         left[0] -= 1
         if len(path) > MOST_LEVELS or left[0] < 0:
             raise CorruptError(f"{where} contains itself, or is larger than its pickle can be; get the file again")
+        children: Iterable[tuple[Any, Any]]
         if isinstance(inner, Mapping):
             children = inner.items()
         elif isinstance(inner, list | tuple):
-            children = dict(enumerate(inner)).items()
+            children = enumerate(inner)
         else:
             yield path, inner
             return
@@ -213,12 +215,16 @@ def leaves(value: Any, where: str, most: int) -> Iterator[tuple[tuple[Any, ...],
     return walk(value, ())
 
 
-def value_text(value: Any, most: int) -> str:
+def value_text(value: Any, most: int, where: str) -> str:
     """Return a value without tensors as JSON text, as :func:`bcp.state.values.decode_value` reads it.
 
-    Raises ValueError for a value of another type, and for one with more than ``most`` parts.
+    A value of another type, or of more than ``most`` parts, becomes the text of
+    :func:`~bcp.format.foreign_files.unread`. Its reason begins with ``where``.
     """
-    return json.dumps(_json(value, 0, [most]), separators=(",", ":"))
+    try:
+        return json.dumps(_json(value, 0, [most]), separators=(",", ":"))
+    except ValueError as error:
+        return unread(f"{where}: {error}")
 
 
 def _json(value: Any, level: int, left: list[int]) -> Any:  # noqa: PLR0911 -- one line a type

@@ -74,7 +74,7 @@ def unpickled(data: bytes, allowed: Allowed, where: str, persistent: Callable[[A
         persistent: makes a value of a persistent id; None: there may be none.
 
     Raises:
-        CheckpointError: the pickle names something else.
+        CheckpointError: the pickle names something else, or has a set or another type of keys.
         CorruptError: it is truncated or damaged.
 
     """
@@ -154,10 +154,18 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the unpickler in Python 
 
     def _put(self, items: list[Any]) -> None:
         found, keys = self.stack[-1], items[::2]
-        strange = next((key for key in keys if type(key) not in _KEYS and not isinstance(key, Record)), "")
-        if not isinstance(found, dict) or strange != "":
-            raise pickle.UnpicklingError(f"it has a key of type {type(strange).__name__}, or sets items of no dict")
+        if not isinstance(found, dict):
+            raise pickle.UnpicklingError("it sets items of no dict")
+        if strange := {type(key).__name__ for key in keys if type(key) not in _KEYS and not isinstance(key, Record)}:
+            raise CheckpointError(
+                f"{self._where} has a key of type {min(strange)}, which bcp does not read; save it anew with strings "
+                "or ints as keys"
+            )
         found.update(zip(keys, items[1::2], strict=True))
+
+    def load_set(self) -> None:
+        """Refuse a set: protocols before 4 name its class."""
+        raise CheckpointError(f"{self._where} has a set, which bcp does not read; save it anew with a list")
 
     def load_refused(self) -> None:
         """Refuse the opcode."""
@@ -171,6 +179,8 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the unpickler in Python 
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
         pickle.DICT[0]: load_dict,
+        pickle.EMPTY_SET[0]: load_set,
+        pickle.FROZENSET[0]: load_set,
         **dict.fromkeys(
             (
                 opcode[0]
@@ -181,8 +191,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the unpickler in Python 
                     pickle.EXT1,
                     pickle.EXT2,
                     pickle.EXT4,
-                    pickle.EMPTY_SET,
-                    pickle.FROZENSET,
                     pickle.BYTEARRAY8,  # zeroes the claimed memory
                     pickle.NEXT_BUFFER,
                     pickle.READONLY_BUFFER,

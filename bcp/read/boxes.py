@@ -31,7 +31,6 @@ __all__ = [
     "Piece",
     "batches",
     "box_of",
-    "check_dtype",
     "fill_boxes",
     "read_box",
     "read_boxes",
@@ -102,7 +101,7 @@ async def read_box(
 ) -> torch.Tensor:
     """Read a block of the tensor in a row of the layout into new memory; see :meth:`bcp.Checkpoint.read`."""
     info = Tensors(source.metadata.layout).info(row)
-    check_dtype(dtype)
+    _check_dtype(dtype)
     box, shape = box_of(info, index)
     if not box.numel:
         return torch.empty(shape, dtype=dtype or torch_dtype(info.dtype), device=device)
@@ -110,7 +109,7 @@ async def read_box(
     return tensor.view(shape)
 
 
-def check_dtype(dtype: object) -> None:
+def _check_dtype(dtype: object) -> None:
     """Raise InputError for a dtype that is none of torch's."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise InputError(f"dtype={dtype!r} is a {type(dtype).__name__}; pass a dtype of torch, as torch.bfloat16")
@@ -120,7 +119,7 @@ async def read_sharded(
     source: Source, row: int, mesh: Any, placements: Sequence[Any], dtype: torch.dtype | None
 ) -> torch.Tensor:
     """Read this rank's part of the tensor in a row of the layout; see :meth:`bcp.Checkpoint.read`."""
-    check_dtype(dtype)
+    _check_dtype(dtype)
     layout = source.metadata.layout
     meta, made = layout.tensors[row], imported("torch.distributed.tensor").empty  # imports sympy
     tensor: torch.Tensor = made(

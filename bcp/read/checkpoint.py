@@ -390,7 +390,7 @@ class Checkpoint(Facts):
     def verify(self, *, fast: bool = False) -> Verification:
         """Compare all stored bytes with their checksums, and the table of contents with the files.
 
-        Files of other libraries have no checksums: only their sizes are compared, and the result says so.
+        Files of other libraries have no checksums: only their ends are read, and the result says so.
 
         Args:
             fast: look at receipts, sizes and the table of contents only; read no data.

@@ -38,7 +38,10 @@ class Facts:
 
     @property
     def operation(self) -> str:
-        """Id of the save that made it: 16 hex digits, which are in the names of all its files."""
+        """Id of the save: 16 hex digits in the names of all files of a checkpoint.
+
+        Files of another library have no such id, and get a digest of places and shapes.
+        """
         return self.metadata.commit.operation
 
     @property

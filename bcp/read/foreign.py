@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bcp.backends import LocalBackend
 from bcp.backends.files import open_regular
+from bcp.backends.place import FILE_SUFFIXES
 from bcp.errors import CorruptError
 from bcp.interop.safetensors_files import SUFFIX
 from bcp.protocols import Backend
@@ -15,7 +16,6 @@ from bcp.runtime.threads import in_thread
 
 __all__ = ["foreign_words"]
 
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _OLD = "in its format of before torch 1.6: load it with torch.load, and save it anew with torch.save or bcp.save"
 _OLD_HEADS = (b"\x80\x02\x8a\x0al\xfc\x9c", b"sys_info", b"storages", b"tensors", b"./")
 """First bytes of files that torch.save wrote before it wrote zips: its magic number, or the name of a tar's member."""
@@ -39,7 +39,7 @@ async def foreign_words(backend: Backend, path: str, keys: Collection[str]) -> s
             return f"{path} is not a checkpoint, and has one of {what} in {folder}: pass {path}/{folder}"
         if name.endswith(".distcp"):
             return f"{path} has {key} of torch.distributed.checkpoint, and no .metadata: its save has not ended"
-        if Path(name).suffix in _TORCH:
+        if Path(name).suffix in FILE_SUFFIXES:
             return f"{path} is not a checkpoint, and has {key}, a file of torch.save: pass that file"
     if isinstance(backend, LocalBackend):
         return await _local_words(backend, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bcp.format.foreign_files import is_unread
 from bcp.format.metadata import Metadata
@@ -39,8 +39,11 @@ class Source:
     @classmethod
     def of(cls, backend: Backend, path: str, metadata: Metadata, options: LoadOptions, rank: int = 0) -> Source:
         """Open a checkpoint whose table of contents is known; ``backend`` is that of the caller's path."""
-        is_file = metadata.foreign is not None and metadata.foreign.is_file
-        return cls(folder_of(backend) if is_file else backend, path, metadata, options, rank)
+        return cls(_root(backend, metadata), path, metadata, options, rank)
+
+    def through(self, backend: Backend) -> Source:
+        """Return the same checkpoint, read through another backend of the caller's path."""
+        return replace(self, backend=_root(backend, self.metadata))
 
     @property
     def io_workers(self) -> int:
@@ -79,3 +82,9 @@ class Source:
         """Whether a value, by its row in the layout, is one of another library that bcp cannot read."""
         foreign = self.metadata.foreign
         return foreign is not None and is_unread(foreign.values[self.metadata.layout.objects[row]])
+
+
+def _root(backend: Backend, metadata: Metadata) -> Backend:
+    """Return the backend that keys are relative to: of the caller's path, or of the folder of a caller's file."""
+    is_file = metadata.foreign is not None and metadata.foreign.is_file
+    return folder_of(backend) if is_file else backend

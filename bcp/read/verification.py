@@ -36,8 +36,8 @@ class Verification:
         seconds: how long it took.
         damage: a sentence for each damaged file, receipt or table of contents, with its key.
         others: keys of data files and receipts that other saves have left here. They do no harm.
-        unverified: files of another library, which have no checksums: they are as long as when they were opened, and
-            nothing else is known.
+        unverified: files of another library. They have no checksums, and only the byte that was their last at the
+            opening was read again.
     """
 
     files: int
@@ -58,7 +58,7 @@ class Verification:
         if not self.blocks and not self.unverified:
             done = f"sizes and receipts of {self.files:,} files; no data was read"
         if self.unverified:
-            done = f"{self.unverified:,} files without checksums; their sizes are those at the opening"
+            done = f"{self.unverified:,} files without checksums; only their ends were read"
         more = [f"and {len(self.damage) - SHOWN:,} more"] if len(self.damage) > SHOWN else []
         outcome = ("unverified" if self.unverified else "sound") if self else "DAMAGED"
         return "\n".join([f"{outcome}: {done}", *self.damage[:SHOWN], *more])

@@ -251,6 +251,13 @@ def test_a_part_of_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(found["model"]["2.bias"], state["model"]["2.bias"])
 
 
+def test_dcp_reads_a_file_of_torch_save(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(4)}, tmp_path / "w.pt")
+    target = {"model": {"w": torch.zeros(4)}}
+    dcp.load(target, storage_reader=bcp.dcp.StorageReader(tmp_path / "w.pt"), no_dist=True)
+    assert target["model"]["w"].tolist() == [1.0] * 4
+
+
 def test_a_planner_that_does_not_flatten_keeps_nested_values(tmp_path: Path) -> None:
     state = {"w": torch.rand(3), "nested": {"tensor": torch.rand(2, 2), "list": [1, {"x": None}]}}
     save(state, tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))

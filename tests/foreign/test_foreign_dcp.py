@@ -122,6 +122,25 @@ def test_a_value_of_another_class_is_told_when_it_is_read(tmp_path: Path) -> Non
     assert target["w"].tolist() == [1.0, 1.0]
 
 
+def test_a_value_with_other_keys_leaves_the_rest_readable(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.ones(2), "odd": ({(1, 2): 3},)})
+    ckpt = bcp.Checkpoint(tmp_path)
+    assert ckpt.read("w").tolist() == [1.0, 1.0]
+    with pytest.raises(bcp.CheckpointError, match=r"model: odd cannot be read.*a key of type tuple"):
+        _ = ckpt.values
+
+
+def test_a_tensor_without_elements_needs_no_range(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"w": torch.ones(2), "empty": torch.zeros(0, 4)}})
+    changed(
+        tmp_path,
+        lambda meta: [meta.storage_data.pop(index) for index in [*meta.storage_data] if index.fqn == "model.empty"],
+    )
+    dcp.load({"model": {"w": torch.zeros(2), "empty": torch.zeros(0, 4)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert bcp.Checkpoint(tmp_path)["empty"].shape == (0, 4)
+    bcp.load(tmp_path, {"model": {"w": torch.zeros(2), "empty": torch.zeros(0, 4)}})
+
+
 # -- hostile folders ------------------------------------------------------------------------------
 
 
@@ -142,7 +161,7 @@ def folder(tmp_path: Path) -> Path:
 def changed(folder: Path, change: Callable[[Any], Any]) -> None:
     """Change the metadata."""
     file = folder / ".metadata"
-    meta = pickle.loads(file.read_bytes())  # noqa: S301 -- our own
+    meta = pickle.loads(file.read_bytes())  # noqa: S301 -- dcp.save of this test wrote it
     change(meta)
     file.write_bytes(pickle.dumps(meta))
 

@@ -244,6 +244,15 @@ def test_one_torch_file(tmp_path: Path) -> None:
         assert torch.equal(bcp.Checkpoint(tmp_path).read(name), tensor)
 
 
+def test_a_tensor_in_two_torch_files(tmp_path: Path) -> None:
+    folder = write_bins(tmp_path / "bins", weights())
+    index = folder / "pytorch_model.bin.index.json"
+    first, second = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+    assert json.loads(index.read_text())["weight_map"]["model.embed_tokens.weight"] == second
+    torch.save({**torch.load(folder / first), "model.embed_tokens.weight": torch.zeros(1)}, folder / first)
+    refused(folder, f"'model.embed_tokens.weight' in {first} and in {second}")
+
+
 def test_torch_files_of_another_index(tmp_path: Path) -> None:
     folder = write_bins(tmp_path / "bins", weights())
     torch.save({"lm_head.weight": torch.zeros(1)}, folder / "pytorch_model-00002-of-00002.bin")

@@ -117,12 +117,16 @@ def test_it_says_that_nothing_is_verified(file: Path) -> None:
     found = ckpt.verify()
     assert found
     assert found.unverified == 1
-    assert "unverified: 1 files without checksums" in str(found)
+    assert "unverified: 1 files without checksums; only their ends were read" in str(found)
     assert "without checksums" in repr(ckpt)
     assert ckpt.framework == "safetensors"
     assert ckpt.nbytes == sum(tensor.nbytes for tensor in load_file(file).values())
+    nbytes = file.stat().st_size
+    with file.open("ab") as longer:
+        longer.write(b"more")
+    assert ckpt.verify()  # the same bytes are there
     with file.open("r+b") as cut:
-        cut.truncate(file.stat().st_size - 1)
+        cut.truncate(nbytes - 1)
     assert "cannot be read to its end" in str(ckpt.verify())
     assert not ckpt.verify()
 
@@ -201,3 +205,14 @@ def test_a_file_that_shrinks_after_it_was_opened_is_corrupt(file: Path) -> None:
         cut.truncate(file.stat().st_size - 200)
     with pytest.raises(bcp.CorruptError, match="too short"):
         _ = [ckpt.read(name) for name in names]
+
+
+def test_a_load_refuses_the_shape_of_boxes_without_their_last_file(tmp_path: Path) -> None:
+    for rank in range(3):  # as HuggingFaceStorageWriter(save_distributed=True) does
+        metadata = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2 * rank, 0]}})}
+        save_file({"w": torch.full((2, 3), float(rank))}, tmp_path / f"shard-{rank}.safetensors", metadata=metadata)
+    bcp.load(tmp_path, {"model": (target := {"w": torch.zeros(6, 3)})})
+    assert target["w"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    (tmp_path / "shard-2.safetensors").unlink()
+    with pytest.raises(bcp.ShapeMismatchError, match=r"w is \[4, 3\] in the checkpoint, \[6, 3\] in the target"):
+        bcp.load(tmp_path, {"model": {"w": torch.zeros(6, 3)}})

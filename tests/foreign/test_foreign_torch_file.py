@@ -93,6 +93,28 @@ def test_model_and_optimizer_are_loaded_into_live_ones(tmp_path: Path, *, named:
     assert [group["betas"] for group in state["param_groups"]] == [(0.5, 0.75)]
 
 
+def grouped(*, is_decayed: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return two norms with parameters of one shape, and their optimizer: groups by module, or by decay."""
+    one, two = torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)
+    groups = (
+        [[one.weight, two.weight], [one.bias, two.bias]] if is_decayed else [[*one.parameters()], [*two.parameters()]]
+    )
+    decays = [{"params": group, "weight_decay": 0.5**number} for number, group in enumerate(groups)]
+    return torch.nn.Sequential(one, two), torch.optim.SGD(decays, lr=0.5, momentum=0.5)
+
+
+@pytest.mark.parametrize("is_decayed", [False, True])
+def test_numbers_of_groups_mean_what_they_mean_to_torch(tmp_path: Path, *, is_decayed: bool) -> None:
+    net, optimizer = grouped(is_decayed=True)
+    net(torch.rand(3, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "o.pt")
+    (target, found), (_, expected) = grouped(is_decayed=is_decayed), grouped(is_decayed=is_decayed)
+    bcp.load(tmp_path / "o.pt", {"model": target, "optimizer": found})
+    expected.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True)["optimizer"])
+    assert same(found.state_dict(), expected.state_dict())
+
+
 def test_names_are_those_of_a_save_of_bcp(tmp_path: Path) -> None:
     net, optimizer = trained(0)
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
@@ -187,13 +209,27 @@ def refused(path: Path, words: str) -> None:
         ({"w": Namespace(x=1)}, "argparse.Namespace"),
         (torch.ones(2), "no dict of tensors"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "two entries named 'a.b'"),
-        ({("a",): torch.ones(1)}, "a key of type tuple"),
+        ({("a",): torch.ones(1)}, "a key of type tuple, which bcp does not read; save it anew"),
+        ({"w": {1}}, "has a set, which bcp does not read; save it anew"),
+        ({"w": frozenset({1})}, "has a set, which bcp does not read; save it anew"),
     ],
     ids=str,
 )
 def test_what_has_no_place_by_reference(tmp_path: Path, state: Any, words: str) -> None:
-    torch.save(state, tmp_path / "w.pt")
-    refused(tmp_path / "w.pt", words)
+    torch.save(state, tmp_path / "w.pt", pickle_protocol=4)
+    with pytest.raises(bcp.CheckpointError, match=words) as caught:
+        bcp.Checkpoint(tmp_path / "w.pt").names()
+    assert not isinstance(caught.value, bcp.CorruptError)  # the file is sound
+
+
+def test_a_value_of_another_type_is_told_when_it_is_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "odd": 1j}, tmp_path / "w.pt")
+    target = {"w": torch.zeros(2)}
+    result = bcp.load(tmp_path / "w.pt", {"model": target}, strict=False)
+    assert result.unexpected == ("model: odd",)
+    assert target["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(bcp.CheckpointError, match=r"model: odd cannot be read.*it is a complex"):
+        _ = bcp.Checkpoint(tmp_path / "w.pt").values
 
 
 def test_the_old_format(tmp_path: Path) -> None:
