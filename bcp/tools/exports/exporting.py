@@ -237,7 +237,7 @@ async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
         if len(set(messages)) > 1:
             raise InputError(f"{job.name}: ranks have planned other files; pass the same arguments on all ranks")
         if isinstance(plan, Plan):
-            await job.target.make_room(frozenset(plan.keys), overwrite=job.overwrite)
+            await job.target.make_room(frozenset(plan.keys), job.source.source, overwrite=job.overwrite)
         return b""
 
     own_message = plan.message if isinstance(plan, Plan) else plan
