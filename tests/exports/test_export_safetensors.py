@@ -80,7 +80,7 @@ def test_a_cast_changes_floating_tensors_only(tmp_path: Path) -> None:
     states = {"f": torch.randn(300, 7), "d": torch.randn(5).double(), "i": torch.arange(4), "b": torch.ones(2) > 0}
     bcp.save(tmp_path / "ckpt", {"model": states})
     target = tmp_path / "model.safetensors"
-    for dtype in (torch.bfloat16, "float16", torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, "float16", "half", torch.float8_e4m3fn):
         bcp.tools.export_safetensors(tmp_path / "ckpt", target, dtype=dtype, overwrite=True)
         wanted = getattr(torch, str(dtype).removeprefix("torch."))
         expected = {name: each.to(wanted) if each.is_floating_point() else each for name, each in states.items()}
@@ -167,6 +167,7 @@ def test_larger_elements_come_first_and_each_is_aligned(tmp_path: Path) -> None:
         ({"kind": "extra_states"}, InputError, "kind='extra_states'"),
         ({"kind": "optimizer"}, FqnMismatchError, "no optimizer tensor"),
         ({"dtype": torch.int8}, InputError, "dtype=torch.int8 is no floating dtype"),
+        ({"dtype": "float4_e2m1fn_x2"}, InputError, "no floating dtype of whole bytes"),
         ({"dtype": "float99"}, InputError, "dtype='float99' is no floating dtype"),
         ({"rename": lambda _: "same"}, InputError, "gives the name 'same' to both 'v' and 'w'"),
         ({"rename": lambda _: None}, InputError, "rename answers None for 'v'"),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bcp.errors import FqnMismatchError, InputError
+from bcp.interop.catalogue import DTYPES
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout, resolve
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
@@ -124,17 +125,18 @@ def _check_kind(kind: str | None) -> None:
 
 
 def _dtype_name(dtype: DType) -> str | None:
-    """Return torch's name of a floating dtype. Raises InputError for anything else."""
+    """Return torch's full name of a floating dtype. Raises InputError for anything else."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
     name = SHORT_NAMES.get(name, name)
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    full = str(found).removeprefix("torch.")  # of the alias "half", too
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or full not in DTYPES:
         raise InputError(
-            f"dtype={dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'bfloat16'"
+            f"dtype={dtype!r} is no floating dtype of whole bytes; pass one such as torch.bfloat16 or 'bfloat16'"
         )
-    return name
+    return full
 
 
 def _renaming(rename: Rename) -> Callable[[str], Any]:
@@ -229,7 +231,9 @@ def _is_note(kind: str, path: str) -> bool:
 
 
 def _problem(value: Any) -> str:
-    """Name the first type in a value that is not plain; empty for none."""
+    """Name the first part of a value that ``torch.load(weights_only=True)`` refuses; empty for none."""
+    if type(value) is bytes and not value:  # protocol 2 pickles them as a call of bytes
+        return "empty bytes"
     if value is None or type(value) in _PLAIN or type(value) is torch.Tensor:
         return ""
     if type(value) in (list, tuple, set):
