@@ -99,7 +99,7 @@ def test_values_are_plain_or_refused(tmp_path: Path) -> None:
     assert found.pop("w").tolist() == [1, 1]
     assert {"number": found.pop("renamed"), **found} == values
     bcp.save(tmp_path / "empty", {"model": {"w": torch.ones(2), "nested": [{"bytes": b""}]}})
-    with pytest.raises(InputError, match="the model value 'nested.*' has empty bytes"):
+    with pytest.raises(InputError, match=r"the model value 'nested.*' has empty bytes"):
         bcp.tools.export_torch(tmp_path / "empty", tmp_path / "empty.pt")
     bcp.save(tmp_path / "odd", {"model": {"w": torch.ones(2), "range": range(3)}})
     with pytest.raises(InputError, match=r"the model value 'range' has an object of the class builtins.range"):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypedDict
 
 import anyio
@@ -23,7 +24,7 @@ from bcp.read.replaced import say_if_replaced
 from bcp.runtime import bridge as _bridge
 from bcp.stages.load import require_codecs
 from bcp.tools.exports.result import ExportResult
-from bcp.tools.exports.streamed import TargetFile
+from bcp.tools.exports.streamed import Elements, Fixed, TargetFile
 from bcp.tools.exports.target import Target
 from bcp.tools.exports.writing import write_file
 
@@ -36,7 +37,7 @@ Source = Path | Checkpoint | AsyncCheckpoint
 
 
 class ExportKeywords(TypedDict, total=False):
-    """ExportKeywords that all exports take.
+    """Keywords that all exports take.
 
     Attributes:
         role: the role of the checkpoint below the path, if it was saved with one.
@@ -80,10 +81,18 @@ class Plan:
         """Names of all files."""
         return (*(file.key for file in self.files), *(key for key, _ in self.last))
 
-    @property
-    def message(self) -> bytes:
-        """Bytes that are equal on ranks with equal plans."""
-        return digest(repr([(file.key, file.nbytes) for file in self.files]).encode())
+    def message(self, operation: str) -> bytes:
+        """Return a digest of all facts that ranks must share: the operation of the checkpoint, and every piece.
+
+        The small files are left out, all but their names: rank 0 alone writes them.
+        """
+        facts: list[object] = [operation, self.keys]
+        for piece in chain.from_iterable(file.pieces for file in self.files):
+            if isinstance(piece, Fixed):
+                facts.append(digest(piece.data))
+            else:  # the bytes of a sealed piece follow from the elements
+                facts.append(piece if isinstance(piece, Elements) else piece.nbytes)
+        return digest(repr(facts).encode())
 
 
 PlanOf = Callable[[AsyncCheckpoint], Awaitable[Plan]]
@@ -235,12 +244,16 @@ async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
 
     async def make_room(messages: Sequence[bytes]) -> bytes:
         if len(set(messages)) > 1:
-            raise InputError(f"{job.name}: ranks have planned other files; pass the same arguments on all ranks")
+            rank = next(rank for rank, message in enumerate(messages) if message != messages[0])
+            raise InputError(
+                f"{job.name}: rank {rank} has planned other files than rank 0; pass the same arguments on all ranks, "
+                "and export a checkpoint that no save replaces meanwhile"
+            )
         if isinstance(plan, Plan):
             await job.target.make_room(frozenset(plan.keys), job.source.source, overwrite=job.overwrite)
         return b""
 
-    own_message = plan.message if isinstance(plan, Plan) else plan
+    own_message = plan.message(job.source.metadata.commit.operation) if isinstance(plan, Plan) else plan
     await gather_broadcast(agreement, "plan", job.rank, own_message, make_room)
     if not isinstance(plan, Plan):
         raise plan  # all ranks know of it, so that the line above has raised it already
