@@ -18,13 +18,30 @@ from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.stages.memcpy import torch_dtype
 
-__all__ = ["Chosen", "ChosenValue", "DType", "Rename", "choose", "values_of"]
+__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "values_of"]
 
 DType = torch.dtype | str | None
 """A dtype, torch's name of one as in ``"bfloat16"``, or None for the dtypes of the checkpoint."""
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 """New names by old ones, a function from old to new names, or None. Names that a mapping lacks stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The arguments of an export that choose tensors and values, as the caller passed them.
+
+    Attributes:
+        kind: ``"model"`` or ``"optimizer"``; None for both.
+        glob: pattern of the shell for names in the checkpoint.
+        dtype: of floating tensors in the target.
+        rename: names in the target.
+    """
+
+    kind: str | None
+    glob: str
+    dtype: DType
+    rename: Rename
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +86,17 @@ class Chosen:
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def choose(
-    ckpt: AsyncCheckpoint, kind: str | None, glob: str, dtype: DType = None, rename: Rename = None
-) -> list[Chosen]:
-    """Choose tensors by kind and pattern, in the order of the files.
-
-    Args:
-        ckpt: the open checkpoint.
-        kind: ``"model"`` or ``"optimizer"``; None for both.
-        glob: pattern of the shell for names in the checkpoint.
-        dtype: of floating tensors in the target.
-        rename: names in the target.
+def choose(ckpt: AsyncCheckpoint, choice: Choice) -> list[Chosen]:
+    """Choose tensors of an open checkpoint, in the order of its files.
 
     Raises:
         InputError: an argument cannot be used, or two tensors of a kind get one name.
         FqnMismatchError: no tensor matches.
 
     """
+    kind, glob = choice.kind, choice.glob
     _check_kind(kind)
-    layout, cast, new_name = ckpt.metadata.layout, _dtype_name(dtype), _renaming(rename)
+    layout, cast, new_name = ckpt.metadata.layout, _dtype_name(choice.dtype), _renaming(choice.rename)
     if not isinstance(glob, str):
         raise InputError(f"glob={glob!r} is a {type(glob).__name__}; pass a pattern such as 'layers.*'")
     rows = ckpt.tensors.rows(kind, glob)
@@ -195,8 +204,8 @@ class ChosenValue:
     value: Any
 
 
-async def values_of(ckpt: AsyncCheckpoint, kind: str | None, glob: str, rename: Rename) -> list[ChosenValue]:
-    """Read the values of model and optimizer whose names match, in the order of kinds and names.
+async def values_of(ckpt: AsyncCheckpoint, choice: Choice) -> list[ChosenValue]:
+    """Read the chosen values of model and optimizer, in the order of kinds and names. ``dtype`` does not matter.
 
     Notes of bcp on how an optimizer keeps states are left out: ``state.*`` with a colon in the key, ``groups`` and
     ``own``. ``docs/format.md`` describes them.
@@ -206,11 +215,11 @@ async def values_of(ckpt: AsyncCheckpoint, kind: str | None, glob: str, rename: 
         CheckpointError: a value cannot be read.
 
     """
-    new_name = _renaming(rename)
+    new_name = _renaming(choice.rename)
     names: dict[tuple[str, str], str] = {}
     chosen = []
-    for (of, path), value in sorted((await ckpt.values(kind)).items(), key=lambda item: item[0]):
-        if not fnmatchcase(path, glob) or _is_note(of, path):
+    for (of, path), value in sorted((await ckpt.values(choice.kind)).items(), key=lambda item: item[0]):
+        if not fnmatchcase(path, choice.glob) or _is_note(of, path):
             continue
         if problem := _problem(value):
             raise InputError(
