@@ -6,24 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 
 from bcp.errors import InputError
-from bcp.plan.write.files import DTYPE_CODES
+from bcp.interop.safetensors_files import MOST_HEADER_BYTES, NAMES
 from bcp.tools.exports.chosen import Chosen
 from bcp.tools.exports.streamed import TargetFile
 
 __all__ = ["check_storable", "safetensors_file"]
 
-CODES = {
-    **DTYPE_CODES,
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-"""Safetensors' names of torch's dtypes. Only readers of 2026 know the last three."""
+CODES = {dtype: code for code, dtype in NAMES.items()}
+"""Safetensors' names of torch's dtypes. Only readers of 2026 know F8_E4M3FNUZ, F8_E5M2FNUZ and F8_E8M0."""
 
 ALIGNMENT = 64
 NOTES = "__metadata__"
-MOST_HEADER_BYTES = 100_000_000
-"""Readers of safetensors refuse longer headers."""
 
 
 def check_storable(tensors: Sequence[Chosen]) -> None:
