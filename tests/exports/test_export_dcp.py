@@ -111,7 +111,7 @@ def test_the_metadata_names_classes_of_torch_only(tmp_path: Path) -> None:
             return super().find_class(module, name)
 
     with (tmp_path / "dcp" / ".metadata").open("rb") as file:
-        Reader(file).load()
+        Reader(file).load()  # the lines above have written the file
     assert named <= {"torch", "collections"}
 
 

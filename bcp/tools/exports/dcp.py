@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -149,7 +148,9 @@ def _format(
         for tensor in tensors:
             for name in (tensor.name, *further.get((tensor.kind, tensor.saved), ())):
                 folder.tensor(replace(tensor, name=name))
-        return Plan(folder.files, len(folder.places), [(METADATA, pickle.dumps(folder.metadata(), protocol=4))])
+        # readers of DCP take metadata as a pickle only; these bytes are made here, and bcp unpickles none
+        metadata = pickle.dumps(folder.metadata(), protocol=4)
+        return Plan(folder.files, len(folder.places), [(METADATA, metadata)])
 
     opened = folder_target(target, keywords.get("storage_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
     return Format("the DCP folder", opened, plan)
@@ -190,10 +191,11 @@ class _Folder:
         """Add a tensor. A tied one gets the places of the other."""
         name, dtype = self._named(tensor.kind, tensor.name), torch_dtype(tensor.dtype)
         if tensor.stored not in self.places:
-            self.places[tensor.stored] = [
-                _Chunk(box, self._stored(tensor, box))
+            blocks = [
+                Stored(tensor.row, box, tensor.dtype, tensor.itemsize)
                 for box in cut(tensor.box, max(self.chunk_bytes // tensor.itemsize, 1))
             ]
+            self.places[tensor.stored] = [_Chunk(each.box, self._archived(each, each.nbytes)) for each in blocks]
         chunks = self.places[tensor.stored]
         sizes = [ChunkStorageMetadata(torch.Size(each.box.offsets), torch.Size(each.box.lengths)) for each in chunks]
         self.entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), sizes)
@@ -201,13 +203,9 @@ class _Folder:
             self.storage[MetadataIndex(name, chunk.box.offsets, number)] = chunk.place
 
     def value(self, value: ChosenValue) -> None:
-        """Add a value, as ``torch.save`` writes it."""
-        name, stream = self._named(value.kind, value.name), io.BytesIO()
-        torch.save(value.value, stream)
-        file = self._file(0)
-        file.pad(64)
-        self.storage[MetadataIndex(name)] = _StorageInfo(file.key, file.nbytes, len(stream.getbuffer()))
-        file.fixed(stream.getvalue())
+        """Add a value."""
+        name = self._named(value.kind, value.name)
+        self.storage[MetadataIndex(name)] = self._archived(value.value, 0)
         self.entries[name] = BytesStorageMetadata()
 
     def metadata(self) -> Metadata:
@@ -224,12 +222,10 @@ class _Folder:
         self.paths[full] = path
         return full
 
-    def _stored(self, tensor: Chosen, box: Box) -> _StorageInfo:
-        """Lay out the archive of a block."""
-        file = self._file(box.numel * tensor.itemsize)
-        file.pad(64)
-        start = file.nbytes
-        write_archive(file, Stored(tensor.row, box, tensor.dtype, tensor.itemsize))
+    def _archived(self, value: Any, nbytes: int) -> _StorageInfo:
+        """Lay out the archive of a value, or of a block of so many bytes."""
+        file = self._file(nbytes)
+        start = write_archive(file, value)
         return _StorageInfo(file.key, start, file.nbytes - start)
 
     def _file(self, nbytes: int) -> TargetFile:
