@@ -188,6 +188,16 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_two_kinds_do_not_share_a_file(tmp_path: Path) -> None:
+    states = trained_states()
+    model = states["model"].state_dict() | {"state.0.weight.exp_avg": torch.ones(1)}
+    bcp.save(tmp_path / "ckpt", {"model": model, "optimizer": states["optimizer"]})
+    for export in (bcp.tools.export_safetensors, bcp.tools.export_hf):
+        with pytest.raises(InputError, match="kind=None"):
+            export(tmp_path / "ckpt", tmp_path / "out", kind=None)  # type: ignore[arg-type]  # wrong
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_target_that_cannot_be_any(tmp_path: Path) -> None:
     bcp.save(tmp_path / "ckpt", {"model": {"w": torch.ones(2)}})
     for target in ("", f"{tmp_path}/", f"{tmp_path}/..", "memory://", 3, None):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from bcp.errors import InputError
-from bcp.interop.safetensors_files import MOST_HEADER_BYTES, NAMES
+from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
+from bcp.plan.write.files import framed
 from bcp.tools.exports.chosen import Chosen
 from bcp.tools.exports.streamed import TargetFile
 
@@ -20,7 +20,9 @@ NOTES = "__metadata__"
 
 
 def check_storable(tensors: Sequence[Chosen]) -> None:
-    """Raise InputError for a dtype or a name that safetensors does not have."""
+    """Raise InputError for tensors of two kinds, and for a dtype or a name unknown to safetensors."""
+    if len({tensor.kind for tensor in tensors}) > 1:
+        raise InputError("kind=None: names of model and optimizer may be equal; pass kind='model' or kind='optimizer'")
     for tensor in tensors:
         if tensor.dtype not in CODES:
             raise InputError(
@@ -53,15 +55,15 @@ def safetensors_file(key: str, tensors: Sequence[Chosen], notes: Mapping[str, st
             "data_offsets": (offset, offset + tensor.nbytes),
         }
         offset += tensor.nbytes
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    if len(text) > MOST_HEADER_BYTES:
+    header = framed(table, ALIGNMENT)
+    nbytes = len(header) - LENGTH_BYTES
+    if nbytes > MOST_HEADER_BYTES:
         raise InputError(
-            f"{key}: the header for {len(tensors)} tensors has {len(text)} bytes, and {MOST_HEADER_BYTES} is the most "
+            f"{key}: the header for {len(tensors)} tensors has {nbytes} bytes, and {MOST_HEADER_BYTES} is the most "
             "of safetensors; export fewer tensors by glob=, or choose a smaller shard_bytes="
         )
     file = TargetFile(key)
-    file.fixed(len(text).to_bytes(8, "little") + text)
+    file.fixed(header)
     for tensor in ordered:
         file.elements(tensor.row, tensor.box, tensor.dtype, tensor.itemsize)
     return file
