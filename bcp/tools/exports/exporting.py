@@ -43,14 +43,15 @@ class ExportKeywords(TypedDict, total=False):
 
     Attributes:
         role: the role of the checkpoint below the path, if it was saved with one.
-        overwrite: replace older files of the same kind in the target. False by default. Those of a folder are deleted
-            before the first new one is written. A single file is replaced at the end.
-        budget_bytes: memory for data on the way; 256 MiB by default. A checkpoint with codecs takes at least one of its
-            encoded parts. Tensors may be larger.
+        overwrite: replace older files of the same kind in the target. False by default. Older files of a folder are
+            deleted before the first new file is written. A single file is replaced at the end.
+        budget_bytes: memory for data on the way; 256 MiB by default. Tensors may be larger. A checkpoint with codecs
+            takes one encoded part at least.
         progress: called with the bytes that this rank has written and those that it is going to write, on the event
             loop: by :func:`print` or a progress bar, for instance.
         options: how to read the checkpoint, as for :class:`bcp.Checkpoint`.
-        storage_options: for the file system of the target, if that is a URL.
+        storage_options: for the file system of a URL: of the target, and of the folder ``like`` of an export to
+            Hugging Face. Those of the checkpoint belong into ``options``.
         coordinator: of several ranks that share the work, as for :func:`bcp.save`. Rank r of n writes every n-th file,
             and rank 0 the index. None: the ranks of this job.
     """

@@ -47,16 +47,16 @@ def export_hf(
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
     ``model.safetensors.index.json``. The index is written last. After a failure, files that were written are deleted.
 
-    A tied tensor is written once: transformers ties the names again. The name of the input embedding is kept, as
-    ``save_pretrained`` keeps it. The metadata of the file have the others. ``glob=`` may leave a name out, and so keep
-    another one.
+    A tied tensor is written once, under the name of the input embedding: ``save_pretrained`` does the same, and
+    transformers ties the other names again. The metadata of the file have the other names. If ``glob=`` leaves out the
+    name of the embedding, the tensor has another name.
 
     Args:
         source: a path, a URL, a backend, or a :class:`bcp.Checkpoint`.
         target: the folder: a path, a URL, or a backend.
         like: a folder with ``config.json``: it is copied, and so are tokenizer, generation settings, templates and code
             of the model (``.json``, ``.jinja``, ``.txt``, ``.model``, ``.tiktoken``, ``.py``), never weights. The copy
-            of ``config.json`` names the dtype of the weights.
+            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL here, too.
         dtype: dtype of floating tensors in the folder, as in ``torch.bfloat16``; that of the checkpoint by default.
         shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
         kind: ``"model"`` or ``"optimizer"``.
