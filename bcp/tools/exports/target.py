@@ -31,7 +31,7 @@ class Target:
         backend: the folder, or the folder of the file.
         opened: closes the storage at the end, if it was opened for this target.
         is_file: whether the export is one file, which is replaced as a whole.
-        is_mine: whether an older export of the same kind, or another tool, may have written a key.
+        is_mine: whether a key is the name of a file of this kind, written by an older export or another tool.
     """
 
     path: str
