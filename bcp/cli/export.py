@@ -16,14 +16,24 @@ from bcp.runtime.imports import imported
 
 __all__ = ["command"]
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
 SIZE = re.compile(r"([0-9.]+) *([KMGT]I?B|)", re.IGNORECASE)
 
 
 def _nbytes(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
     """Return the bytes of a text such as 5GB or 300MiB."""
     match = SIZE.fullmatch(text.strip())
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, OverflowError):  # of 1.2.3, of a letter that only looks like K, of 400 digits
         if nbytes := int(float(match[1]) * UNITS[match[2].upper()]) if match else 0:
             return nbytes
     raise click.BadParameter(f"{text!r} is no number of bytes; pass one as 5GB or 300MiB")
@@ -92,10 +102,7 @@ def _run(name: str, given: dict[str, Any], **own: Any) -> int:
     """Call an export, and print its result."""
     export, keys = getattr(imported("bcp.tools"), name), ("glob", "dtype", "role", "overwrite")
     keywords = own | {key: given[key] for key in keys} | {"storage_options": given["target_options"] or None}
-    if given["storage_options"]:
-        keywords["options"] = imported("bcp.options").LoadOptions(
-            budget_bytes=64 << 20, storage_options=given["storage_options"]
-        )
+    keywords["options"] = imported("bcp.options").LoadOptions(storage_options=given["storage_options"])
     rank = join()
     with drawn("export") as progress:
         result = export(given["source"], given["goal"], progress=progress, **keywords)

@@ -11,7 +11,7 @@ from bcp.errors import CorruptError
 from bcp.interop.catalogue import DTYPES, Catalogue, Piece, check_dtype, check_shape
 from bcp.interop.reading import Opened, at_once, from_json
 
-__all__ = ["SUFFIX", "pieces_of_files", "safetensors_file"]
+__all__ = ["LENGTH_BYTES", "MOST_HEADER_BYTES", "NAMES", "SUFFIX", "pieces_of_files", "safetensors_file"]
 
 SUFFIX = ".safetensors"
 LENGTH_BYTES = 8

@@ -16,11 +16,11 @@ from bcp.interop.catalogue import DTYPES
 from bcp.interop.unpickle import Allowed, Call, unpickled
 from bcp.plan.layout import LARGEST
 
-__all__ = ["TORCH_NAMES", "Device", "Dtype", "Stored", "empty_dict", "leaves", "torch_value", "value_text"]
+__all__ = ["STORAGES", "TORCH_NAMES", "Device", "Dtype", "Stored", "empty_dict", "leaves", "torch_value", "value_text"]
 
 MOST_LEVELS = 100
 JSON_DIGITS = 10**18
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -34,6 +34,7 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
+"""Dtypes by the classes that name them in pickles. Other dtypes stand beside a storage of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ TORCH_NAMES: Allowed = {
     **_dtypes,
     **_of_bytes,
     **_builtins,
-    **{("torch", name): Dtype(dtype) for name, dtype in _STORAGES.items()},
+    **{("torch", name): Dtype(dtype) for name, dtype in STORAGES.items()},
     ("torch._utils", "_rebuild_tensor"): Call(_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Call(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Call(_typed_tensor),

@@ -18,7 +18,7 @@ from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata
 from bcp.options import LoadOptions, unchanged
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.protocols import ObjectKey, folders_of
-from bcp.read.facts import Facts, check_kind
+from bcp.read.facts import Facts, check_kind, check_nbytes
 from bcp.read.opening import read_metadata
 from bcp.read.replaced import say_if_replaced
 from bcp.read.source import Source
@@ -154,8 +154,7 @@ class AsyncCheckpoint(Facts):
         await self.open()
         if kind is not None:
             check_kind(kind)
-        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
-            raise InputError(f"budget_bytes={budget_bytes!r}: pass a positive number of bytes")
+        check_nbytes("budget_bytes", budget_bytes)
         rows = self.tensors.rows(kind, glob)
         async with say_if_replaced(self._opened()):
             async for piece in imported("bcp.read.boxes").stream(self._opened(), rows, budget_bytes):

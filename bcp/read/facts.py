@@ -213,3 +213,9 @@ def check_kind(kind: str) -> None:
     """Raise InputError for a kind that is none."""
     if kind not in KINDS:
         raise InputError(f"kind={kind!r} is unknown; kinds are {', '.join(KINDS)}")
+
+
+def check_nbytes(name: str, value: object) -> None:
+    """Raise InputError for an argument that is no positive number of bytes."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r}: pass a positive number of bytes")

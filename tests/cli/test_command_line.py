@@ -290,6 +290,7 @@ def test_exports_are_read_by_their_owners(capsys: pytest.CaptureFixture[str]) ->
     assert same(load_file("model.safetensors"))
     assert data(capsys, "export", "hf", source, "hf", "--shard-size", "1KB")["tensors"] == 2
     assert same(load_file("hf/model.safetensors"))
+    assert data(capsys, "export", "hf", source, "hf", "--shard-size", "0.5 TiB", "--overwrite")["tensors"] == 2
     said(capsys, "export", "torch", source, "model.pt", "--kind", "model")
     assert same(torch.load("model.pt", weights_only=True))
     said(capsys, "export", "dcp", source, "dcp", "--kind", "model")
@@ -299,7 +300,10 @@ def test_exports_are_read_by_their_owners(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize("words", [["--dtype", "float33"], ["--glob", "nothing*"], ["--shard-size", "5 parsecs"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--dtype", "float33"], ["--glob", "nothing*"], ["--shard-size", "5 parsecs"], ["--shard-size", "9" * 400]],
+)
 def test_an_export_that_is_refused_writes_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "hf", "run/step-00000002", "hf", *words]) in (1, 2)
     assert words[1].rstrip("*") in capsys.readouterr().err

@@ -109,6 +109,36 @@ def test_other_arguments_on_another_rank(path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"dtype": "bfloat16"}, {"dtype": "float16"}],
+        [{}, {"rename": {"layer.0": "layer.x"}}],
+        [{"glob": "layer.1"}, {"glob": "layer.2"}],
+    ],
+)
+def test_other_files_of_the_same_size_on_another_rank(given: list[Any], path: Path, tmp_path: Path) -> None:
+    async def call(rank: int, ranks: Any) -> Any:
+        return await bcp.tools.aexport_hf(path, tmp_path / "hf", shard_bytes=400, coordinator=ranks, **given[rank])
+
+    errors = on_ranks(2, call)
+    assert all(isinstance(error, InputError) and "rank 1 has planned other files" in str(error) for error in errors)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_another_save_on_another_rank(path: Path, tmp_path: Path) -> None:
+    async def call(rank: int, ranks: Any) -> Any:
+        source = bcp.Checkpoint(path)
+        if rank == 1:
+            await bcp.asave(path, {"model": STATES}, overwrite=True)
+        assert source.metadata
+        return await bcp.tools.aexport_hf(source, tmp_path / "hf", coordinator=ranks)
+
+    errors = on_ranks(2, call)
+    assert all(isinstance(error, InputError) and "no save replaces meanwhile" in str(error) for error in errors)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_target_in_the_way_is_told_to_all(path: Path, tmp_path: Path) -> None:
     bcp.tools.export_hf(path, tmp_path / "hf")
 

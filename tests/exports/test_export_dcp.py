@@ -111,7 +111,7 @@ def test_the_metadata_names_classes_of_torch_only(tmp_path: Path) -> None:
             return super().find_class(module, name)
 
     with (tmp_path / "dcp" / ".metadata").open("rb") as file:
-        Reader(file).load()
+        Reader(file).load()  # the lines above have written the file
     assert named <= {"torch", "collections"}
 
 
@@ -144,6 +144,14 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     with pytest.raises(InputError, match=words):
         bcp.tools.export_dcp(tmp_path / "ckpt", tmp_path / "dcp", **arguments)
     assert not (tmp_path / "dcp").exists()
+
+
+def test_the_folder_of_the_source_is_no_target(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(InputError, match=r"would delete __0_0\.distcp before it reads the file"):
+        bcp.tools.export_dcp(tmp_path / "dcp", tmp_path / "dcp", overwrite=True)
+    bcp.tools.export_dcp(tmp_path / "dcp", tmp_path / "other")
+    assert_same(load(tmp_path / "other", {"model": {"w": torch.zeros(2)}})["model"], {"w": torch.ones(2)})
 
 
 def test_an_older_folder_is_refused_or_replaced(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from exported import READABLE, assert_same, documented, folders
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import bcp
 from bcp.backends import MemoryBackend
@@ -210,6 +211,28 @@ def test_a_checkpoint_is_no_target(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a checkpoint of bcp"):
         bcp.tools.export_hf(tmp_path / "ckpt", tmp_path / "ckpt", overwrite=True)
     assert bcp.Checkpoint(tmp_path / "ckpt").verify()
+
+
+@pytest.mark.parametrize("source", ["hf", "hf/model.safetensors", "file://{}/hf", "link"])
+def test_the_folder_of_the_source_is_no_target(source: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "hf")
+    save_file({"w": torch.ones(8)}, tmp_path / "hf" / "model.safetensors")
+    source = source.format(tmp_path) if "{}" in source else f"{tmp_path}/{source}"
+    with pytest.raises(InputError, match=r"would delete model\.safetensors before it reads the file"):
+        bcp.tools.export_hf(source, tmp_path / "hf", dtype=torch.bfloat16, overwrite=True)
+    assert_same(loaded(tmp_path / "hf"), {"w": torch.ones(8)})
+    bcp.tools.export_hf(source, tmp_path / "other", dtype=torch.bfloat16)
+    assert_same(loaded(tmp_path / "other"), {"w": torch.ones(8, dtype=torch.bfloat16)})
+
+
+def test_the_folder_of_the_source_in_a_store_is_no_target(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(8)}, tmp_path / "model.safetensors")
+    store = MemoryBackend(str(tmp_path))
+    asyncio.run(store.put("model.safetensors", (tmp_path / "model.safetensors").read_bytes()))
+    with pytest.raises(InputError, match="the folder of the source, too"):
+        bcp.tools.export_hf(store, MemoryBackend(str(tmp_path)), overwrite=True)
+    bcp.tools.export_hf(store, MemoryBackend(f"{tmp_path} other"), overwrite=True)
 
 
 @pytest.mark.parametrize("shard_bytes", [0, -1, 2.5, True, "5GB"])

@@ -80,7 +80,7 @@ def test_a_cast_changes_floating_tensors_only(tmp_path: Path) -> None:
     states = {"f": torch.randn(300, 7), "d": torch.randn(5).double(), "i": torch.arange(4), "b": torch.ones(2) > 0}
     bcp.save(tmp_path / "ckpt", {"model": states})
     target = tmp_path / "model.safetensors"
-    for dtype in (torch.bfloat16, "float16", torch.float8_e4m3fn):
+    for dtype in (torch.bfloat16, "float16", "half", torch.float8_e4m3fn):
         bcp.tools.export_safetensors(tmp_path / "ckpt", target, dtype=dtype, overwrite=True)
         wanted = getattr(torch, str(dtype).removeprefix("torch."))
         expected = {name: each.to(wanted) if each.is_floating_point() else each for name, each in states.items()}
@@ -167,6 +167,7 @@ def test_larger_elements_come_first_and_each_is_aligned(tmp_path: Path) -> None:
         ({"kind": "extra_states"}, InputError, "kind='extra_states'"),
         ({"kind": "optimizer"}, FqnMismatchError, "no optimizer tensor"),
         ({"dtype": torch.int8}, InputError, "dtype=torch.int8 is no floating dtype"),
+        ({"dtype": "float4_e2m1fn_x2"}, InputError, "no floating dtype of whole bytes"),
         ({"dtype": "float99"}, InputError, "dtype='float99' is no floating dtype"),
         ({"rename": lambda _: "same"}, InputError, "gives the name 'same' to both 'v' and 'w'"),
         ({"rename": lambda _: None}, InputError, "rename answers None for 'v'"),
@@ -184,6 +185,16 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
     bcp.save(tmp_path / "ckpt", {"model": {"w": torch.ones(2), "v": torch.ones(1)}})
     with pytest.raises(error, match=words):
         bcp.tools.export_safetensors(tmp_path / "ckpt", tmp_path / "out" / "m.safetensors", **arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_kinds_do_not_share_a_file(tmp_path: Path) -> None:
+    states = trained_states()
+    model = states["model"].state_dict() | {"state.0.weight.exp_avg": torch.ones(1)}
+    bcp.save(tmp_path / "ckpt", {"model": model, "optimizer": states["optimizer"]})
+    for export in (bcp.tools.export_safetensors, bcp.tools.export_hf):
+        with pytest.raises(InputError, match="kind=None"):
+            export(tmp_path / "ckpt", tmp_path / "out", kind=None)  # type: ignore[arg-type]  # wrong
     assert not (tmp_path / "out").exists()
 
 

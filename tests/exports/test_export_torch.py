@@ -92,11 +92,15 @@ def test_torch_reads_the_state_of_an_optimizer_back(tmp_path: Path) -> None:
 
 def test_values_are_plain_or_refused(tmp_path: Path) -> None:
     values = {"number": 3, "huge": 1 << 80, "dtype": torch.float16, "bytes": b"\0\xff", "text": "\u2603", "none": None}
+    values |= {"complex": 1 + 2j, "set": {1, 2}, "device": torch.device("cuda:0")}
     bcp.save(tmp_path / "ckpt", {"model": {"w": torch.ones(2), **values}})
     bcp.tools.export_torch(tmp_path / "ckpt", tmp_path / "model.pt", kind="model", rename={"number": "renamed"})
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert found.pop("w").tolist() == [1, 1]
     assert {"number": found.pop("renamed"), **found} == values
+    bcp.save(tmp_path / "empty", {"model": {"w": torch.ones(2), "nested": [{"bytes": b""}]}})
+    with pytest.raises(InputError, match=r"the model value 'nested.*' has empty bytes"):
+        bcp.tools.export_torch(tmp_path / "empty", tmp_path / "empty.pt")
     bcp.save(tmp_path / "odd", {"model": {"w": torch.ones(2), "range": range(3)}})
     with pytest.raises(InputError, match=r"the model value 'range' has an object of the class builtins.range"):
         bcp.tools.export_torch(tmp_path / "odd", tmp_path / "odd.pt")

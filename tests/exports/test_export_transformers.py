@@ -19,6 +19,16 @@ transformers: Any = import_module("transformers") if find_spec("transformers") e
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4}
+ENCODER_DECODER = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 
@@ -40,17 +50,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
     "bart": lambda: transformers.BartForConditionalGeneration(
-        transformers.BartConfig(
-            vocab_size=96,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=64,
-        )
+        transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64)
     ),
     "distilbert": lambda: transformers.DistilBertForMaskedLM(
         transformers.DistilBertConfig(vocab_size=96, dim=32, n_layers=2, n_heads=4, hidden_dim=48)
@@ -58,19 +58,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "electra": lambda: transformers.ElectraForMaskedLM(transformers.ElectraConfig(**SMALL, **HEADS, embedding_size=32)),
     "whisper": lambda: transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(
-            vocab_size=96,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            num_mel_bins=8,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
+            **ENCODER_DECODER, num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1
         )
     ),
 }

@@ -19,7 +19,7 @@ from bcp.plan.shards import KINDS, ShardTable, TensorMeta
 from bcp.plan.write.divide import Writes
 from bcp.runtime.process import cached_property
 
-__all__ = ["DTYPE_CODES", "DataFile", "HeaderEntry", "Part", "PartInterval", "data_files", "entry", "header"]
+__all__ = ["DTYPE_CODES", "DataFile", "HeaderEntry", "Part", "PartInterval", "data_files", "entry", "framed", "header"]
 
 ALIGNMENT = 4096
 """Bytes; the data section starts at a multiple of it, so that blocks of it can be written with O_DIRECT."""
@@ -73,8 +73,13 @@ def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes
             notes[f"bcp.dtype.{name}"] = header_entry.dtype
         table[name] = {"dtype": code, "shape": shape, "data_offsets": (offset, offset + header_entry.nbytes)}
         offset += header_entry.nbytes
+    return framed(table, ALIGNMENT)
+
+
+def framed(table: Mapping[str, object], alignment: int) -> bytes:
+    """Return the bytes of a header; the data section behind them starts at a multiple of ``alignment``."""
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    text += b" " * (-(len(text) + 8) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,19 +11,37 @@ import numpy as np
 import torch
 
 from bcp.errors import FqnMismatchError, InputError
+from bcp.interop.catalogue import DTYPES
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout, resolve
 from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.stages.memcpy import torch_dtype
 
-__all__ = ["Chosen", "ChosenValue", "DType", "Rename", "choose", "values_of"]
+__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "values_of"]
 
 DType = torch.dtype | str | None
 """A dtype, torch's name of one as in ``"bfloat16"``, or None for the dtypes of the checkpoint."""
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 """New names by old ones, a function from old to new names, or None. Names that a mapping lacks stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The arguments of an export that choose tensors and values, as the caller passed them.
+
+    Attributes:
+        kind: ``"model"`` or ``"optimizer"``; None for both.
+        glob: pattern of the shell for names in the checkpoint.
+        dtype: of floating tensors in the target.
+        rename: names in the target.
+    """
+
+    kind: str | None
+    glob: str
+    dtype: DType
+    rename: Rename
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +86,17 @@ class Chosen:
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def choose(
-    ckpt: AsyncCheckpoint, kind: str | None, glob: str, dtype: DType = None, rename: Rename = None
-) -> list[Chosen]:
-    """Choose tensors by kind and pattern, in the order of the files.
-
-    Args:
-        ckpt: the open checkpoint.
-        kind: ``"model"`` or ``"optimizer"``; None for both.
-        glob: pattern of the shell for names in the checkpoint.
-        dtype: of floating tensors in the target.
-        rename: names in the target.
+def choose(ckpt: AsyncCheckpoint, choice: Choice) -> list[Chosen]:
+    """Choose tensors of an open checkpoint, in the order of its files.
 
     Raises:
         InputError: an argument cannot be used, or two tensors of a kind get one name.
         FqnMismatchError: no tensor matches.
 
     """
+    kind, glob = choice.kind, choice.glob
     _check_kind(kind)
-    layout, cast, new_name = ckpt.metadata.layout, _dtype_name(dtype), _renaming(rename)
+    layout, cast, new_name = ckpt.metadata.layout, _dtype_name(choice.dtype), _renaming(choice.rename)
     if not isinstance(glob, str):
         raise InputError(f"glob={glob!r} is a {type(glob).__name__}; pass a pattern such as 'layers.*'")
     rows = ckpt.tensors.rows(kind, glob)
@@ -124,17 +134,18 @@ def _check_kind(kind: str | None) -> None:
 
 
 def _dtype_name(dtype: DType) -> str | None:
-    """Return torch's name of a floating dtype. Raises InputError for anything else."""
+    """Return torch's full name of a floating dtype. Raises InputError for anything else."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
     name = SHORT_NAMES.get(name, name)
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    full = str(found).removeprefix("torch.")  # of the alias "half", too
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or full not in DTYPES:
         raise InputError(
-            f"dtype={dtype!r} is no floating dtype of torch; pass one such as torch.bfloat16 or 'bfloat16'"
+            f"dtype={dtype!r} is no floating dtype of whole bytes; pass one such as torch.bfloat16 or 'bfloat16'"
         )
-    return name
+    return full
 
 
 def _renaming(rename: Rename) -> Callable[[str], Any]:
@@ -193,8 +204,8 @@ class ChosenValue:
     value: Any
 
 
-async def values_of(ckpt: AsyncCheckpoint, kind: str | None, glob: str, rename: Rename) -> list[ChosenValue]:
-    """Read the values of model and optimizer whose names match, in the order of kinds and names.
+async def values_of(ckpt: AsyncCheckpoint, choice: Choice) -> list[ChosenValue]:
+    """Read the chosen values of model and optimizer, in the order of kinds and names. ``dtype`` does not matter.
 
     Notes of bcp on how an optimizer keeps states are left out: ``state.*`` with a colon in the key, ``groups`` and
     ``own``. ``docs/format.md`` describes them.
@@ -204,11 +215,11 @@ async def values_of(ckpt: AsyncCheckpoint, kind: str | None, glob: str, rename: 
         CheckpointError: a value cannot be read.
 
     """
-    new_name = _renaming(rename)
+    new_name = _renaming(choice.rename)
     names: dict[tuple[str, str], str] = {}
     chosen = []
-    for (of, path), value in sorted((await ckpt.values(kind)).items(), key=lambda item: item[0]):
-        if not fnmatchcase(path, glob) or _is_note(of, path):
+    for (of, path), value in sorted((await ckpt.values(choice.kind)).items(), key=lambda item: item[0]):
+        if not fnmatchcase(path, choice.glob) or _is_note(of, path):
             continue
         if problem := _problem(value):
             raise InputError(
@@ -229,7 +240,9 @@ def _is_note(kind: str, path: str) -> bool:
 
 
 def _problem(value: Any) -> str:
-    """Name the first type in a value that is not plain; empty for none."""
+    """Name the first part of a value that ``torch.load(weights_only=True)`` refuses; empty for none."""
+    if type(value) is bytes and not value:  # protocol 2 pickles them as a call of bytes
+        return "empty bytes"
     if value is None or type(value) in _PLAIN or type(value) is torch.Tensor:
         return ""
     if type(value) in (list, tuple, set):

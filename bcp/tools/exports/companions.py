@@ -21,13 +21,11 @@ SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 NO_COMPANIONS = (".index.json", "trainer_state.json")
 """Endings of names of the kinds above that belong to weights or to a training job."""
 
-MOST_BYTES = 1 << 30
-
 
 async def companions_of(
     like: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
 ) -> list[tuple[str, bytes]]:
-    """Read the files that a folder has beside its weights; none for no folder.
+    """Read the files beside the weights of a folder; none if ``like`` is None.
 
     Links are followed: the folders of Hugging Face's cache are made of them.
 
@@ -36,7 +34,8 @@ async def companions_of(
         storage_options: for the file system of a URL.
 
     Raises:
-        InputError: the folder has no ``config.json``, or is none.
+        InputError: ``like`` is no folder, or the folder has no ``config.json``.
+        CorruptError: a file has more than 1 GiB.
         StorageError: storage failed.
 
     """
@@ -69,7 +68,7 @@ def _local(folder: str) -> list[tuple[str, bytes]]:
         paths = sorted(path for path in absolute(folder).iterdir() if is_companion(path.name) and path.is_file())
         found = []
         for path in paths:
-            check_small(str(path), path.stat().st_size, MOST_BYTES)
+            check_small(str(path), path.stat().st_size)
             found.append((path.name, path.read_bytes()))
     except OSError as error:
         raise InputError(f"like={folder!r} cannot be read: {error}; pass a folder that has a {CONFIG}") from error
@@ -82,7 +81,7 @@ async def _stored(url: str, storage_options: Mapping[str, Any] | None) -> list[t
     async with place.opened:
         infos = [info for info in await place.backend.list() if "/" not in info.key and is_companion(info.key)]
         for info in infos:
-            check_small(f"{place.path}/{info.key}", info.nbytes, MOST_BYTES)
+            check_small(f"{place.path}/{info.key}", info.nbytes)
         return [(info.key, bytes(await place.backend.get(info.key))) for info in infos]
 
 

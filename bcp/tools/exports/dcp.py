@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,10 @@ from bcp.errors import InputError
 from bcp.plan.box import Box, cut
 from bcp.plan.read.renamed import tied_names
 from bcp.read.checkpoint import AsyncCheckpoint
+from bcp.read.facts import check_nbytes
 from bcp.stages.memcpy import torch_dtype
-from bcp.tools.exports.chosen import Chosen, ChosenValue, DType, Rename, choose, values_of
-from bcp.tools.exports.exporting import Export, ExportKeywords, Plan, Source, arun, prepare, run
+from bcp.tools.exports.chosen import Choice, Chosen, ChosenValue, DType, Rename, choose, values_of
+from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.streamed import TargetFile
 from bcp.tools.exports.target import folder_target
@@ -103,7 +103,8 @@ def export_dcp(
         ('__0_0.distcp', '.metadata')
 
     """
-    return run(_prepare(source, target, kind, glob, dtype, rename, keys, file_bytes, keywords, values=values))
+    form = _format(target, Choice(kind, glob, dtype, rename), keys, file_bytes, keywords, values=values)
+    return run(source, form, keywords)
 
 
 async def aexport_dcp(
@@ -120,44 +121,39 @@ async def aexport_dcp(
     **keywords: Unpack[ExportKeywords],
 ) -> ExportResult:
     """Do the same as :func:`export_dcp` from a coroutine; ``source`` may be an AsyncCheckpoint, too."""
-    prepared = _prepare(
-        source, target, kind, glob, dtype, rename, keys, file_bytes, keywords, values=values, is_async=True
-    )
-    return await arun(prepared)
+    form = _format(target, Choice(kind, glob, dtype, rename), keys, file_bytes, keywords, values=values)
+    return await arun(source, form, keywords)
 
 
-def _prepare(
-    source: Source,
+def _format(
     target: Path,
-    kind: str | None,
-    glob: str,
-    dtype: DType,
-    rename: Rename,
+    choice: Choice,
     keys: Mapping[str, str],
     file_bytes: int,
     keywords: ExportKeywords,
     *,
     values: bool,
-    is_async: bool = False,
-) -> Export:
-    """Take this rank's place in the export."""
+) -> Format:
+    """Return the format for one folder."""
 
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
         _check(keys, file_bytes)
-        tensors = choose(ckpt, kind, glob, dtype, rename)
+        tensors = choose(ckpt, choice)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         folder = _Folder(keys, file_bytes, max(CHUNK_BYTES, nbytes // MANY_CHUNKS))
-        further = tied_names(ckpt.metadata.layout) if rename is None else {}
-        for value in await values_of(ckpt, kind, glob, rename) if values else []:
+        further = tied_names(ckpt.metadata.layout) if choice.rename is None else {}
+        for value in await values_of(ckpt, choice) if values else []:
             for name in (value.name, *further.get((value.kind, value.name), ())):
                 folder.value(replace(value, name=name))
         for tensor in tensors:
             for name in (tensor.name, *further.get((tensor.kind, tensor.saved), ())):
                 folder.tensor(replace(tensor, name=name))
-        return Plan(folder.files, len(folder.places), [(METADATA, pickle.dumps(folder.metadata(), protocol=4))])
+        # readers of DCP take metadata as a pickle only; these bytes are made here, and bcp unpickles none
+        metadata = pickle.dumps(folder.metadata(), protocol=4)
+        return Plan(folder.files, len(folder.places), [(METADATA, metadata)])
 
     opened = folder_target(target, keywords.get("storage_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
-    return prepare("the DCP folder", source, opened, plan, keywords, is_async=is_async)
+    return Format("the DCP folder", opened, plan)
 
 
 def _check(keys: object, file_bytes: object) -> None:
@@ -166,8 +162,7 @@ def _check(keys: object, file_bytes: object) -> None:
         raise InputError(f"keys={keys!r}: pass a mapping such as {KEYS!r}")
     if unknown := sorted(set(keys) - set(KEYS)):
         raise InputError(f"keys has {unknown[0]!r}; its kinds are {' and '.join(map(repr, KEYS))}")
-    if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
-        raise InputError(f"file_bytes={file_bytes!r}: pass a positive number of bytes")
+    check_nbytes("file_bytes", file_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +191,11 @@ class _Folder:
         """Add a tensor. A tied one gets the places of the other."""
         name, dtype = self._named(tensor.kind, tensor.name), torch_dtype(tensor.dtype)
         if tensor.stored not in self.places:
-            self.places[tensor.stored] = [
-                _Chunk(box, self._stored(tensor, box))
+            blocks = [
+                Stored(tensor.row, box, tensor.dtype, tensor.itemsize)
                 for box in cut(tensor.box, max(self.chunk_bytes // tensor.itemsize, 1))
             ]
+            self.places[tensor.stored] = [_Chunk(each.box, self._archived(each, each.nbytes)) for each in blocks]
         chunks = self.places[tensor.stored]
         sizes = [ChunkStorageMetadata(torch.Size(each.box.offsets), torch.Size(each.box.lengths)) for each in chunks]
         self.entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), sizes)
@@ -207,13 +203,9 @@ class _Folder:
             self.storage[MetadataIndex(name, chunk.box.offsets, number)] = chunk.place
 
     def value(self, value: ChosenValue) -> None:
-        """Add a value, as ``torch.save`` writes it."""
-        name, stream = self._named(value.kind, value.name), io.BytesIO()
-        torch.save(value.value, stream)
-        file = self._file(0)
-        file.pad(64)
-        self.storage[MetadataIndex(name)] = _StorageInfo(file.key, file.nbytes, len(stream.getbuffer()))
-        file.fixed(stream.getvalue())
+        """Add a value."""
+        name = self._named(value.kind, value.name)
+        self.storage[MetadataIndex(name)] = self._archived(value.value, 0)
         self.entries[name] = BytesStorageMetadata()
 
     def metadata(self) -> Metadata:
@@ -230,12 +222,10 @@ class _Folder:
         self.paths[full] = path
         return full
 
-    def _stored(self, tensor: Chosen, box: Box) -> _StorageInfo:
-        """Lay out the archive of a block."""
-        file = self._file(box.numel * tensor.itemsize)
-        file.pad(64)
-        start = file.nbytes
-        write_archive(file, Stored(tensor.row, box, tensor.dtype, tensor.itemsize))
+    def _archived(self, value: Any, nbytes: int) -> _StorageInfo:
+        """Lay out the archive of a value, or of a block of so many bytes."""
+        file = self._file(nbytes)
+        start = write_archive(file, value)
         return _StorageInfo(file.key, start, file.nbytes - start)
 
     def _file(self, nbytes: int) -> TargetFile:

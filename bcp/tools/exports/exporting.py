@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypedDict
 
 import anyio
@@ -19,15 +20,17 @@ from bcp.format.container import digest
 from bcp.options import LoadOptions, timeout_of
 from bcp.protocols import REFUSED, Agreement, Coordinator
 from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
+from bcp.read.facts import check_nbytes
 from bcp.read.replaced import say_if_replaced
 from bcp.runtime import bridge as _bridge
 from bcp.stages.load import require_codecs
+from bcp.tools.calls import Progress, called, ignore_progress
 from bcp.tools.exports.result import ExportResult
-from bcp.tools.exports.streamed import TargetFile
+from bcp.tools.exports.streamed import Elements, Fixed, TargetFile
 from bcp.tools.exports.target import Target
 from bcp.tools.exports.writing import write_file
 
-__all__ = ["Export", "ExportKeywords", "Plan", "Source", "arun", "prepare", "run"]
+__all__ = ["ExportKeywords", "Format", "Plan", "Source", "arun", "run"]
 
 BUDGET_BYTES = 256 << 20
 
@@ -36,18 +39,19 @@ Source = Path | Checkpoint | AsyncCheckpoint
 
 
 class ExportKeywords(TypedDict, total=False):
-    """ExportKeywords that all exports take.
+    """Keywords that all exports take.
 
     Attributes:
         role: the role of the checkpoint below the path, if it was saved with one.
-        overwrite: replace older files of the same kind in the target. False by default. Those of a folder are deleted
-            before the first new one is written. A single file is replaced at the end.
-        budget_bytes: memory for data on the way; 256 MiB by default. A checkpoint with codecs takes at least one of its
-            encoded parts. Tensors may be larger.
+        overwrite: replace older files of the same kind in the target. False by default. Older files of a folder are
+            deleted before the first new file is written. A single file is replaced at the end.
+        budget_bytes: memory for data on the way; 256 MiB by default. Tensors may be larger. A checkpoint with codecs
+            takes one encoded part at least.
         progress: called with the bytes that this rank has written and those that it is going to write, on the event
             loop: by :func:`print` or a progress bar, for instance.
         options: how to read the checkpoint, as for :class:`bcp.Checkpoint`.
-        storage_options: for the file system of the target, if that is a URL.
+        storage_options: for the file system of a URL: of the target, and of the folder ``like`` of an export to
+            Hugging Face. Those of the checkpoint belong into ``options``.
         coordinator: of several ranks that share the work, as for :func:`bcp.save`. Rank r of n writes every n-th file,
             and rank 0 the index. None: the ranks of this job.
     """
@@ -55,7 +59,7 @@ class ExportKeywords(TypedDict, total=False):
     role: str | None
     overwrite: bool
     budget_bytes: int
-    progress: Callable[[int, int], object] | None
+    progress: Progress | None
     options: LoadOptions | None
     storage_options: Mapping[str, Any] | None
     coordinator: Coordinator | None
@@ -80,22 +84,44 @@ class Plan:
         """Names of all files."""
         return (*(file.key for file in self.files), *(key for key, _ in self.last))
 
-    @property
-    def message(self) -> bytes:
-        """Bytes that are equal on ranks with equal plans."""
-        return digest(repr([(file.key, file.nbytes) for file in self.files]).encode())
+    def message(self, operation: str) -> bytes:
+        """Return a digest of all facts that ranks must share: the operation of the checkpoint, and every piece.
+
+        The small files are left out, all but their names: rank 0 alone writes them.
+        """
+        facts: list[object] = [operation, self.keys]
+        for piece in chain.from_iterable(file.pieces for file in self.files):
+            if isinstance(piece, Fixed):
+                facts.append(digest(piece.data))
+            else:  # the bytes of a sealed piece follow from the elements
+                facts.append(piece if isinstance(piece, Elements) else piece.nbytes)
+        return digest(repr(facts).encode())
 
 
 PlanOf = Callable[[AsyncCheckpoint], Awaitable[Plan]]
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class Format:
+    """A format with the arguments of one export to it.
+
+    Attributes:
+        name: of the format, for messages.
+        target: opens the target.
+        plan: lays out the files, once the checkpoint is open.
+    """
+
+    name: str
+    target: Callable[[], Target]
+    plan: PlanOf
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
     """An export that has its place among the operations of all ranks."""
 
     name: str  # names the call in messages
     begin: Callable[[], Awaitable[ExportResult]]
-    is_bound: bool = False  # to the event loop of the caller, whose AsyncCheckpoint it reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,47 +135,32 @@ class _Job:
     plan: PlanOf
     overwrite: bool
     budget_bytes: int
-    progress: Callable[[int, int], object]
+    progress: Progress
     rank: int
     world_size: int
     timeout: float
     began: float = field(default_factory=time.monotonic)
 
 
-def prepare(
-    name: str,
-    source: Source,
-    target: Callable[[], Target],
-    plan: PlanOf,
-    keywords: ExportKeywords,
-    *,
-    is_async: bool = False,
-) -> Export:
+def _prepare(source: Source, form: Format, keywords: ExportKeywords, *, is_async: bool) -> _Export:
     """Check the arguments of an export, and take this rank's place. Raises only if other ranks cannot be told.
 
-    Args:
-        name: of the format, for messages.
-        source: the checkpoint.
-        target: opens the target.
-        plan: lays out the files, once the checkpoint is open.
-        keywords: those that all exports take.
-        is_async: the caller is a coroutine, so that it may pass an AsyncCheckpoint.
-
+    ``is_async``: the caller is a coroutine, so that it may pass an AsyncCheckpoint.
     """
     _check_names(keywords)
     ranks, options = coordinator_for(keywords.get("coordinator")), keywords.get("options")
     try:
-        job = _checked(name, source, target, plan, keywords, ranks, is_async=is_async)
+        job = _checked(source, form, keywords, ranks, is_async=is_async)
     except Exception as error:  # noqa: BLE001 -- raised again once the other ranks were told
-        return _refused(name, ranks, timeout_of(options), error)
+        return _refused(form.name, ranks, timeout_of(options), error)
     operation = ranks.begin(f"{job.name} with world_size={ranks.world_size}", job.timeout)
-    return Export(job.name, lambda: _export(job, operation), isinstance(source, AsyncCheckpoint))
+    return _Export(job.name, lambda: _export(job, operation))
 
 
-def _refused(name: str, ranks: Coordinator, timeout: float, error: Exception) -> Export:
+def _refused(name: str, ranks: Coordinator, timeout: float, error: Exception) -> _Export:
     """Take this rank's place only to tell the other ranks of an error, and to raise it."""
     operation, errors = ranks.begin(REFUSED, timeout), [error]
-    return Export(f"export to {name}", lambda: refuse_on_all_ranks(operation, "plan", ranks.rank, errors.pop()))
+    return _Export(f"export to {name}", lambda: refuse_on_all_ranks(operation, "plan", ranks.rank, errors.pop()))
 
 
 def _check_names(keywords: ExportKeywords) -> None:
@@ -160,20 +171,10 @@ def _check_names(keywords: ExportKeywords) -> None:
         )
 
 
-def _checked(
-    name: str,
-    source: Source,
-    target: Callable[[], Target],
-    plan: PlanOf,
-    keywords: ExportKeywords,
-    ranks: Coordinator,
-    *,
-    is_async: bool,
-) -> _Job:
+def _checked(source: Source, form: Format, keywords: ExportKeywords, ranks: Coordinator, *, is_async: bool) -> _Job:
     """Check the arguments."""
     budget_bytes, progress = keywords.get("budget_bytes", BUDGET_BYTES), keywords.get("progress")
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
-        raise InputError(f"budget_bytes={budget_bytes!r}: pass a positive number of bytes")
+    check_nbytes("budget_bytes", budget_bytes)
     if progress is not None and not callable(progress):
         raise InputError(f"progress={progress!r} cannot be called; pass a function of two numbers of bytes")
     role, options = keywords.get("role"), keywords.get("options")
@@ -186,16 +187,16 @@ def _checked(
             "begins with 'a'"
         )
     checkpoint = _opened_already(source) or AsyncCheckpoint(source, role=role, options=options)  # type: ignore[arg-type]  # else a path
-    place = target()
+    target = form.target()
     return _Job(
-        name=f"export of {checkpoint.path} to {name} {place.path}",
+        name=f"export of {checkpoint.path} to {form.name} {target.path}",
         source=checkpoint,
         is_mine=not is_open,
-        target=place,
-        plan=plan,
+        target=target,
+        plan=form.plan,
         overwrite=bool(keywords.get("overwrite", False)),
         budget_bytes=budget_bytes,
-        progress=progress or _nothing,
+        progress=progress or ignore_progress,
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout_of(options),
@@ -207,10 +208,6 @@ def _opened_already(source: Source) -> AsyncCheckpoint | None:
     if isinstance(source, Checkpoint):
         return source._inner  # noqa: SLF001 -- an export reads by the same door
     return source if isinstance(source, AsyncCheckpoint) else None
-
-
-def _nothing(_done: int, _total: int) -> None:
-    """Draw nothing."""
 
 
 # -- the course --------------------------------------------------------------------------------------
@@ -235,12 +232,16 @@ async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
 
     async def make_room(messages: Sequence[bytes]) -> bytes:
         if len(set(messages)) > 1:
-            raise InputError(f"{job.name}: ranks have planned other files; pass the same arguments on all ranks")
+            rank = next(rank for rank, message in enumerate(messages) if message != messages[0])
+            raise InputError(
+                f"{job.name}: rank {rank} has planned other files than rank 0; pass the same arguments on all ranks, "
+                "and export a checkpoint that no save replaces meanwhile"
+            )
         if isinstance(plan, Plan):
-            await job.target.make_room(frozenset(plan.keys), overwrite=job.overwrite)
+            await job.target.make_room(frozenset(plan.keys), job.source.source, overwrite=job.overwrite)
         return b""
 
-    own_message = plan.message if isinstance(plan, Plan) else plan
+    own_message = plan.message(job.source.metadata.commit.operation) if isinstance(plan, Plan) else plan
     await gather_broadcast(agreement, "plan", job.rank, own_message, make_room)
     if not isinstance(plan, Plan):
         raise plan  # all ranks know of it, so that the line above has raised it already
@@ -250,7 +251,7 @@ async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
 async def _planned(job: _Job) -> Plan:
     """Open the checkpoint, and lay out the files."""
     await job.source.open()
-    require_codecs(job.source.metadata.commit.codecs, job.source._opened().options.codecs)  # noqa: SLF001 -- as above
+    require_codecs(job.source.metadata.commit.codecs, job.source.source.options.codecs)
     return await job.plan(job.source)
 
 
@@ -291,7 +292,7 @@ async def _write(job: _Job, files: Sequence[TargetFile], stored: list[str]) -> N
         done += nbytes
         job.progress(done, total)
 
-    source = job.source._opened()  # noqa: SLF001 -- as above
+    source = job.source.source
     async with say_if_replaced(source):
         for file in files:
             await write_file(source, job.target.backend, file, job.budget_bytes, told)
@@ -301,18 +302,17 @@ async def _write(job: _Job, files: Sequence[TargetFile], stored: list[str]) -> N
 # -- the two ways to call it ---------------------------------------------------------------------------
 
 
-def run(export: Export) -> ExportResult:
-    """Export on bcp's own event loop; block meanwhile."""
-    try:
-        return _bridge.run(export.begin, name=export.name)
-    except BcpError as error:
-        raise plain(error) from error.__cause__
+def run(source: Source, form: Format, keywords: ExportKeywords) -> ExportResult:
+    """Export a checkpoint on bcp's own event loop; block meanwhile."""
+    export = _prepare(source, form, keywords, is_async=False)
+    return called(export.begin, export.name)
 
 
-async def arun(export: Export) -> ExportResult:
-    """Export from a coroutine: on bcp's own event loop, or on the caller's if that opened the checkpoint."""
+async def arun(source: Source, form: Format, keywords: ExportKeywords) -> ExportResult:
+    """Export from a coroutine: on bcp's own event loop, or on the caller's loop for the caller's AsyncCheckpoint."""
+    export = _prepare(source, form, keywords, is_async=True)
     try:
-        if export.is_bound:
+        if isinstance(source, AsyncCheckpoint):
             return await export.begin()
         exporting = _bridge.start(lambda _: export.begin(), name=export.name)
         await exporting.astarted()  # until its end: a cancellation ends the export, too

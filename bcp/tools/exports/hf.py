@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Unpack
 
 from bcp.backends.place import Path
-from bcp.errors import InputError
 from bcp.read.checkpoint import AsyncCheckpoint
-from bcp.tools.exports.chosen import Chosen, DType, Rename, choose
+from bcp.read.facts import check_nbytes
+from bcp.tools.exports.chosen import Choice, Chosen, DType, Rename, choose
 from bcp.tools.exports.companions import companions_of, with_dtype
-from bcp.tools.exports.exporting import Export, ExportKeywords, Plan, Source, arun, prepare, run
+from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.safetensors_file import check_storable, safetensors_file
 from bcp.tools.exports.streamed import TargetFile
@@ -47,16 +47,16 @@ def export_hf(
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
     ``model.safetensors.index.json``. The index is written last. After a failure, files that were written are deleted.
 
-    A tied tensor is written once: transformers ties the names again. The name of the input embedding is kept, as
-    ``save_pretrained`` keeps it. The metadata of the file have the others. ``glob=`` may leave a name out, and so keep
-    another one.
+    A tied tensor is written once, under the name of the input embedding: ``save_pretrained`` does the same, and
+    transformers ties the other names again. The metadata of the file have the other names. If ``glob=`` leaves out the
+    name of the embedding, the tensor has another name.
 
     Args:
         source: a path, a URL, a backend, or a :class:`bcp.Checkpoint`.
         target: the folder: a path, a URL, or a backend.
         like: a folder with ``config.json``: it is copied, and so are tokenizer, generation settings, templates and code
             of the model (``.json``, ``.jinja``, ``.txt``, ``.model``, ``.tiktoken``, ``.py``), never weights. The copy
-            of ``config.json`` names the dtype of the weights.
+            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL here, too.
         dtype: dtype of floating tensors in the folder, as in ``torch.bfloat16``; that of the checkpoint by default.
         shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
         kind: ``"model"`` or ``"optimizer"``.
@@ -81,7 +81,8 @@ def export_hf(
         (('model.safetensors',), 20)
 
     """
-    return run(_prepare(source, target, like, dtype, shard_bytes, kind, glob, rename, keywords))
+    form = _format(target, Choice(kind, glob, dtype, rename), like, shard_bytes, keywords)
+    return run(source, form, keywords)
 
 
 async def aexport_hf(
@@ -97,28 +98,22 @@ async def aexport_hf(
     **keywords: Unpack[ExportKeywords],
 ) -> ExportResult:
     """Do the same as :func:`export_hf` from a coroutine; ``source`` may be an AsyncCheckpoint, too."""
-    return await arun(_prepare(source, target, like, dtype, shard_bytes, kind, glob, rename, keywords, is_async=True))
+    form = _format(target, Choice(kind, glob, dtype, rename), like, shard_bytes, keywords)
+    return await arun(source, form, keywords)
 
 
-def _prepare(
-    source: Source,
+def _format(
     target: Path,
+    choice: Choice,
     like: str | os.PathLike[str] | None,
-    dtype: DType,
     shard_bytes: int,
-    kind: str,
-    glob: str,
-    rename: Rename,
     keywords: ExportKeywords,
-    *,
-    is_async: bool = False,
-) -> Export:
-    """Take this rank's place in the export."""
+) -> Format:
+    """Return the format for one folder."""
 
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
-        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
-            raise InputError(f"shard_bytes={shard_bytes!r}: pass a positive number of bytes")
-        tensors, others = _untied(choose(ckpt, kind, glob, dtype, rename))
+        check_nbytes("shard_bytes", shard_bytes)
+        tensors, others = _untied(choose(ckpt, choice))
         check_storable(tensors)
         companions = with_dtype(await companions_of(like, keywords.get("storage_options")), tensors)
         groups = _groups(tensors, shard_bytes)
@@ -130,7 +125,7 @@ def _prepare(
         return Plan(files, len(tensors), [*companions, *index])
 
     opened = folder_target(target, keywords.get("storage_options"), lambda key: bool(WEIGHTS.fullmatch(key)))
-    return prepare("the Hugging Face folder", source, opened, plan, keywords, is_async=is_async)
+    return Format("the Hugging Face folder", opened, plan)
 
 
 # -- shards --------------------------------------------------------------------------------------------

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from bcp.errors import InputError
-from bcp.plan.write.files import DTYPE_CODES
+from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
+from bcp.plan.write.files import framed
 from bcp.tools.exports.chosen import Chosen
 from bcp.tools.exports.streamed import TargetFile
 
 __all__ = ["check_storable", "safetensors_file"]
 
-CODES = {
-    **DTYPE_CODES,
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-"""Safetensors' names of torch's dtypes. Only readers of 2026 know the last three."""
+CODES = {dtype: code for code, dtype in NAMES.items()}
+"""Safetensors' names of torch's dtypes. Only readers of 2026 know F8_E4M3FNUZ, F8_E5M2FNUZ and F8_E8M0."""
 
 ALIGNMENT = 64
 NOTES = "__metadata__"
-MOST_HEADER_BYTES = 100_000_000
-"""Readers of safetensors refuse longer headers."""
 
 
 def check_storable(tensors: Sequence[Chosen]) -> None:
-    """Raise InputError for a dtype or a name that safetensors does not have."""
+    """Raise InputError for tensors of two kinds, and for a dtype or a name unknown to safetensors."""
+    if len({tensor.kind for tensor in tensors}) > 1:
+        raise InputError("kind=None: names of model and optimizer may be equal; pass kind='model' or kind='optimizer'")
     for tensor in tensors:
         if tensor.dtype not in CODES:
             raise InputError(
@@ -60,15 +55,15 @@ def safetensors_file(key: str, tensors: Sequence[Chosen], notes: Mapping[str, st
             "data_offsets": (offset, offset + tensor.nbytes),
         }
         offset += tensor.nbytes
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    if len(text) > MOST_HEADER_BYTES:
+    header = framed(table, ALIGNMENT)
+    nbytes = len(header) - LENGTH_BYTES
+    if nbytes > MOST_HEADER_BYTES:
         raise InputError(
-            f"{key}: the header for {len(tensors)} tensors has {len(text)} bytes, and {MOST_HEADER_BYTES} is the most "
+            f"{key}: the header for {len(tensors)} tensors has {nbytes} bytes, and {MOST_HEADER_BYTES} is the most "
             "of safetensors; export fewer tensors by glob=, or choose a smaller shard_bytes="
         )
     file = TargetFile(key)
-    file.fixed(len(text).to_bytes(8, "little") + text)
+    file.fixed(header)
     for tensor in ordered:
         file.elements(tensor.row, tensor.box, tensor.dtype, tensor.itemsize)
     return file

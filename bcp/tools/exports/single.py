@@ -6,8 +6,8 @@ import os
 from typing import Unpack
 
 from bcp.read.checkpoint import AsyncCheckpoint
-from bcp.tools.exports.chosen import DType, Rename, choose
-from bcp.tools.exports.exporting import Export, ExportKeywords, Plan, Source, arun, prepare, run
+from bcp.tools.exports.chosen import Choice, DType, Rename, choose
+from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.safetensors_file import check_storable, safetensors_file
 from bcp.tools.exports.target import file_target, split_file
@@ -60,7 +60,7 @@ def export_safetensors(
         (('single.safetensors',), 2)
 
     """
-    return run(_prepare(source, target, kind, glob, dtype, rename, keywords))
+    return run(source, _format(target, Choice(kind, glob, dtype, rename), keywords), keywords)
 
 
 async def aexport_safetensors(
@@ -74,26 +74,15 @@ async def aexport_safetensors(
     **keywords: Unpack[ExportKeywords],
 ) -> ExportResult:
     """Do the same as :func:`export_safetensors` from a coroutine; ``source`` may be an AsyncCheckpoint, too."""
-    return await arun(_prepare(source, target, kind, glob, dtype, rename, keywords, is_async=True))
+    return await arun(source, _format(target, Choice(kind, glob, dtype, rename), keywords), keywords)
 
 
-def _prepare(
-    source: Source,
-    target: str | os.PathLike[str],
-    kind: str,
-    glob: str,
-    dtype: DType,
-    rename: Rename,
-    keywords: ExportKeywords,
-    *,
-    is_async: bool = False,
-) -> Export:
-    """Take this rank's place in the export."""
+def _format(target: str | os.PathLike[str], choice: Choice, keywords: ExportKeywords) -> Format:
+    """Return the format for one file."""
 
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
-        tensors = choose(ckpt, kind, glob, dtype, rename)
+        tensors = choose(ckpt, choice)
         check_storable(tensors)
         return Plan([safetensors_file(split_file(target)[1], tensors)], len(tensors))
 
-    opened = file_target(target, keywords.get("storage_options"))
-    return prepare("safetensors", source, opened, plan, keywords, is_async=is_async)
+    return Format("safetensors", file_target(target, keywords.get("storage_options")), plan)

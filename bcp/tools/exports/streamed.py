@@ -70,6 +70,15 @@ class Part:
         """One past the last byte."""
         return self.start + self.nbytes
 
+    def within(self, piece: Piece) -> slice:
+        """Return the bytes of a piece that lie in the part, counted from the first byte of the part."""
+        return slice(max(piece.at - self.start, 0), min(piece.at + piece.nbytes - self.start, self.nbytes))
+
+    def of(self, piece: Piece) -> slice:
+        """Return the same bytes, counted from the first byte of the piece."""
+        found, ahead = self.within(piece), self.start - piece.at
+        return slice(found.start + ahead, found.stop + ahead)
+
 
 class TargetFile:
     """A file that is laid out piece by piece, before any byte is written.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from bcp.backends.place import Path, place_of
 from bcp.errors import CorruptError, ExistsError, InputError
 from bcp.format.metadata import METADATA_KEY
 from bcp.protocols import Backend
+from bcp.read.source import Source
 from bcp.runtime.threads import in_thread
 
 __all__ = ["Target", "file_target", "folder_target"]
@@ -30,7 +31,7 @@ class Target:
         backend: the folder, or the folder of the file.
         opened: closes the storage at the end, if it was opened for this target.
         is_file: whether the export is one file, which is replaced as a whole.
-        is_mine: whether an older export of the same kind, or another tool, may have written a key.
+        is_mine: whether a key is the name of a file of this kind, written by an older export or another tool.
     """
 
     path: str
@@ -39,16 +40,18 @@ class Target:
     is_file: bool
     is_mine: Callable[[str], bool]
 
-    async def make_room(self, keys: frozenset[str], *, overwrite: bool) -> None:
-        """Look what is there; delete what the export replaces, if it may.
+    async def make_room(self, keys: frozenset[str], source: Source, *, overwrite: bool) -> None:
+        """Delete the older files of a folder, if the export may replace them.
 
         Args:
-            keys: what the export is going to write.
-            overwrite: whether older files may go.
+            keys: names of the files of the export.
+            source: the open checkpoint. Its files stay: the export has yet to read them.
+            overwrite: whether the export may replace older files.
 
         Raises:
-            ExistsError: something is there, and ``overwrite`` is not set; nothing was deleted.
-            InputError: a folder is where the file goes, or the target is a checkpoint of bcp.
+            ExistsError: there are older files, and ``overwrite`` is not set; nothing was deleted.
+            InputError: a folder has the name of a file of the export; the target is a checkpoint of bcp; an older file
+                belongs to the source. Nothing was deleted.
             StorageError: storage failed.
 
         """
@@ -62,6 +65,12 @@ class Target:
             if await self._is_folder(key):
                 raise InputError(f"{self.path}: {key} is a folder, and the export has a file there; pass another path")
         old = sorted(key for key in there if key in keys or self.is_mine(key))
+        needed = () if self.is_file else await in_thread(_common_files, source, self.backend, old)
+        if needed:
+            raise InputError(
+                f"{self.path} is the folder of the source, too: an export would delete {needed[0]} before it reads the "
+                "file; pass another path"
+            )
         if old and not overwrite:
             more = f" and {len(old) - SHOWN} more" if len(old) > SHOWN else ""
             raise ExistsError(
@@ -74,6 +83,18 @@ class Target:
     async def _is_folder(self, key: str) -> bool:
         """Whether a local folder is where a file shall be."""
         return isinstance(self.backend, LocalBackend) and await in_thread((self.backend.root / key).is_dir)
+
+
+def _common_files(source: Source, backend: Backend, keys: Sequence[str]) -> list[str]:
+    """Return the keys of a folder that are files of the source: those of another library may lie anywhere. Blocks."""
+    foreign, theirs = source.metadata.foreign, source.backend
+    if foreign is None:  # the folder of a checkpoint of bcp is refused as a target
+        return []
+    if isinstance(theirs, LocalBackend) and isinstance(backend, LocalBackend):
+        is_same = backend.root.is_dir() and theirs.root.samefile(backend.root)
+    else:
+        is_same = repr(theirs) == repr(backend)
+    return sorted(set(keys).intersection(foreign.key)) if is_same else []
 
 
 async def _is_there(backend: Backend, key: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bcp.interop.torch_pickle import STORAGES
 from bcp.plan.box import Box
 from bcp.runtime.imports import imported
 from bcp.stages.memcpy import bytes_of, bytes_row_of, torch_dtype
@@ -42,21 +43,7 @@ HAS_DESCRIPTOR = 1 << 3
 DATE = 33
 """The first of January 1980, the first day of zip."""
 
-_STORAGE_CLASSES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""Classes that name dtypes in pickles. Other dtypes stand beside a storage of bytes."""
+STORAGE_CLASSES = {dtype: name for name, dtype in STORAGES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,15 +68,19 @@ class Stored:
         return self.box.numel * self.itemsize
 
 
-def write_archive(file: TargetFile, value: Any) -> None:
+def write_archive(file: TargetFile, value: Any) -> int:
     """Lay out an archive at the end of a file: ``torch.load`` of these bytes returns the value.
 
     Args:
         file: the file; the archive begins at a multiple of 64 bytes.
         value: plain values, tensors in host memory, and :class:`Stored` in the places of other tensors.
 
+    Returns:
+        The first byte of the archive in the file.
+
     """
     file.pad(ALIGNMENT)
+    start = file.nbytes
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
@@ -102,6 +93,7 @@ def write_archive(file: TargetFile, value: Any) -> None:
         archive.storage(f"data/{key}", storage)
     archive.text("version", b"3\n")
     archive.end()
+    return start
 
 
 # -- the pickle ----------------------------------------------------------------------------------------
@@ -140,8 +132,8 @@ class _Pickler(pickle.Pickler):
 
     def _rebuilt(self, stored: Stored | torch.Tensor, shape: tuple[int, ...], dtype: str) -> Any:
         """Return function and arguments that rebuild a tensor."""
-        kind = _STORAGE_CLASSES.get(dtype, "UntypedStorage")
-        is_typed = dtype in _STORAGE_CLASSES
+        kind = STORAGE_CLASSES.get(dtype, "UntypedStorage")
+        is_typed = dtype in STORAGE_CLASSES
         storage = self._known.get(id(stored))
         if storage is None:
             numel = Box.whole(shape).numel

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 from bcp.errors import InputError
 from bcp.read.checkpoint import AsyncCheckpoint
-from bcp.tools.exports.chosen import Chosen, DType, Rename, choose, values_of
-from bcp.tools.exports.exporting import Export, ExportKeywords, Plan, Source, arun, prepare, run
+from bcp.tools.exports.chosen import Choice, Chosen, DType, Rename, choose, values_of
+from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.streamed import TargetFile
 from bcp.tools.exports.target import file_target, split_file
@@ -70,7 +70,8 @@ def export_torch(
         <All keys matched successfully>
 
     """
-    return run(_prepare(source, target, kind, glob, dtype, rename, keywords, values=values))
+    form = _format(target, Choice(kind, glob, dtype, rename), keywords, values=values)
+    return run(source, form, keywords)
 
 
 async def aexport_torch(
@@ -85,27 +86,17 @@ async def aexport_torch(
     **keywords: Unpack[ExportKeywords],
 ) -> ExportResult:
     """Do the same as :func:`export_torch` from a coroutine; ``source`` may be an AsyncCheckpoint, too."""
-    return await arun(_prepare(source, target, kind, glob, dtype, rename, keywords, values=values, is_async=True))
+    form = _format(target, Choice(kind, glob, dtype, rename), keywords, values=values)
+    return await arun(source, form, keywords)
 
 
-def _prepare(
-    source: Source,
-    target: str | os.PathLike[str],
-    kind: str | None,
-    glob: str,
-    dtype: DType,
-    rename: Rename,
-    keywords: ExportKeywords,
-    *,
-    values: bool,
-    is_async: bool = False,
-) -> Export:
-    """Take this rank's place in the export."""
+def _format(target: str | os.PathLike[str], choice: Choice, keywords: ExportKeywords, *, values: bool) -> Format:
+    """Return the format for one file."""
 
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
-        tensors = choose(ckpt, kind, glob, dtype, rename)
+        tensors = choose(ckpt, choice)
         content = _state_dicts(tensors)
-        for each in await values_of(ckpt, kind, glob, rename) if values else []:
+        for each in await values_of(ckpt, choice) if values else []:
             entries = content.setdefault(each.kind, {})
             if each.name in entries:
                 raise InputError(
@@ -113,11 +104,10 @@ def _prepare(
                 )
             entries[each.name] = each.value
         file = TargetFile(split_file(target)[1])
-        write_archive(file, content if kind is None else content[kind])
+        write_archive(file, content if choice.kind is None else content[choice.kind])
         return Plan([file], len({tensor.stored for tensor in tensors}))
 
-    opened = file_target(target, keywords.get("storage_options"))
-    return prepare("a file of torch.save", source, opened, plan, keywords, is_async=is_async)
+    return Format("a file of torch.save", file_target(target, keywords.get("storage_options")), plan)
 
 
 def _state_dicts(tensors: list[Chosen]) -> dict[str, dict[str, Any]]:

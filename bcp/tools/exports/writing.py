@@ -87,15 +87,14 @@ async def _read(source: Source, lease: Lease, part: Part) -> _Filled:
     memory = filled.memory
     metas, rows, saved, tensors = source.metadata.layout.tensors, [], [], []
     for piece in part.pieces:
-        start, stop = max(piece.at, part.start), min(piece.at + piece.nbytes, part.stop)
-        place = memory[start - part.start : stop - part.start]
+        place, own = memory[part.within(piece)], part.of(piece)
         if isinstance(piece, Elements):
-            first, last = (start - piece.at) // piece.itemsize, (stop - piece.at) // piece.itemsize
+            first, last = own.start // piece.itemsize, own.stop // piece.itemsize
             rows.append(ShardRow(metas[piece.row], piece.box, first, last))
             saved.append(piece.row)
             tensors.append(place.view(torch_dtype(piece.dtype)))
         elif isinstance(piece, Fixed):
-            bytes_of(place)[:] = memoryview(piece.data)[start - piece.at : stop - piece.at]
+            bytes_of(place)[:] = memoryview(piece.data)[own]
     if rows:
         shards = LocalShards(ShardTable.build(rows), _shaped(rows, tensors))
         await fill(source, shards, np.array(list(dict.fromkeys(saved))))
@@ -124,12 +123,11 @@ class _Seal:
     def _seal(self, filled: _Filled) -> None:
         part, memory = filled.part, bytes_of(filled.memory)
         for piece in part.pieces:
-            start, stop = max(piece.at, part.start), min(piece.at + piece.nbytes, part.stop)
-            place = memory[start - part.start : stop - part.start]
+            place = memory[part.within(piece)]
             if isinstance(piece, Elements):
                 self._checksums[piece.number] = zlib.crc32(place, self._checksums[piece.number])
             elif isinstance(piece, Sealed):
-                place[:] = piece.make(self._checksums)[start - piece.at : stop - piece.at]
+                place[:] = piece.make(self._checksums)[part.of(piece)]
 
 
 async def _write(writer: PartWriter, lease: Lease, told: Callable[[int], object], filled: _Filled) -> None:
@@ -137,10 +135,5 @@ async def _write(writer: PartWriter, lease: Lease, told: Callable[[int], object]
     part = filled.part
     await writer.write_part(part.index, part.start, bytes_of(filled.memory))
     lease.give(filled.buffer)
-    told(
-        sum(
-            min(piece.at + piece.nbytes, part.stop) - max(piece.at, part.start)
-            for piece in part.pieces
-            if isinstance(piece, Elements)
-        )
-    )
+    spans = [part.within(piece) for piece in part.pieces if isinstance(piece, Elements)]
+    told(sum(span.stop - span.start for span in spans))

@@ -56,7 +56,10 @@ def test_parts_tile_the_file_and_have_all_pieces_that_they_touch(pieces: list[tu
         for piece in part.pieces:
             data = bytes_of(piece)
             assert len(data) == piece.nbytes > 0
-            found += data[max(part.start - piece.at, 0) : part.stop - piece.at]
+            own, place = part.of(piece), part.within(piece)
+            assert part.start + place.start == piece.at + own.start == len(found)
+            assert 0 <= own.start < own.stop <= piece.nbytes
+            found += data[own]
         end = part.stop
     assert found == image
     assert file.data_nbytes == sum(piece.nbytes for piece in file.pieces if isinstance(piece, Elements))
