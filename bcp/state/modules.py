@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from bcp.state.load_path import inner_module
 from bcp.state.memory import memory, unsupported
 from bcp.state.meta_tensors import refuse_meta
 from bcp.state.module_target import ModuleTarget, is_extra, is_plain
-from bcp.state.names import Path, cleaned, cleaner, dotted, walk
+from bcp.state.names import Path, cleaned, cleaner, dotted, split, walk
 from bcp.state.native_values import same_generator, set_generator
 from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.tensor_specs import is_flat
@@ -109,59 +108,54 @@ class ParamNames:
         self._state, self._saved = state, saved
         self._by_id = self._indexed(self._named.items())
         for key, names in self._hidden.items() if saved is not None else ():
-            known = self._by_id.setdefault(key, [])
-            known += [fqn for fqn in names if fqn not in known]
+            known = self._by_id.get(key, [])
+            if more := [fqn for fqn in names if fqn not in known]:
+                self._by_id[key] = self.in_order([*known, *more])
 
-    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, list[str]]:
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of one parameter, the best one first.
+
+        A name with optimizer states in the checkpoint comes first, then one with hyper-parameters: libraries choose
+        different names of a tied parameter. The next criteria are a name in the state dict of the target, and a name
+        in the checkpoint's model.
+        """
+        return sorted(names, key=self._place) if len(names) > 1 else names
+
+    def _place(self, fqn: str) -> tuple[bool, bool, bool, bool, str]:
+        entries, saved = self._entries, self._saved
+        lacks = saved is None or ("model", fqn) not in saved.rows
+        return ("state", fqn) not in entries, ("param_groups", fqn) not in entries, fqn not in self._named, lacks, fqn
+
+    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, Sequence[str]]:
         """Return the names of each leaf by its ``id``."""
         names_by_id: dict[int, list[str]] = {}
         for fqn, leaf in named:
             names_by_id.setdefault(id(leaf), []).append(fqn)
-        return self._sorted(names_by_id)
-
-    def _sorted(self, names_by_key: dict[Any, list[str]]) -> dict[Any, list[str]]:
-        """Put the names of each leaf in their order.
-
-        Of the names of a tied parameter, first comes one with optimizer entries in the checkpoint: other libraries
-        choose another name than bcp.
-        """
-        for names in names_by_key.values():
-            if len(names) > 1:
-                names.sort(key=lambda fqn: (not self._has_entries(fqn), self._lacks(fqn), fqn))
-        return names_by_key
-
-    def _lacks(self, fqn: str) -> bool:
-        """Whether the checkpoint has no tensor of this name in its model."""
-        return self._saved is None or ("model", fqn) not in self._saved.rows
-
-    def _has_entries(self, fqn: str) -> bool:
-        """Whether the checkpoint's optimizer has entries of a parameter."""
-        names = self._optimizer_names
-        for section in ("state", "param_groups"):
-            prefix = f"{section}.{fqn}."
-            place = bisect_left(names, prefix)
-            if place < len(names) and names[place].startswith(prefix):
-                return True
-        return False
+        return {key: self.in_order(names) for key, names in names_by_id.items()}
 
     @cached_property
-    def _optimizer_names(self) -> list[str]:
-        return [] if self._saved is None else sorted(name for _, name in self._saved.names("optimizer"))
+    def _entries(self) -> set[tuple[str, str]]:
+        """The parameters with optimizer entries in the checkpoint, as (section, FQN); only ties ask for them."""
+        if self._saved is None:
+            return set()
+        fqns = {*self._named, *(fqn for fqn, _ in _parameters(self._state))}
+        places = (split(name, fqns) for _, name in self._saved.names("optimizer"))
+        return {place[:2] for place in places if place}
 
     @cached_property
-    def _hidden(self) -> dict[int, list[str]]:
+    def _hidden(self) -> dict[int, Sequence[str]]:
         return self._indexed(_parameters(self._state))
 
     @cached_property
-    def _by_memory(self) -> dict[object, list[str]]:
+    def _by_memory(self) -> dict[object, Sequence[str]]:
         """The names by memory, which is slow to compare, and rarely needed."""
         names_by_memory: dict[object, list[str]] = {}
         for fqn, tensor in self._named.items():
             if _has_memory(tensor):
                 names_by_memory.setdefault(memory(tensor), []).append(fqn)
-        return self._sorted(names_by_memory)
+        return {key: self.in_order(names) for key, names in names_by_memory.items()}
 
-    def __call__(self, parameter: torch.Tensor) -> list[str]:
+    def __call__(self, parameter: torch.Tensor) -> Sequence[str]:
         """Return the parameter's FQN, and the FQNs tied to it. Raises StateError if the model lacks the parameter."""
         names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):
