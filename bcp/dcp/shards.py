@@ -124,9 +124,7 @@ def _tensor(item: WriteItem, data: object) -> torch.Tensor:
 
 
 def _value(item: WriteItem, data: object) -> Any:
-    """Return the object that DCP's planner has packed.
-
-    The bytes come from an object of this process, and never were in storage: so they may be unpickled.
+    """Return the object that the planner of this process has packed.
 
     Raises StateError if the bytes are not those of ``torch.save``.
     """
@@ -137,6 +135,9 @@ def _value(item: WriteItem, data: object) -> Any:
         )
     data.seek(0)
     try:
+        # The bytes are this process's own: SavePlanner.transform_object() ran torch.save on an object of the state dict
+        # a moment ago, and DCP has no other way to the object. weights_only=True would refuse values that bcp stores
+        # without a pickle, as numpy generators. bcp.state.values then refuses other classes without allow_pickle.
         return torch.load(data, map_location="cpu", weights_only=False)
     except Exception as error:
         raise StateError(
