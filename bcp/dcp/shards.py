@@ -14,8 +14,9 @@ from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.strided import row_major
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
-from bcp.state.memory import readable, unsupported
+from bcp.state.memory import dtype_name, readable, unsupported
 
 __all__ = ["FRAMEWORK", "PlannedShards", "shard_table"]
 
@@ -67,10 +68,7 @@ def _meta(key: ObjectKey, data: TensorWriteData) -> TensorMeta:
     """Return what all ranks say alike of a tensor: DCP's plans tell neither its device nor its strides."""
     kind, name = key
     dtype, shape = data.properties.dtype, tuple(data.size)
-    stride = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return TensorMeta(kind, name, str(dtype).removeprefix("torch."), dtype.itemsize, shape, tuple(stride))
+    return TensorMeta(kind, name, dtype_name(dtype), dtype.itemsize, shape, row_major(shape))
 
 
 @dataclass(slots=True)
