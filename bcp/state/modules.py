@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from bcp.state.load_path import inner_module
 from bcp.state.memory import memory, unsupported
 from bcp.state.meta_tensors import refuse_meta
 from bcp.state.module_target import ModuleTarget, is_extra, is_plain
-from bcp.state.names import Path, cleaned, cleaner, dotted, split, walk
+from bcp.state.names import Path, cleaned, cleaner, dotted, walk
 from bcp.state.native_values import same_generator, set_generator
 from bcp.state.placement import Leaf, ShardedLeaf
 from bcp.state.tensor_specs import is_flat
@@ -122,9 +123,14 @@ class ParamNames:
         return sorted(names, key=self._place) if len(names) > 1 else names
 
     def _place(self, fqn: str) -> tuple[bool, bool, bool, bool, str]:
-        entries, saved = self._entries, self._saved
-        lacks = saved is None or ("model", fqn) not in saved.rows
-        return ("state", fqn) not in entries, ("param_groups", fqn) not in entries, fqn not in self._named, lacks, fqn
+        lacks = self._saved is None or ("model", fqn) not in self._saved.rows
+        no_states, no_hyper = (not self._has_entries(f"{section}.{fqn}.") for section in ("state", "param_groups"))
+        return no_states, no_hyper, fqn not in self._named, lacks, fqn
+
+    def _has_entries(self, prefix: str) -> bool:
+        names = self._optimizer_names
+        place = bisect_left(names, prefix)
+        return place < len(names) and names[place].startswith(prefix)
 
     def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, Sequence[str]]:
         """Return the names of each leaf by its ``id``."""
@@ -134,13 +140,9 @@ class ParamNames:
         return {key: self.in_order(names) for key, names in names_by_id.items()}
 
     @cached_property
-    def _entries(self) -> set[tuple[str, str]]:
-        """The parameters with optimizer entries in the checkpoint, as (section, FQN); only ties ask for them."""
-        if self._saved is None:
-            return set()
-        fqns = {*self._named, *(fqn for fqn, _ in _parameters(self._state))}
-        places = (split(name, fqns) for _, name in self._saved.names("optimizer"))
-        return {place[:2] for place in places if place}
+    def _optimizer_names(self) -> list[str]:
+        """The sorted names of the checkpoint's optimizer entries; only ties ask for them."""
+        return [] if self._saved is None else sorted(name for _, name in self._saved.names("optimizer"))
 
     @cached_property
     def _hidden(self) -> dict[int, Sequence[str]]:
