@@ -14,8 +14,9 @@ from bcp.errors import StateError
 from bcp.plan.box import Box
 from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
+from bcp.plan.strided import row_major
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
-from bcp.state.memory import readable, unsupported
+from bcp.state.memory import dtype_name, readable, unsupported
 
 __all__ = ["FRAMEWORK", "PlannedShards", "shard_table"]
 
@@ -67,10 +68,7 @@ def _meta(key: ObjectKey, data: TensorWriteData) -> TensorMeta:
     """Return what all ranks say alike of a tensor: DCP's plans tell neither its device nor its strides."""
     kind, name = key
     dtype, shape = data.properties.dtype, tuple(data.size)
-    stride = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-    return TensorMeta(kind, name, str(dtype).removeprefix("torch."), dtype.itemsize, shape, tuple(stride))
+    return TensorMeta(kind, name, dtype_name(dtype), dtype.itemsize, shape, row_major(shape))
 
 
 @dataclass(slots=True)
@@ -124,9 +122,7 @@ def _tensor(item: WriteItem, data: object) -> torch.Tensor:
 
 
 def _value(item: WriteItem, data: object) -> Any:
-    """Return the object that DCP's planner has packed.
-
-    The bytes come from an object of this process, and never were in storage: so they may be unpickled.
+    """Return the object that the planner of this process has packed.
 
     Raises StateError if the bytes are not those of ``torch.save``.
     """
@@ -137,6 +133,9 @@ def _value(item: WriteItem, data: object) -> Any:
         )
     data.seek(0)
     try:
+        # The bytes are this process's own: SavePlanner.transform_object() ran torch.save on an object of the state dict
+        # a moment ago, and DCP has no other way to the object. weights_only=True would refuse values that bcp stores
+        # without a pickle, as numpy generators. bcp.state.values then refuses other classes without allow_pickle.
         return torch.load(data, map_location="cpu", weights_only=False)
     except Exception as error:
         raise StateError(

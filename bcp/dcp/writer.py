@@ -62,7 +62,7 @@ class StorageWriter(storage.StorageWriter):
         overwrite: replace a committed checkpoint atomically. Overrides ``options.overwrite``.
         options: ``overwrite``, ``edit``, ``codecs``, ``budget_bytes``, ``pinned_bytes``, ``part_bytes``,
             ``io_workers``, ``copy_workers``, ``nice``, ``ionice``, ``guard``, ``allow_pickle``, ``storage_options``,
-            ``retries``, ``step`` and ``observe`` count. No record of events is left.
+            ``retries``, ``step``, ``metadata`` and ``observe`` count. No record of events is left.
 
     Raises:
         InputError: path, role or options cannot be any; or DCP is asked for what a checkpoint of bcp cannot be:

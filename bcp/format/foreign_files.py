@@ -19,6 +19,7 @@ from bcp.plan.layout import Layout
 
 __all__ = [
     "FOREIGN_MAGIC",
+    "UNREAD",
     "ForeignFiles",
     "check_files",
     "decode_files",
@@ -33,6 +34,7 @@ FOREIGN_MAGIC = b"BCPFRGN"
 """The magic number of a table of contents over files of another library."""
 
 UNREAD = "unread"
+"""Begins the text of a value that bcp cannot read, in the place of a value's form; the reason follows."""
 TEXT = pa.string()
 ABOUT = schema("foreign", ranks=INT, is_file=INT)
 FILES = schema("foreign files", key=TEXT, base=INT, nbytes=INT)

@@ -20,6 +20,7 @@ from bcp.format.metadata import Commit, encode_foreign, encode_layout
 from bcp.plan.columns import Ints, matrix, weigh
 from bcp.plan.layout import ALIGNMENT, LARGEST, Layout
 from bcp.plan.shards import KINDS, Segments, TensorMeta, TensorTable
+from bcp.plan.strided import row_major
 
 __all__ = ["DTYPES", "Catalogue", "Piece", "check_dtype", "check_shape"]
 
@@ -233,7 +234,8 @@ def _tensors(catalogue: Catalogue, where: str) -> TensorTable:
     """Return all tensors, sorted; the pieces of each agree about it."""
     metas: dict[tuple[str, str], TensorMeta] = {}
     for piece in catalogue.pieces:
-        meta = TensorMeta(piece.kind, piece.name, piece.dtype, piece.itemsize, piece.shape, _strides(piece.shape))
+        strides = tuple(min(stride, LARGEST) for stride in row_major(piece.shape))
+        meta = TensorMeta(piece.kind, piece.name, piece.dtype, piece.itemsize, piece.shape, strides)
         known = metas.setdefault((piece.kind, piece.name), meta)
         if known != meta:
             raise CorruptError(
@@ -244,11 +246,6 @@ def _tensors(catalogue: Catalogue, where: str) -> TensorTable:
         meta = metas[kind, stored]
         metas[kind, name] = TensorMeta(kind, name, meta.dtype, meta.itemsize, meta.shape, meta.stride, tied_to=stored)
     return TensorTable.build([metas[name] for name in sorted(metas, key=lambda name: (KINDS.index(name[0]), name[1]))])
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor."""
-    return tuple(min(prod(shape[dim + 1 :]), LARGEST) for dim in range(len(shape)))
 
 
 def _check_cover(table: TensorTable, owner: Ints, offset: Ints, length: Ints, where: str) -> None:

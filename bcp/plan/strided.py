@@ -9,7 +9,7 @@ from math import gcd
 
 from bcp.runtime.process import cached_property
 
-__all__ = ["Strided", "overlaps_itself"]
+__all__ = ["Strided", "overlaps_itself", "row_major"]
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,17 @@ def _solvable(terms: Iterable[tuple[int, int]], target: int) -> bool:
         return any(search(number + 1, rest - coefficient * factor) for factor in range(least, most + 1))
 
     return search(0, target)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor; an empty dimension counts as 1, as in torch.
+
+    Example:
+        >>> row_major((3, 0, 2))
+        (2, 2, 1)
+    """
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))

@@ -352,10 +352,10 @@ class DeepSpeedPlanner(PlainPlanner):
         partitioned = any(map(is_partitioned, module.parameters()))
         finish = add_partitioned(leaves, module) if partitioned else add_state(leaves, "model", module)
         if saved is not None and states.get(OPTIMIZER) is None:
-            self._add_masters(leaves, optimizer, module, saved)
+            self._add_masters(leaves, optimizer, module)
         return finish
 
-    def _add_masters(self, leaves: Leaves, optimizer: Any, module: nn.Module, saved: CheckpointNames) -> None:
+    def _add_masters(self, leaves: Leaves, optimizer: Any, module: nn.Module) -> None:
         """Let a load of the weights fill their masters too, from which the next step makes the weights anew."""
         if optimizer is None and any(map(is_marked, module.parameters())):
             raise StateError(
@@ -364,7 +364,7 @@ class DeepSpeedPlanner(PlainPlanner):
             )
         if not _is(optimizer, "DeepSpeedOptimizer"):
             return
-        names = ParamNames(leaves, module, saved)
+        names = ParamNames(leaves, module)  # any name will do: a load fills the memory of all tied names
         for held in held_by(optimizer):
             if (master := held.master) is not None:
                 leaves.also("model", names(held.parameter)[0], master)

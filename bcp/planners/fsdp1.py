@@ -93,12 +93,11 @@ class Fsdp1Planner(PlainPlanner):
         if optimizers is None:
             _check_placed(states.get(OPTIMIZER))
             return super()._slots(leaves, states, saved)
-        known: Collection[ObjectKey] = saved.rows if saved else ()
         placed = _placed(leaves)
-        others = ParamNames(leaves, states.get("model"), saved)
-        slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in placed else others(parameter))
+        names = ParamNames(leaves, states.get("model"), saved)
+        slots = slots_of(optimizers, lambda parameter: [""] if id(parameter) in placed else names(parameter))
         return [
-            parameter_slot for slot in slots for parameter_slot in _named(slot, placed.get(id(slot.parameter)), known)
+            parameter_slot for slot in slots for parameter_slot in _named(slot, placed.get(id(slot.parameter)), names)
         ]
 
     def _settle(self, states: States, objects: Mapping[ObjectKey, Any]) -> None:
@@ -324,18 +323,17 @@ def _placed(leaves: Leaves) -> dict[int, list[tuple[ShardedLeaf, list[str]]]]:
 
 
 def _named(
-    slot: Slot, parts: Iterable[tuple[ShardedLeaf, list[str]]] | None, saved: Collection[ObjectKey]
+    slot: Slot, parts: Iterable[tuple[ShardedLeaf, list[str]]] | None, param_names: ParamNames
 ) -> Iterator[Slot]:
     """Yield the slots of a stepped tensor: itself, or one for each parameter of which it has a part.
 
-    The first of several names that the checkpoint has counts. A parameter without local data is never stepped,
-    and has no states.
+    A parameter without local data is never stepped, and has no states.
     """
     if parts is None:
         yield slot
         return
     for leaf, names in parts:
-        fqn, *tied = sorted(names, key=lambda name: (("model", name) not in saved, name))
+        fqn, *tied = param_names.in_order(names)
         nothing = not slot.parameter.numel() and math.prod(leaf.placement.shape) > 0
         state = None if nothing else slot.state
         yield replace(slot, fqn=fqn, tied=tied, placement=leaf.placement, state=state)

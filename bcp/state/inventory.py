@@ -198,10 +198,11 @@ class Leaves:
             return LocalShards(stock.table, self._writable(stock.stored, looks, names), self._objects(stock.keys))
         firsts = firsts_of(ties, names, saved)
         numbers = {name: number for number, name in enumerate(names)} if seconds or self.aliases else {}
+        kept = {number: next(n for n in group if n not in firsts) for group in ties for number in group}
         copies: dict[int, list[int]] = {}
         for number, (name, _) in enumerate(seconds, len(names)):
             if name in numbers:
-                copies.setdefault(firsts.get(numbers[name], numbers[name]), []).append(number)
+                copies.setdefault(kept.get(numbers[name], numbers[name]), []).append(number)
         rows, keys = TableRows.of(names, looks.forms, firsts, copies), self._keys([*names, *self.aliases])
         for (kind, alias), first in self.aliases.items():
             rows.add(kind, alias, looks.forms[numbers[kind, first]], tied_to=first)

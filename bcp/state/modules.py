@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -109,59 +109,55 @@ class ParamNames:
         self._state, self._saved = state, saved
         self._by_id = self._indexed(self._named.items())
         for key, names in self._hidden.items() if saved is not None else ():
-            known = self._by_id.setdefault(key, [])
-            known += [fqn for fqn in names if fqn not in known]
+            known = self._by_id.get(key, [])
+            if more := [fqn for fqn in names if fqn not in known]:
+                self._by_id[key] = self.in_order([*known, *more])
 
-    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, list[str]]:
+    def in_order(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names of one parameter, the best one first.
+
+        A name with optimizer states in the checkpoint comes first, then one with hyper-parameters: libraries choose
+        different names of a tied parameter. The next criteria are a name in the state dict of the target, and a name
+        in the checkpoint's model.
+        """
+        return sorted(names, key=self._place) if len(names) > 1 else names
+
+    def _place(self, fqn: str) -> tuple[bool, bool, bool, bool, str]:
+        lacks = self._saved is None or ("model", fqn) not in self._saved.rows
+        no_states, no_hyper = (not self._has_entries(f"{section}.{fqn}.") for section in ("state", "param_groups"))
+        return no_states, no_hyper, fqn not in self._named, lacks, fqn
+
+    def _has_entries(self, prefix: str) -> bool:
+        names = self._optimizer_names
+        place = bisect_left(names, prefix)
+        return place < len(names) and names[place].startswith(prefix)
+
+    def _indexed(self, named: Iterable[tuple[str, Leaf]]) -> dict[int, Sequence[str]]:
         """Return the names of each leaf by its ``id``."""
         names_by_id: dict[int, list[str]] = {}
         for fqn, leaf in named:
             names_by_id.setdefault(id(leaf), []).append(fqn)
-        return self._sorted(names_by_id)
-
-    def _sorted(self, names_by_key: dict[Any, list[str]]) -> dict[Any, list[str]]:
-        """Put the names of each leaf in their order.
-
-        Of the names of a tied parameter, first comes one with optimizer entries in the checkpoint: other libraries
-        choose another name than bcp.
-        """
-        for names in names_by_key.values():
-            if len(names) > 1:
-                names.sort(key=lambda fqn: (not self._has_entries(fqn), self._lacks(fqn), fqn))
-        return names_by_key
-
-    def _lacks(self, fqn: str) -> bool:
-        """Whether the checkpoint has no tensor of this name in its model."""
-        return self._saved is None or ("model", fqn) not in self._saved.rows
-
-    def _has_entries(self, fqn: str) -> bool:
-        """Whether the checkpoint's optimizer has entries of a parameter."""
-        names = self._optimizer_names
-        for section in ("state", "param_groups"):
-            prefix = f"{section}.{fqn}."
-            place = bisect_left(names, prefix)
-            if place < len(names) and names[place].startswith(prefix):
-                return True
-        return False
+        return {key: self.in_order(names) for key, names in names_by_id.items()}
 
     @cached_property
     def _optimizer_names(self) -> list[str]:
+        """The sorted names of the checkpoint's optimizer entries; only ties ask for them."""
         return [] if self._saved is None else sorted(name for _, name in self._saved.names("optimizer"))
 
     @cached_property
-    def _hidden(self) -> dict[int, list[str]]:
+    def _hidden(self) -> dict[int, Sequence[str]]:
         return self._indexed(_parameters(self._state))
 
     @cached_property
-    def _by_memory(self) -> dict[object, list[str]]:
+    def _by_memory(self) -> dict[object, Sequence[str]]:
         """The names by memory, which is slow to compare, and rarely needed."""
         names_by_memory: dict[object, list[str]] = {}
         for fqn, tensor in self._named.items():
             if _has_memory(tensor):
                 names_by_memory.setdefault(memory(tensor), []).append(fqn)
-        return self._sorted(names_by_memory)
+        return {key: self.in_order(names) for key, names in names_by_memory.items()}
 
-    def __call__(self, parameter: torch.Tensor) -> list[str]:
+    def __call__(self, parameter: torch.Tensor) -> Sequence[str]:
         """Return the parameter's FQN, and the FQNs tied to it. Raises StateError if the model lacks the parameter."""
         names = self._by_id.get(id(parameter)) or self._hidden.get(id(parameter))
         if names is None and _has_memory(parameter):

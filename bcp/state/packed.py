@@ -138,6 +138,7 @@ def _loaded(data: bytes | bytearray | memoryview, *, allow_pickle: bool) -> Any:
     stream = io.BytesIO(data)
     check_archive(stream)
     stream.seek(0)
+    # allow_pickle=True is the caller's word that the caller wrote the checkpoint; else no class is unpickled
     return torch.load(stream, map_location="cpu", weights_only=not allow_pickle)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bcp.errors import CheckpointError, StateError
+from bcp.format.foreign_files import UNREAD
 from bcp.protocols import ObjectKey
 from bcp.state.packed import hex_number, hex_text, pack, unpack
 
@@ -151,7 +152,7 @@ def _decoded(data: Any, allow_pickle: bool, where: str) -> Any:  # noqa: FBT001 
     if not isinstance(data, dict):
         return data
     ((kind, content),) = data.items()
-    if kind == "unread":
+    if kind == UNREAD:
         raise CheckpointError(f"the value of {where} cannot be read: {content}")
     if kind in ("tuple", "dict"):
         items = [_decoded(child, allow_pickle, where) for child in content]

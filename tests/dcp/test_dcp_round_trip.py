@@ -226,6 +226,11 @@ def test_a_process_of_its_own_can_save(tmp_path: Path) -> None:
     assert bcp.Checkpoint(tmp_path).names() == ["w"]
 
 
+def test_facts_of_the_caller_are_committed(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path, options=bcp.SaveOptions(metadata={"git": "4f1c9e2"}))
+    assert bcp.Checkpoint(tmp_path).user_metadata == {"git": "4f1c9e2"}
+
+
 def test_a_role_has_a_place_of_its_own(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path, role="actor")
     assert torch.equal(bcp.Checkpoint(tmp_path, role="actor").read("w"), torch.ones(3))

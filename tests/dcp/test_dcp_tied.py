@@ -92,3 +92,48 @@ def test_dcp_loads_what_bcp_has_saved(tmp_path: Path, by: str) -> None:
         options=FLAT,
     )
     assert goes_on_as(model, optimizer, first)
+
+
+def test_a_name_with_states_is_before_one_with_hyper_parameters_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = Net()
+    saved.lm_head.weight = nn.Parameter(saved.wte.weight.detach().clone(), requires_grad=False)
+    adam = torch.optim.AdamW(saved.parameters())
+    train(saved, adam)
+    saved.lm_head.weight.data.copy_(saved.wte.weight.detach())
+    bcp.save(tmp_path, {"model": saved, "optimizer": adam})
+    model, optimizer = made(1, steps=1)
+    assert bcp.load(tmp_path, {"model": model, "optimizer": optimizer}).missing == ()
+    assert torch.equal(optimizer.state[model.wte.weight]["exp_avg"], adam.state[saved.wte.weight]["exp_avg"])
+
+
+def test_differing_states_under_both_names_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = Net()
+    saved.lm_head.weight = nn.Parameter(saved.wte.weight.detach().clone())
+    adam = torch.optim.AdamW(saved.parameters())
+    train(saved, adam)
+    saved.lm_head.weight.data.copy_(saved.wte.weight.detach())
+    bcp.save(tmp_path, {"model": saved, "optimizer": adam})
+    model, optimizer = made(1, steps=1)
+    with pytest.raises(bcp.MismatchError, match=r"'state.lm_head.weight.exp_avg' and .*'state.wte.weight.exp_avg'"):
+        bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+
+
+def test_states_are_found_by_a_name_that_the_state_dict_hides(tmp_path: Path) -> None:
+    class Hiding(Net):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            state = super().state_dict(*args, **kwargs)
+            del state["wte.weight"]
+            return state
+
+    first = made(0, steps=1)
+    model_state, optimizer_state = get_state_dict(*first, options=FLAT)
+    state = {"model": {name: model_state[name] for name in Hiding().state_dict()}, "optim": optimizer_state}
+    dcp.save(state, storage_writer=bcp.dcp.StorageWriter(tmp_path), no_dist=True)
+    torch.manual_seed(1)
+    model = Hiding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, strict=False)
+    assert goes_on_as(model, optimizer, first)

@@ -14,8 +14,11 @@ from fsdp1 import Layout
 from logical import differences, hyper, logical
 from ranks import Ranks
 from samples import sample
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 
+import bcp
 from bcp.errors import InputError
 from bcp.planners.fsdp1 import Fsdp1Planner
 
@@ -160,6 +163,20 @@ def test_modules_may_stand_in_containers(ranks4: Ranks, tmp_path: Path) -> None:
 def test_a_parameter_of_two_units_is_saved_by_both_names(ranks4: Ranks, tmp_path: Path) -> None:
     ranks4.run(fsdp1.tied_across_units, tmp_path / "saved")
     assert not differences(logical(tmp_path / "saved"), trained(0, 4).state())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # DCP's, in one process
+@pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
+def test_states_of_a_tied_weight_are_loaded_by_the_name_of_dcp(ranks4: Ranks, tmp_path: Path, *, orig: bool) -> None:
+    twin = Twin()
+    twin.step(0, 4)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(twin.model, twin.optimizer, options=flat)
+    assert "state.head.weight.exp_avg" not in optimizer
+    state = {"model": model, "optim": optimizer}
+    dcp.save(state, storage_writer=bcp.dcp.StorageWriter(tmp_path / "saved"), no_dist=True)
+    ranks4.run(fsdp1.reload, tmp_path / "saved", tmp_path / "again", Layout(orig=orig))
+    assert not differences(logical(tmp_path / "again"), twin.state())
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])

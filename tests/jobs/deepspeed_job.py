@@ -217,10 +217,10 @@ def whole_copies(source: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 def save_one_name(path: Path) -> None:
-    """Save weights of which the tied one has only the name that sorts last."""
+    """Save weights of which the tied one has only the name that sorts last, and its states the other one."""
     weights = Exact().state_dict()
-    del weights["head.weight"]
-    bcp.save(path, {"model": weights})
+    state = {"head.weight": {"exp_avg": torch.zeros_like(weights.pop("head.weight"))}}
+    bcp.save(path, {"model": weights, "optimizer": {"state": state}})
 
 
 def linked(source: Path, kind: str) -> bool:

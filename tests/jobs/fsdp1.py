@@ -299,6 +299,14 @@ def tied_across_units(path: Path) -> None:
     save(path, {"model": wrapped(Layout(), Exact(), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}))})
 
 
+def reload(source: Path, path: Path, layout: Layout) -> None:
+    """Load model and optimizer before the first step, and save them again."""
+    prepare()
+    states = states_of(layout, *built(layout, Exact(9)))
+    load(source, states)
+    save(path, states)
+
+
 def versions_seen(layout: Layout) -> tuple[list[str], list[str]]:
     """Return of which tensors a step changes the version that guards a snapshot, and of which it does not."""
     prepare()

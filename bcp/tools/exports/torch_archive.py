@@ -20,6 +20,7 @@ import torch
 
 from bcp.interop.torch_pickle import STORAGES
 from bcp.plan.box import Box
+from bcp.plan.strided import row_major
 from bcp.runtime.imports import imported
 from bcp.stages.memcpy import bytes_of, bytes_row_of, torch_dtype
 from bcp.tools.exports.streamed import TargetFile
@@ -140,20 +141,11 @@ class _Pickler(pickle.Pickler):
             size = numel if is_typed else numel * torch_dtype(dtype).itemsize
             storage = self._known[id(stored)] = _Storage(kind, len(self.storages), size)
             self.storages.append(stored)  # and so keeps its id
-        arguments: tuple[Any, ...] = (storage, 0, shape, _strides(shape), False, OrderedDict())
+        arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, OrderedDict())
         functions = imported("torch._utils")
         if is_typed:
             return functions._rebuild_tensor_v2, arguments  # noqa: SLF001 -- the name that files have
         return functions._rebuild_tensor_v3, (*arguments, torch_dtype(dtype))  # noqa: SLF001 -- the same
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, as torch counts them: an empty dimension counts as 1."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 # -- the zip file --------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from itertools import combinations_with_replacement, product
 from math import prod
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bcp.plan.strided import Strided, overlaps_itself
+from bcp.plan.strided import Strided, overlaps_itself, row_major
 
 BUFFER = 12
 
@@ -90,3 +91,8 @@ def test_numpy_agrees():
     of = [Strided(part.ctypes.data, part.itemsize, part.shape, part.strides) for part in parts]
     for (one, mine), (other, its) in product(zip(parts, of, strict=True), repeat=2):
         assert mine.meets(its) == np.shares_memory(one, other)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4))
+def test_row_major_strides_are_those_of_torch(shape):
+    assert row_major(shape) == torch.empty(shape, device="meta").stride()

@@ -80,6 +80,15 @@ def test_a_copy_is_loaded_too_and_not_saved() -> None:
     assert shards.tensors[1].data_ptr() == copy.data_ptr()
 
 
+def test_a_copy_of_a_tied_leaf_is_loaded_by_the_name_that_was_saved() -> None:
+    leaves, leaf, copy = Leaves(), torch.zeros(3, 4), torch.zeros(3, 4)
+    leaves.add("model", "a", leaf)
+    leaves.add("model", "b", leaf)
+    leaves.also("model", "a", copy)
+    shards = leaves.to_load([("model", "b")])
+    assert [tensor.data_ptr() for tensor in shards.tensors] == [leaf.data_ptr(), copy.data_ptr()]
+
+
 # -- slots ----------------------------------------------------------------------------------------
 
 
