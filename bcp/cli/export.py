@@ -60,8 +60,8 @@ def _common(function: Callable[..., Any]) -> Callable[..., Any]:
 def command() -> None:
     """Write a checkpoint as files of other software: A is the checkpoint, B the target.
 
-    Memory stays below 1 GiB, whatever the size. Every block is compared with its checksum. Under torchrun the ranks
-    share the files of hf and dcp.
+    Memory stays below 1 GiB, whatever the size. Every block of a checkpoint is compared with its checksum; files of
+    other libraries have none. Under torchrun the ranks share the files of hf and dcp.
     """
 
 

@@ -61,7 +61,7 @@ async def _fetch(source: Source, item: ReadItem) -> Stored:
         await source.backend.read_into(item.key, start, bytes_of(memory))
     except FileNotFoundError as error:
         raise CorruptError(
-            f"{item.key} is missing, but the checkpoint was committed with it (rank {source.rank}, {item.name}); "
+            f"{item.key} is missing, but the checkpoint names it (rank {source.rank}, {item.name}); "
             "restore the file, or load another checkpoint"
         ) from error
     return Stored(item, item.stored_nbytes, [bytes_of(memory)], memory)

@@ -191,7 +191,7 @@ def read(context: LoadContext, workers: int) -> Stage[ReadItem, Stored]:
             if not isinstance(error, FileNotFoundError):
                 raise
             raise CorruptError(
-                f"{item.key} is missing, but the checkpoint was committed with it (rank {context.rank}, {item.name}); "
+                f"{item.key} is missing, but the checkpoint names it (rank {context.rank}, {item.name}); "
                 "restore the file, or load another checkpoint"
             ) from error
         context.read_nbytes += stored.nbytes

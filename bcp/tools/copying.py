@@ -160,7 +160,7 @@ async def _check_target(
     origin: Place, goal: Place, metadata: Metadata, *, overwrite: bool
 ) -> tuple[Version | None, str]:
     """Return version and operation of the target's metadata, which the copy replaces. Raise where it must not."""
-    if origin.path == goal.path and type(origin.backend) is type(goal.backend):
+    if origin.path == goal.path and repr(origin.backend) == repr(goal.backend):
         raise InputError(f"{origin.path} cannot be copied to itself; pass another target")
     version = await goal.backend.version(METADATA_KEY)
     if version is None:

@@ -264,9 +264,7 @@ def test_a_truncated_file_is_found(tmp_path: Path) -> None:
 def test_a_missing_file_is_corruption(tmp_path: Path) -> None:
     file = saved(tmp_path)
     file.unlink()
-    refused(
-        Scattering(tmp_path), bcp.CorruptError, rf"{file.name} is missing, but the checkpoint was committed with it"
-    )
+    refused(Scattering(tmp_path), bcp.CorruptError, rf"{file.name} is missing, but the checkpoint names it")
 
 
 def test_storage_that_fails_is_not_called_corruption(tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ def test_a_committed_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> Non
         bcp.tools.copy(one, one, overwrite=True)
 
 
+def test_two_backends_of_one_class_are_two_places(tmp_path: Path) -> None:
+    one, two = MemoryBackend("copies/one"), MemoryBackend("copies/two")
+    try:
+        bcp.tools.copy(saved(tmp_path / "a"), one)
+        assert bcp.tools.copy(one, two).nbytes
+        assert bcp.Checkpoint(two).verify()
+        with pytest.raises(bcp.InputError, match="to itself"):
+            bcp.tools.copy(two, two)
+    finally:
+        MemoryBackend.forget("copies/one")
+        MemoryBackend.forget("copies/two")
+
+
 @pytest.mark.parametrize("kind", ["flip", "cut", "missing", "receipt"])
 def test_damage_is_not_copied(tmp_path: Path, kind: str) -> None:
     source = saved(tmp_path / "a")
