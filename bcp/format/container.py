@@ -41,6 +41,7 @@ __all__ = [
     "digest",
     "encode_table",
     "encode_tables",
+    "first_table",
     "fixed_bytes",
     "grid",
     "integers",
@@ -54,6 +55,7 @@ __all__ = [
     "translated",
     "unseal",
     "values",
+    "version_of",
 ]
 
 FLOOR_BYTES = 16 << 20
@@ -238,12 +240,17 @@ def digest(data: Buffer) -> bytes:
 # -- the frame ----------------------------------------------------------------------------------
 
 
-def seal(payload: bytes, magic: bytes) -> bytes:
+def seal(payload: bytes, magic: bytes, version: int = VERSION) -> bytes:
     """Append checksum, magic number and version."""
-    return b"".join((payload, digest(payload), magic, bytes([VERSION])))
+    return b"".join((payload, digest(payload), magic, bytes([version])))
 
 
-def unseal(data: Buffer, magic: bytes, where: str, first: int | None = None) -> memoryview:
+def version_of(data: Buffer) -> int:
+    """Return the version of a sealed file."""
+    return memoryview(data)[-1]
+
+
+def unseal(data: Buffer, magic: bytes, where: str, first: int | None = None, newest: int = VERSION) -> memoryview:
     """Return the payload of a sealed file.
 
     Args:
@@ -251,6 +258,7 @@ def unseal(data: Buffer, magic: bytes, where: str, first: int | None = None) -> 
         magic: the magic number of its kind.
         where: its name for messages.
         first: count of the tables that the caller will decode, from the first one on; None for all.
+        newest: the newest version that this bcp reads; it reads all from 1 on.
 
     Raises:
         NotACheckpointError: no bcp wrote this file.
@@ -266,10 +274,11 @@ def unseal(data: Buffer, magic: bytes, where: str, first: int | None = None) -> 
         raise NotACheckpointError(
             f"{where} ({len(view)} bytes) was not written by bcp: no {magic.decode()} at its end; check the path"
         )
-    if view[-1] != VERSION:
+    if not VERSION <= view[-1] <= newest:
+        known = f"version {VERSION}" if newest == VERSION else f"versions {VERSION} to {newest}"
         raise FormatVersionError(
-            f"{where} is in version {view[-1]} of the format, this bcp reads version {VERSION}; "
-            f"use the bcp that wrote it, or a newer one"
+            f"{where} is in version {view[-1]} of the format, this bcp reads {known}; use the bcp that wrote it, or a "
+            "newer one"
         )
     payload = view[:-TRAILER_BYTES]
     stored, computed = bytes(view[-TRAILER_BYTES:-8]), digest(payload)
@@ -344,6 +353,12 @@ def read_tables(payload: Buffer, schemas: Sequence[pa.Schema]) -> list[pa.Record
     if len(left):
         raise ValueError(f"{len(left)} bytes follow the last table")
     return tables
+
+
+def first_table(payload: Buffer) -> str:
+    """Return the name of the first table; "" if it has none. Raises as :func:`read_table`."""
+    with pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(payload))) as stream:
+        return ((stream.schema.metadata or {}).get(NAME_KEY) or b"").decode()
 
 
 def read_table(payload: Buffer, wanted: pa.Schema) -> tuple[pa.RecordBatch, memoryview]:

@@ -1,7 +1,7 @@
 """The table of contents over files of another library: a file and a first byte for each row of a layout's files.
 
 It is made in memory when such files are opened, and sent from rank 0 to the other ranks of a load as ``metadata.arrow``
-is. No checkpoint in storage has it.
+is. An import without a copy stores it, as ``metadata.arrow`` of version 2.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "UNREAD",
     "ForeignFiles",
     "check_files",
+    "decode_about",
     "decode_files",
     "encode_files",
     "is_foreign",
@@ -105,11 +106,9 @@ def decode_files(payload: Buffer) -> tuple[ForeignFiles, pa.RecordBatch, memoryv
         ValueError, OSError, pa.ArrowException: the bytes are something else, or a key leaves the folder.
 
     """
-    about, left = read_table(payload, ABOUT)
+    about, left = decode_about(payload)
     files, left = read_table(left, FILES)
     named, left = read_table(left, VALUES)
-    if len(about) != 1:
-        raise ValueError(f"table 'foreign' has {len(about)} rows instead of 1")
     keys = [str(key) for key in values(files, "key")]
     if not all(map(is_inside, keys)):
         raise ValueError("the key of a file leaves the folder")
@@ -123,6 +122,14 @@ def decode_files(payload: Buffer) -> tuple[ForeignFiles, pa.RecordBatch, memoryv
         dict(zip(names, values(named, "value"), strict=True)),
     )
     return found, about, left
+
+
+def decode_about(payload: Buffer) -> tuple[pa.RecordBatch, memoryview]:
+    """Decode the first table, which has the commit record; also return the bytes that follow. Raises the same."""
+    about, left = read_table(payload, ABOUT)
+    if len(about) != 1:
+        raise ValueError(f"table 'foreign' has {len(about)} rows instead of 1")
+    return about, left
 
 
 def check_files(files: ForeignFiles, layout: Layout) -> None:

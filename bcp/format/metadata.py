@@ -2,6 +2,7 @@
 
 ``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
 (where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
+Saves write version 1. In version 2 the files of a checkpoint were written by several operations, or by another library.
 ``docs/format.md`` specifies every column.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,30 @@ import pyarrow as pa
 from bcp.errors import CorruptError, InputError
 from bcp.format.container import (
     DIGEST_BYTES,
+    VERSION,
+    WORD,
     Buffer,
     digest,
     encode_table,
+    first_table,
     fixed_bytes,
     read_table,
     schema,
     seal,
     translated,
     unseal,
+    values,
+    version_of,
 )
-from bcp.format.foreign_files import FOREIGN_MAGIC, ForeignFiles, check_files, decode_files, encode_files, is_foreign
+from bcp.format.foreign_files import (
+    FOREIGN_MAGIC,
+    ForeignFiles,
+    check_files,
+    decode_about,
+    decode_files,
+    encode_files,
+    is_foreign,
+)
 from bcp.format.layout_file import decode_layout, encode_layout
 from bcp.plan.layout import Layout, check_block_bytes
 from bcp.plan.shards import KINDS
@@ -41,6 +55,7 @@ __all__ = [
     "METADATA_KEY",
     "Commit",
     "Metadata",
+    "as_stored",
     "data_key",
     "decode_commit",
     "decode_layout",
@@ -67,6 +82,12 @@ SPREAD_RANKS = 1000
 """From this rank on keys begin with a hash: object stores divide their servers by the first characters of keys."""
 
 COMMIT = schema("commit", digest=pa.binary(DIGEST_BYTES))
+WRITERS = schema("writers", digest=pa.binary(DIGEST_BYTES), operation=WORD)
+"""The commit of version 2, for files of several operations."""
+
+FOREIGN_TABLE = "foreign"
+NEWEST = 2
+"""The newest version of metadata; receipts have version 1."""
 
 _layouts: LruCache[bytes, Layout] = LruCache(4)
 """By digest. A layout of 300,000 segments takes 14 MB."""
@@ -74,9 +95,14 @@ _layouts: LruCache[bytes, Layout] = LruCache(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Which save this is; written anew by every save."""
+    """Which save this is; written anew by every save.
 
-    operation: str  # id of the save, 16 lower-case hex digits; part of the name of every other file
+    A checkpoint is written by the ranks of a save, its first *writers*, and by edits, one writer each behind them.
+    """
+
+    operation: (
+        str  # id of the save, or of the last edit, 16 lower-case hex digits; part of the name of every other file
+    )
     created: str  # when it was committed, UTC, ISO 8601
     framework: str  # name of the planner that read the state
     codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order
@@ -85,11 +111,22 @@ class Commit:
     # finite numbers that the run has noted for the step, by name
     metrics: Mapping[str, float] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)  # the caller's own facts, as JSON values
-    receipts: bytes  # xxh3-128 of the receipt file of every rank, 16 bytes each, in the order of the ranks
+    receipts: bytes  # xxh3-128 of the receipt file of every writer, 16 bytes each, in the order of the writers
+    writers: Sequence[str] = ()  # the operation of each writer, in version 2; empty where all have that of the commit
+    ranks: int = 0  # how many of the writers are ranks of the save, in version 2
 
-    def receipt(self, rank: int) -> bytes:
-        """Return the xxh3-128 of the receipt file of one rank."""
-        return self.receipts[rank * DIGEST_BYTES : (rank + 1) * DIGEST_BYTES]
+    def receipt(self, writer: int) -> bytes:
+        """Return the xxh3-128 of the receipt file of one writer."""
+        return self.receipts[writer * DIGEST_BYTES : (writer + 1) * DIGEST_BYTES]
+
+    def operation_of(self, writer: int) -> str:
+        """Return the operation in the names of a writer's files."""
+        return self.writers[writer] if self.writers else self.operation
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """All operations whose files belong to the checkpoint."""
+        return frozenset((self.operation, *self.writers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +146,9 @@ class Metadata:
     @property
     def world_size(self) -> int:
         """How many ranks saved the checkpoint."""
-        return self.layout.world_size if self.foreign is None else self.foreign.ranks
+        if self.foreign is not None:
+            return self.foreign.ranks
+        return self.commit.ranks or self.layout.world_size
 
     @property
     def nbytes(self) -> int:
@@ -161,12 +200,19 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     """Make the contents of ``metadata.arrow``; ``layout_bytes`` is the result of :func:`encode_layout`."""
     about = json.dumps(_about(commit), sort_keys=True)
     digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
-    return seal(encode_table(COMMIT, [digests], commit=about) + layout_bytes, MAGIC)
+    if not commit.writers:
+        return seal(encode_table(COMMIT, [digests], commit=about) + layout_bytes, MAGIC)
+    return seal(encode_table(WRITERS, [digests, commit.writers], commit=about) + layout_bytes, MAGIC, NEWEST)
 
 
 def encode_foreign(layout_bytes: bytes, commit: Commit, files: ForeignFiles) -> bytes:
-    """Make the table of contents over files of another library, for :func:`decode_metadata`. It is never stored."""
+    """Make the table of contents over files of another library, for :func:`decode_metadata`. It is not stored so."""
     return seal(encode_files(files, _about(commit)) + layout_bytes, FOREIGN_MAGIC)
+
+
+def as_stored(foreign: bytes) -> bytes:
+    """Return what :func:`encode_foreign` has made as contents of ``metadata.arrow``, in version 2."""
+    return seal(bytes(unseal(foreign, FOREIGN_MAGIC, "the table of contents")), MAGIC, NEWEST)
 
 
 def _about(commit: Commit) -> dict[str, object]:
@@ -183,6 +229,8 @@ def _about(commit: Commit) -> dict[str, object]:
         about["metrics"] = dict(commit.metrics)
     if commit.user:  # as above
         about["user"] = dict(commit.user)
+    if commit.writers:
+        about["ranks"] = commit.ranks
     return about
 
 
@@ -195,26 +243,26 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
         CorruptError: it is truncated or damaged, or points to something that does not exist.
     """
     if is_foreign(data):
-        return _decode_foreign(data, where)
-    payload = unseal(data, MAGIC, where)
+        return _decode_foreign(unseal(data, FOREIGN_MAGIC, where), where)
+    payload = unseal(data, MAGIC, where, newest=NEWEST)
     with translated(where):
-        table, layout_bytes = read_table(payload, COMMIT)
-        commit = _commit(table)
+        if version_of(data) > VERSION and first_table(payload) == FOREIGN_TABLE:
+            return _decode_foreign(payload, where)
+        commit, layout_bytes = _read_commit(payload, version_of(data))
     layout = _decoded(layout_bytes, where)
     if len(commit.receipts) != layout.world_size * DIGEST_BYTES:
         raise CorruptError(
-            f"{where} is corrupt: it has {len(table)} receipts for a world of {layout.world_size} ranks; restore the "
-            "file, or load another checkpoint"
+            f"{where} is corrupt: it has {len(commit.receipts) // DIGEST_BYTES} receipts for a world of "
+            f"{layout.world_size} ranks; restore the file, or load another checkpoint"
         )
     return Metadata(layout, commit)
 
 
-def _decode_foreign(data: Buffer, where: str) -> Metadata:
+def _decode_foreign(payload: memoryview, where: str) -> Metadata:
     """Undo :func:`encode_foreign`."""
-    payload = unseal(data, FOREIGN_MAGIC, where)
     with translated(where):
         files, table, layout_bytes = decode_files(payload)
-        commit = _commit(table, with_receipts=False)
+        commit = _commit(table)
     layout = _decoded(layout_bytes, where)
     with translated(where):
         check_files(files, layout)
@@ -226,9 +274,26 @@ def decode_commit(data: Buffer, where: str) -> Commit:
 
     Raises as :func:`decode_metadata`.
     """
-    payload = unseal(data, MAGIC, where, first=1)
+    payload = unseal(data, MAGIC, where, first=1, newest=NEWEST)
     with translated(where):
-        return _commit(read_table(payload, COMMIT)[0])
+        if version_of(data) > VERSION and first_table(payload) == FOREIGN_TABLE:
+            return _commit(decode_about(payload)[0])
+        return _read_commit(payload, version_of(data))[0]
+
+
+def _read_commit(payload: memoryview, version: int) -> tuple[Commit, memoryview]:
+    """Decode the commit of a version; also return the bytes of the layout. Raises ValueError if it is not sound."""
+    table, layout_bytes = read_table(payload, COMMIT if version == VERSION else WRITERS)
+    commit = replace(_commit(table), receipts=fixed_bytes(table, "digest"))
+    if version == VERSION:
+        return commit, layout_bytes
+    writers = [str(operation) for operation in values(table, "operation")]
+    if not all(map(OPERATION.fullmatch, writers)):
+        raise ValueError("the operation id of a writer does not have 16 hex digits")
+    ranks = json.loads(table.schema.metadata[b"bcp.commit"]).get("ranks")
+    if type(ranks) is not int or not 1 <= ranks <= len(writers):
+        raise ValueError(f"the commit says that {ranks!r} of {len(writers)} writers were ranks of the save")
+    return replace(commit, writers=writers, ranks=ranks), layout_bytes
 
 
 def _decoded(layout_bytes: Buffer, where: str) -> Layout:
@@ -241,8 +306,8 @@ def _decoded(layout_bytes: Buffer, where: str) -> Layout:
     return layout
 
 
-def _commit(table: pa.RecordBatch, *, with_receipts: bool = True) -> Commit:
-    """Decode the commit; ValueError where it is not sound."""
+def _commit(table: pa.RecordBatch) -> Commit:
+    """Decode the commit without receipts; ValueError where it is not sound."""
     about = json.loads(table.schema.metadata.get(b"bcp.commit", b"{}"))
     types = {"operation": str, "created": str, "framework": str, "codecs": list, "part_bytes": int, "version": str}
     wrong = [name for name, kind in types.items() if not isinstance(about, dict) or type(about.get(name)) is not kind]
@@ -253,9 +318,8 @@ def _commit(table: pa.RecordBatch, *, with_receipts: bool = True) -> Commit:
     check_block_bytes("part_bytes", about["part_bytes"])
     "".join([about["created"], about["framework"], about["version"], *about["codecs"]]).encode()  # no lone surrogates
     fields = {name: about[name] for name in types if name != "codecs"}
-    digests = fixed_bytes(table, "digest") if with_receipts else b""
     metrics = _metrics(about.get("metrics", {}))
-    return Commit(codecs=tuple(about["codecs"]), receipts=digests, metrics=metrics, user=_user(about), **fields)
+    return Commit(codecs=tuple(about["codecs"]), receipts=b"", metrics=metrics, user=_user(about), **fields)
 
 
 def _metrics(values: object) -> dict[str, float]:
