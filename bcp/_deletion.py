@@ -46,6 +46,7 @@ class Committed:
 
     data: bytes | None = None  # the contents; None for no metadata
     operation: str = ""  # id of the save that they name; empty for none, or for metadata that cannot be decoded
+    operations: frozenset[str] = frozenset()  # all operations whose files they name: of the save, and of edits
 
     @property
     def may_name_anything(self) -> bool:
@@ -61,6 +62,7 @@ class Attempt:
     replaces: str = ""  # operation of the metadata that the save found at its beginning; empty for none
     is_sent: bool = False  # the request was made, and may be carried out even after an error
     is_refused: bool = False  # storage has said that the request has changed nothing, and never will
+    also: frozenset[str] = frozenset()  # other operations whose files the request commits: a copy of an edited one
 
 
 def may_delete(operation: str, committed: Committed, attempt: Attempt | None) -> bool:
@@ -74,9 +76,9 @@ def may_delete(operation: str, committed: Committed, attempt: Attempt | None) ->
     """
     if _is_unsent(operation, attempt):
         return True
-    if committed.may_name_anything or operation == committed.operation:
+    if committed.may_name_anything or operation in committed.operations:
         return False
-    if attempt is None or operation != attempt.operation:
+    if attempt is None or operation not in (attempt.operation, *attempt.also):
         return True
     if not committed.operation:
         return False  # the request may still be under way, and find no metadata in its way
@@ -111,9 +113,10 @@ async def read_committed(backend: Backend, policy: RetryPolicy | None = None) ->
         except CorruptError:  # a file too large for metadata, which nobody can decode either
             return Committed(b"")
         try:
-            return Committed(data, (await in_thread_gc_paused(decode_commit, data, METADATA_KEY)).operation)
+            commit = await in_thread_gc_paused(decode_commit, data, METADATA_KEY)
         except CheckpointError:
             return Committed(data)
+        return Committed(data, commit.operation, commit.operations)
     raise StorageError(f"{backend!r} has {METADATA_KEY} and does not find it, {TRIES} times; nothing was deleted")
 
 

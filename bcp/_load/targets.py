@@ -136,7 +136,7 @@ def find_targets(job: LoadJob, metadata: Metadata, opaque: Mapping[str, Any]) ->
     shards, shared = without_overlaps(targets.shards, source, names)
     shards, saved = relocated(shards, source, names)
     _check_dtypes(shards.table.tensors, layout.tensors, saved, job.rank, cast=options.cast)
-    _check_dataloader(opaque, layout, job.world_size)
+    _check_dataloader(opaque, metadata, job.world_size)
     for kind in opaque:
         check_changeable(states[kind], kind)
     return LoadRequest(
@@ -308,12 +308,12 @@ def _differ(target: TensorTable, saved: TensorTable, saved_rows: Ints) -> list[i
     return np.flatnonzero(other & (saved_rows >= 0)).tolist()
 
 
-def _check_dataloader(opaque: Mapping[str, Any], layout: Layout, world_size: int) -> None:
+def _check_dataloader(opaque: Mapping[str, Any], metadata: Metadata, world_size: int) -> None:
     """Refuse to give opaque objects of so many ranks to another number of ranks."""
-    saved = extra_ranks(layout, "dataloader")
-    if "dataloader" in opaque and saved and layout.world_size != world_size:
+    saved = extra_ranks(metadata.layout, "dataloader")
+    if "dataloader" in opaque and saved and metadata.world_size != world_size:
         raise MismatchError(
-            f"the dataloader state was saved by {layout.world_size} ranks, one opaque object each, and this job has "
+            f"the dataloader state was saved by {metadata.world_size} ranks, one opaque object each, and this job has "
             f"{world_size}: bcp cannot reshard it. Pass a bcp.protocols.ShardedState, as bcp.data.TokenLoader and the "
             "adapters of bcp.data are; put plain values that are equal on all ranks under 'extra_states'; or leave "
             "'dataloader' out of the states, and rebuild it from your step count"

@@ -113,7 +113,7 @@ async def _names(source: Source) -> Names:
     if commit.framework != FRAMEWORK:
         return Names()
     record = (await source.read_receipts([0]))[0].objects.get(NAMES)
-    return Names() if record is None else Names.decode(record, receipt_key(0, commit.operation))
+    return Names() if record is None else Names.decode(record, receipt_key(0, commit.operation_of(0)))
 
 
 def _contents(source: Source, names: Names) -> Contents:

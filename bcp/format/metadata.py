@@ -100,9 +100,7 @@ class Commit:
     A checkpoint is written by the ranks of a save, its first *writers*, and by edits, one writer each behind them.
     """
 
-    operation: (
-        str  # id of the save, or of the last edit, 16 lower-case hex digits; part of the name of every other file
-    )
+    operation: str  # id of the save or of the last edit, 16 lower-case hex digits; part of the names of its files
     created: str  # when it was committed, UTC, ISO 8601
     framework: str  # name of the planner that read the state
     codecs: tuple[str, ...]  # names of the codecs that the data files went through, in this order

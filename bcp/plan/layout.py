@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bcp.errors import CorruptError
 from bcp.plan.columns import Ints, begins
-from bcp.plan.shards import KINDS, Segments, TensorTable
+from bcp.plan.shards import KINDS, OPAQUE_KINDS, Segments, TensorTable
 
 __all__ = [
     "LARGEST",
@@ -29,6 +29,7 @@ __all__ = [
     "check_segments",
     "find",
     "find_all",
+    "named_files",
     "resolve",
     "resolve_all",
     "rows_of",
@@ -117,6 +118,17 @@ def resolve_all(layout: Layout, rows: Ints) -> Ints:
     return np.array(
         [resolve(layout, row) if row >= 0 and tied_to[row] else row for row in rows.tolist()], dtype=np.int64
     )
+
+
+def named_files(layout: Layout) -> set[tuple[int, int]]:
+    """Return (rank, code of the kind) of all data files: of tensors, opaque objects and units.
+
+    A receipt may have a file that the layout does not name: an edit has dropped all that was in it.
+    """
+    files = set(zip(layout.file_rank.tolist(), layout.file_kind.tolist(), strict=True))
+    files.update(zip(layout.extra_rank.tolist(), layout.extra_kind.tolist(), strict=True))
+    units = zip(layout.object_rank.tolist(), layout.objects, strict=True)
+    return files | {(rank, KINDS.index(kind)) for rank, (kind, _) in units if kind in OPAQUE_KINDS}
 
 
 LARGEST = 1 << 62

@@ -48,7 +48,8 @@ async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[i
         return await _fetch_receipt(backend, metadata, wanted.rank)
 
     start: Pipeline[_ReceiptToFetch, _ReceiptToFetch] = Pipeline()
-    wanted = [_ReceiptToFetch(rank, receipt_key(rank, metadata.commit.operation)) for rank in sorted(set(ranks))]
+    commit = metadata.commit
+    wanted = [_ReceiptToFetch(rank, receipt_key(rank, commit.operation_of(rank))) for rank in sorted(set(ranks))]
     graph = start.then(Stage("receipts", fetch, workers=RECEIPTS_AT_ONCE))
     receipts = await graph.run(wanted, budget=Budget(max(len(wanted), 1)))
     return {receipt.rank: receipt for receipt in receipts}
@@ -56,7 +57,7 @@ async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[i
 
 async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Receipt:
     commit = metadata.commit
-    key = receipt_key(rank, commit.operation)
+    key = receipt_key(rank, commit.operation_of(rank))
     try:
         data = await get_small(backend, key)
     except FileNotFoundError as error:
@@ -83,7 +84,7 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int, nbytes: int | None 
     Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
     """
     commit = metadata.commit
-    key = data_key(kind, receipt.rank, commit.operation, encoded=bool(commit.codecs))
+    key = data_key(kind, receipt.rank, commit.operation_of(receipt.rank), encoded=bool(commit.codecs))
     file = receipt.file(kind)
     if file is None:
         raise CorruptError(
@@ -146,7 +147,7 @@ def key_of(metadata: Metadata, file: int) -> str:
         return metadata.foreign.key[file]
     layout, commit = metadata.layout, metadata.commit
     writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
-    return data_key(kind, writer, commit.operation, encoded=bool(commit.codecs))
+    return data_key(kind, writer, commit.operation_of(writer), encoded=bool(commit.codecs))
 
 
 def foreign_range(files: ForeignFiles, kind: int, chunk: Chunk) -> FileReceipt:

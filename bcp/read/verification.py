@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +13,7 @@ from bcp.format.metadata import Metadata, operation_of, receipt_key
 from bcp.format.receipt import FileReceipt
 from bcp.interop.reading import at_once
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
-from bcp.plan.layout import check_segments
+from bcp.plan.layout import check_segments, named_files
 from bcp.protocols import Backend
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.windows import Window, windows_of, wrong_block
@@ -72,14 +72,14 @@ async def verify(backend: Backend, metadata: Metadata, *, fast: bool, workers: i
         cut = await _cut(backend, sizes)
         return Verification(len(sizes), 0, 0, time.monotonic() - began, tuple(cut), unverified=len(sizes))
     sizes = {info.key: info.nbytes for info in await backend.list()}
-    operation = metadata.commit.operation
-    others = tuple(key for key in sizes if operation_of(key) not in (None, operation))
+    operations = metadata.commit.operations
+    others = tuple(key for key in sizes if operation_of(key) not in (None, *operations))
     damage = await in_thread_gc_paused(_check_layout, metadata)
     files = blocks = nbytes = 0
-    rows = _rows_by_rank(metadata)
+    rows, named = _rows_by_rank(metadata), named_files(metadata.layout)
     for first in range(0, metadata.layout.world_size, RANKS_AT_ONCE):
         ranks = range(first, min(first + RANKS_AT_ONCE, metadata.layout.world_size))
-        looks = (partial(_files_of, backend, metadata, rank, rows.get(rank, {}), sizes) for rank in ranks)
+        looks = (partial(_files_of, backend, metadata, rank, rows.get(rank, {}), named, sizes) for rank in ranks)
         found = [(files_of_rank, said) for files_of_rank, said in await in_turns(looks)]
         damage += [sentence for _, said in found for sentence in said]
         files += sum(len(files_of_rank) for files_of_rank, _ in found)
@@ -88,12 +88,12 @@ async def verify(backend: Backend, metadata: Metadata, *, fast: bool, workers: i
             damage += await _compare(backend, windows, workers)
             blocks += sum(window.rows.stop - window.rows.start for window in windows)
             nbytes += sum(window.nbytes for window in windows)
-    if damage and others and not any(operation_of(key) == operation for key in sizes):
+    if damage and others and not any(operation_of(key) in operations for key in sizes):
         names = sorted({name for key in others if (name := operation_of(key))})
         damage.insert(
             0,
-            f"metadata.arrow is of operation {operation}, and all files are of {', '.join(names[:SHOWN])}: it is older "
-            "or newer than they are; put back the metadata.arrow of that save",
+            f"metadata.arrow is of operation {metadata.commit.operation}, and all files are of "
+            f"{', '.join(names[:SHOWN])}: it is older or newer than they are; put back the metadata.arrow of that save",
         )
     return Verification(files, blocks, nbytes, time.monotonic() - began, tuple(damage), others)
 
@@ -131,18 +131,23 @@ def _rows_by_rank(metadata: Metadata) -> Mapping[int, Mapping[int, int]]:
 
 
 async def _files_of(
-    backend: Backend, metadata: Metadata, rank: int, wanted: Mapping[int, int], sizes: Mapping[str, int]
+    backend: Backend,
+    metadata: Metadata,
+    rank: int,
+    wanted: Mapping[int, int],
+    named: Collection[tuple[int, int]],
+    sizes: Mapping[str, int],
 ) -> tuple[list[tuple[str, FileReceipt]], list[str]]:
     """Return the data files of a rank that can be read, and what is wrong with the others."""
-    if receipt_key(rank, metadata.commit.operation) not in sizes:
-        return [], [f"{receipt_key(rank, metadata.commit.operation)} is missing; restore it"]
+    if (key := receipt_key(rank, metadata.commit.operation_of(rank))) not in sizes:
+        return [], [f"{key} is missing; restore it"]
     try:
         with unwrap_stage_errors():
             receipt = (await fetch_receipts(backend, metadata, [rank]))[rank]
     except CorruptError as error:
         return [], [str(error)]
     found, damage = [], []
-    for kind in sorted({*wanted, *(file.kind for file in receipt.files)}):
+    for kind in sorted({*wanted, *(file.kind for file in receipt.files if (rank, file.kind) in named)}):
         try:
             key, file = file_of(metadata, receipt, kind, wanted.get(kind))
         except CorruptError as error:

@@ -147,7 +147,7 @@ async def _uncommitted(backend: Backend, path: str) -> Mapping[tuple[str, str], 
 
 def _may_name(committed: Committed | None, operation: str) -> bool:
     """Whether the metadata of a folder, None if it has none, may name the files of a save."""
-    return committed is not None and (committed.may_name_anything or committed.operation == operation)
+    return committed is not None and (committed.may_name_anything or operation in committed.operations)
 
 
 def _folder(key: str) -> str:

@@ -19,6 +19,7 @@ from bcp.errors import BcpError, CorruptError, ExistsError, InputError, StorageE
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
 from bcp.format.receipt import decode_receipt, receipt_digest
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
+from bcp.plan.layout import named_files
 from bcp.protocols import Backend, PartWriter, Version, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import file_of
@@ -141,7 +142,7 @@ async def acopy(
             raise
         await delete_unnamed(
             goal.backend,
-            [key for key in stale if operation_of(key) != metadata.commit.operation],
+            [key for key in stale if operation_of(key) not in metadata.commit.operations],
             by=metadata.commit.operation,
         )
     seconds = time.monotonic() - began
@@ -203,11 +204,14 @@ class _Copying:
         commit, layout = self.metadata.commit, self.metadata.layout
         columns = (layout.file_rank.tolist(), layout.file_kind.tolist(), layout.file_nbytes.tolist())
         nbytes = {(rank, kind): size for rank, kind, size in zip(*columns, strict=True)}
+        named = named_files(layout)
         for rank in range(layout.world_size):
-            key = receipt_key(rank, commit.operation)
+            key = receipt_key(rank, commit.operation_of(rank))
             data = await self._receipt(key, rank)
             receipt = await in_thread_gc_paused(decode_receipt, data, key)
             for file in receipt.files:
+                if (rank, file.kind) not in named:  # an edit has dropped it
+                    continue
                 name, checked = file_of(self.metadata, receipt, file.kind, nbytes.get((rank, file.kind)))
                 await self._data_file(name, windows_of(name, checked, PART_BYTES), checked.stored_nbytes)
             self.written.append(key)
@@ -262,7 +266,8 @@ async def _commit(goal: Place, data: bytes, version: Version | None, replaced: s
     """
     if gone := await _gone(goal, copying.written):
         raise StorageError(gone)
-    copying.attempt = Attempt(copying.metadata.commit.operation, replaced, is_sent=True)
+    commit = copying.metadata.commit
+    copying.attempt = Attempt(commit.operation, replaced, is_sent=True, also=commit.operations)
     made = await goal.backend.put_if(METADATA_KEY, data, version)
     if made is None:
         if (await read_committed(goal.backend)).data != data:

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
-
-import numpy as np
-import torch
 
 from bcp._api import asave
 from bcp._text import shown
 from bcp.backends.place import Path
 from bcp.errors import InputError, StateError
-from bcp.options import Graph, SaveOptions
-from bcp.pipeline import Stage
-from bcp.plan.box import Box, decompose
+from bcp.options import SaveOptions
 from bcp.plan.read.renamed import CheckpointNames
-from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
 from bcp.protocols import Coordinator, LoadTargets, LocalShards, ObjectKey, States
-from bcp.read.boxes import fill_boxes
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.source import Source
-from bcp.stages.items import HostPart, WriteItem
-from bcp.stages.memcpy import torch_dtype, typed
 from bcp.tools.calls import Progress, called, ignore_progress
+from bcp.tools.parts import Origin, Origins, plain_meta, shards_of
 
 __all__ = ["ImportResult", "aimport_files", "import_files"]
-
-READERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,70 +136,21 @@ async def aimport_files(
 
 
 class _Files:
-    """A planner whose shards are all tensors of the files; their memory is a single element each."""
+    """A planner whose shards are all tensors of the files; ranks divide replicas among themselves."""
 
     name = "import"
 
     def __init__(self, source: Source, objects: Mapping[ObjectKey, Any], progress: Progress) -> None:
-        self._source, self._objects, self._progress = source, objects, progress
         tensors = source.metadata.layout.tensors
-        self._rows = {(tensors[row].kind, tensors[row].fqn): row for row in range(len(tensors))}
-        self._done, self._nbytes = 0, source.metadata.nbytes
+        self._metas, self._objects = [plain_meta(tensors[row]) for row in range(len(tensors))], objects
+        origins = {(meta.kind, meta.fqn): Origin(source, row) for row, meta in enumerate(self._metas)}
+        self._origins = Origins(lambda meta: origins[meta.kind, meta.fqn], progress, source.metadata.nbytes)
+        self.options = self._origins.options
 
     def local_shards(self, _: States) -> LocalShards:
-        """Return every tensor as a whole; ranks divide replicas among themselves."""
-        tensors = self._source.metadata.layout.tensors
-        metas = [_plain(tensors[row]) for row in range(len(tensors))]
-        filled = [meta for meta in metas if not meta.tied_to and 0 not in meta.shape]
-        table = ShardTable.build(
-            [ShardRow(meta, Box.whole(meta.shape)) for meta in filled],
-            list(self._objects),
-            more=[meta for meta in metas if meta.tied_to or 0 in meta.shape],
-        )
-        memory = [torch.zeros((), dtype=torch_dtype(meta.dtype)).expand(meta.shape) for meta in filled]
-        return LocalShards(table, memory, self._objects)
+        """Return every tensor as a whole."""
+        return replace(shards_of(self._metas, list(self._objects)), objects=self._objects)
 
     def load_targets(self, _: States, __: CheckpointNames) -> LoadTargets:
         """Refuse: files of other libraries are loaded by ``bcp.load``."""
         raise StateError("the planner of an import saves only; load with bcp.load")
-
-    def options(self, options: SaveOptions) -> SaveOptions:
-        """Return options of a save whose parts are read from the files."""
-
-        def edit(graph: Graph) -> Graph:
-            return options.edit(graph.replacing("d2h", Stage("d2h", self.read, workers=READERS)))
-
-        return replace(options, edit=edit, guard=False, replicas="ignore", record=False)
-
-    async def read(self, item: WriteItem) -> HostPart:
-        """Read the elements of a part from the files."""
-        buffer = torch.empty(item.nbytes, dtype=torch.uint8)
-        boxes: list[tuple[int, Box]] = []
-        tensors: list[torch.Tensor] = []
-        for span in item.part.spans:
-            meta = item.table.meta(span.row)
-            elements = typed(buffer, span.at, (span.stop - span.start,), torch_dtype(meta.dtype))
-            for box, first in _boxes(meta.shape, span.start, span.stop):
-                at = first - span.start
-                boxes.append((self._rows[meta.kind, meta.fqn], box))
-                tensors.append(elements[at : at + box.numel].view(box.lengths))
-        await fill_boxes(self._source, boxes, tensors)
-        self._done += sum(tensor.nbytes for tensor in tensors)
-        self._progress(self._done, self._nbytes)
-        return HostPart(item, buffer)
-
-
-def _plain(meta: TensorMeta) -> TensorMeta:
-    """Return a tensor as it lies in row-major order on the CPU."""
-    stride = tuple(prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape)))
-    return replace(meta, stride=stride, device="cpu", requires_grad=False)
-
-
-def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of a flat interval of a tensor, each with the flat position of its first element."""
-    if not shape:
-        yield Box((), ()), 0
-        return
-    found = decompose(np.array([shape]), np.array([start]), np.array([stop]))
-    for first, offset, length in zip(found.flat.tolist(), found.offset.tolist(), found.length.tolist(), strict=True):
-        yield Box(tuple(offset), tuple(length)), first

@@ -113,7 +113,7 @@ async def aremove(
         kept = await delete_unnamed(backend, [info.key for info in own if info.key != METADATA_KEY])
         others = [info.key for info in listed if not _is_own(info.key, committed)]
         nbytes = sum(info.nbytes for info in own if info.key not in kept)
-        if not kept and committed.operation and (await read_committed(backend)).operation == committed.operation:
+        if not kept and committed.operations & (await read_committed(backend)).operations:
             # a copy of the same save has committed since the metadata went, and its files have gone with the others
             await withdraw(backend, {METADATA_KEY: await backend.version(METADATA_KEY)})
         above, name = _above(path, backend)
@@ -155,7 +155,7 @@ async def _check(
             f"{where}/{METADATA_KEY} is damaged, so its files are unknown; force deletes the files of all saves there"
         )
     others = {operation for info in listed if _is_here(info.key) and (operation := operation_of(info.key))}
-    if others := others - {committed.operation}:
+    if others := others - committed.operations:
         raise InputError(
             f"{where} has files of other saves ({', '.join(sorted(others)[:3])}): one of them may be running. Wait "
             "until no job saves there, or delete remains with `bcp gc`; force deletes the checkpoint beside them"
@@ -188,7 +188,8 @@ def _is_own(key: str, committed: Committed) -> bool:
     if key == METADATA_KEY or key.startswith(TELEMETRY):
         return True
     operation = operation_of(key)
-    return _is_here(key) and operation is not None and operation == (committed.operation or operation)
+    is_named = committed.may_name_anything or operation in committed.operations
+    return _is_here(key) and operation is not None and is_named
 
 
 def _above(path: Path, backend: Backend) -> tuple[str, str]:
