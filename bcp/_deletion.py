@@ -1,7 +1,7 @@
 """Who may delete: the files of a checkpoint go only after a read of the metadata that does not name them.
 
 Every sweep, undo and retention deletes files by :func:`delete_unnamed`, and metadata by :func:`withdraw`.
-:func:`may_delete` is the rule.
+:func:`may_delete` is the rule. An edit deletes the files that it has emptied by :func:`delete_dropped`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import anyio
 from bcp._log import log
 from bcp.backends import child
 from bcp.backends.small import get_small
-from bcp.errors import CheckpointError, CorruptError, StorageError
+from bcp.errors import BcpError, CheckpointError, CorruptError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit, operation_of
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
@@ -23,6 +23,7 @@ __all__ = [
     "TRIES",
     "Attempt",
     "Committed",
+    "delete_dropped",
     "delete_unnamed",
     "may_delete",
     "pause",
@@ -166,6 +167,34 @@ async def delete_unnamed(
     for first in range(0, len(free), BATCH):
         await backend.delete(free[first : first + BATCH])
     return kept
+
+
+async def delete_dropped(
+    backend: Backend, keys: Sequence[str], *, by: str, policy: RetryPolicy | None = None
+) -> Sequence[str]:
+    """Delete data files that an edit has left without any tensor or object; return the keys that went.
+
+    The names of these files belong to operations of the checkpoint, whose metadata do not list them any more. Nothing
+    goes unless the metadata are those of the edit. A failure is logged: the edit is committed.
+
+    Args:
+        backend: over the root of the keys.
+        keys: the files that the metadata of the edit do not list.
+        by: id of the edit.
+        policy: how long a contradiction of storage is asked about.
+
+    """
+    if not keys:
+        return keys
+    try:
+        if (await read_committed(backend, policy)).operation != by:
+            return ()
+        for first in range(0, len(keys), BATCH):
+            await backend.delete(keys[first : first + BATCH])
+    except (BcpError, OSError) as error:
+        log.warning("files of dropped tensors were not deleted", storage=repr(backend), error=repr(error))
+        return ()
+    return keys
 
 
 async def remove_folders(backend: Backend, folders: Iterable[str]) -> None:

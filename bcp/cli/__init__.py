@@ -27,6 +27,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints.",
     "import": "Make a checkpoint of files of Hugging Face, DCP, safetensors or torch.save.",
     "cp": "Copy a checkpoint, and check every byte on its way.",
+    "edit": "Rename, drop, cast and add tensors of a checkpoint, in place.",
     "export": "Write a checkpoint for Hugging Face, safetensors, torch.load or DCP.",
     "rm": "Delete checkpoints.",
     "gc": "Delete the remains of saves that never committed.",

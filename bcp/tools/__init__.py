@@ -1,4 +1,4 @@
-"""Work on whole checkpoints: copy, compare, delete, clean up, export. The command ``bcp`` calls these functions.
+"""Work on whole checkpoints: copy, compare, edit, delete, clean up, export. The command ``bcp`` calls these functions.
 
 No function here needs a model or a job. Each one has a twin for coroutines, whose name begins with ``a``. No save
 imports this package.
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bcp.tools.collection import Remains, acollect, collect
     from bcp.tools.copying import CopyResult, acopy, copy
     from bcp.tools.difference import Difference, TensorDifference, ValueDifference, adiff, diff
+    from bcp.tools.editing import EditResult, aedit, edit
     from bcp.tools.exports.dcp import aexport_dcp, export_dcp
     from bcp.tools.exports.exporting import ExportKeywords
     from bcp.tools.exports.hf import aexport_hf, export_hf
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CopyResult",
     "Difference",
+    "EditResult",
     "ExportKeywords",
     "ExportResult",
     "ImportResult",
@@ -35,6 +37,7 @@ __all__ = [
     "acollect",
     "acopy",
     "adiff",
+    "aedit",
     "aexport_dcp",
     "aexport_hf",
     "aexport_safetensors",
@@ -45,6 +48,7 @@ __all__ = [
     "collect",
     "copy",
     "diff",
+    "edit",
     "export_dcp",
     "export_hf",
     "export_safetensors",
@@ -61,6 +65,7 @@ if not TYPE_CHECKING:
             "bcp.tools.collection": ["Remains", "acollect", "collect"],
             "bcp.tools.copying": ["CopyResult", "acopy", "copy"],
             "bcp.tools.difference": ["Difference", "TensorDifference", "ValueDifference", "adiff", "diff"],
+            "bcp.tools.editing": ["EditResult", "aedit", "edit"],
             "bcp.tools.exports.dcp": ["aexport_dcp", "export_dcp"],
             "bcp.tools.exports.exporting": ["ExportKeywords"],
             "bcp.tools.exports.hf": ["aexport_hf", "export_hf"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from bcp._deletion import Attempt, delete_unnamed, read_committed, withdraw
+from bcp._deletion import Attempt, delete_dropped, delete_unnamed, read_committed, withdraw
 from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
@@ -140,11 +140,11 @@ async def acopy(
             with anyio.CancelScope(shield=True):
                 await delete_unnamed(goal.backend, copying.written, copying.attempt)
             raise
-        await delete_unnamed(
-            goal.backend,
-            [key for key in stale if operation_of(key) not in metadata.commit.operations],
-            by=metadata.commit.operation,
-        )
+        commit = metadata.commit
+        others = [key for key in stale if operation_of(key) not in commit.operations]
+        await delete_unnamed(goal.backend, others, by=commit.operation)
+        dropped = [key for key in stale if key not in (*others, *copying.written)]  # of the save before it was edited
+        await delete_dropped(goal.backend, dropped, by=commit.operation)
     seconds = time.monotonic() - began
     return CopyResult(goal.path, metadata.commit.operation, len(copying.written) + 1, copying.done, seconds)
 
