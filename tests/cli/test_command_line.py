@@ -195,6 +195,47 @@ def test_cp_and_rm(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("run")
+def test_edit(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "run/step-00000001"
+    words = said(capsys, "edit", path, "--replace", "^w=kernel.w", "--drop", "bias", "--dry-run")
+    assert words == (
+        f"{Path(path).absolute()}: tensors: 1 renamed, 1 dropped, 0 cast, 0 added; would write 0 bytes, "
+        "would free 0 bytes\n"
+        "  drops model: bias\n"
+    )
+    assert bcp.Checkpoint(path).names() == ["bias", "weight"]
+    torch.save({"new": torch.ones(2)}, "new.pt")
+    wishes = ["--rename", "weight=w", "--cast", "*=bfloat16", "--add", "new.pt", "--note", "git=4f", "--note", "n=[1]"]
+    found = data(capsys, "edit", "-y", path, *wishes)
+    assert (found["renamed"], found["cast"], found["added"]) == (1, 2, 1)
+    ckpt = bcp.Checkpoint(path)
+    assert {name: ckpt[name].dtype for name in ckpt.names()} == {"bias": "bfloat16", "new": "float32", "w": "bfloat16"}
+    assert ckpt.user_metadata == {**FACTS, "git": "4f", "n": [1]}
+    assert main(["edit", path]) == 130  # nobody answers
+    assert "nothing would change" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-y"],
+        ["-y", "--rename", "weight"],
+        ["-y", "--rename", "weight=w", "--replace", "w=x"],
+        ["-y", "--cast", "*=int9"],
+        ["-y", "--cast", "*"],
+        ["-y", "--drop", "nothing"],
+        ["-y", "--add", "nowhere.pt"],
+    ],
+)
+def test_an_edit_that_is_refused_changes_nothing(words: list[str]) -> None:
+    path = "run/step-00000001"
+    before = bcp.Checkpoint(path).operation
+    assert main(["edit", path, *words]) == 2
+    assert bcp.Checkpoint(path).operation == before
+
+
+@pytest.mark.usefixtures("run")
 def test_json_has_what_was_done_before_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     paths = ["run/step-00000001", "nowhere", "run/step-00000002"]
     assert [each["sound"] for each in data(capsys, "verify", *paths, status=2)] == [True, True]

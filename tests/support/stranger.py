@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return the rows of every table by its name, and the commit's facts if there are any."""
     data = path.read_bytes()
-    assert data[-8:] in (b"BCPMETA\x01", b"BCPRCPT\x01"), f"{path} is in another format"
+    assert data[-8:] in (b"BCPMETA\x01", b"BCPMETA\x02", b"BCPRCPT\x01"), f"{path} is in another format"
     source, tables, facts = io.BytesIO(data[:-24]), {}, {}
     while source.tell() < len(data) - 24:
         table = pa.ipc.open_stream(source).read_all()
@@ -39,9 +39,15 @@ def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, 
     return tables, facts
 
 
-def read_section(path: Path, row: dict[str, Any], operation: str) -> bytes:
+def operations(tables: dict[str, list[dict[str, Any]]], commit: dict[str, Any]) -> list[str]:
+    """Return the operation of each writer, by its rank."""
+    return [row.get("operation", commit["operation"]) for row in tables.get("writers") or tables["commit"]]
+
+
+def read_section(path: Path, row: dict[str, Any], writers: list[str]) -> bytes:
     """Return the data section of one data file, given by its kind and rank."""
-    image = (path / KINDS[row["kind"]] / f"{row['rank']:05d}-{operation}.safetensors").read_bytes()
+    name = f"{row['rank']:05d}-{writers[row['rank']]}.safetensors"
+    image = (path / KINDS[row["kind"]] / name).read_bytes()
     safetensors.deserialize(image)  # it is a valid safetensors file
     return image[8 + int.from_bytes(image[:8], "little") :]
 
@@ -50,7 +56,8 @@ def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     """Return all tensors by (kind, fqn)."""
     tables, commit = read_tables(Path(path) / "metadata.arrow")
     tensors, pieces, segments, files = (tables[name] for name in ("tensors", "pieces", "segments", "files"))
-    sections = [read_section(Path(path), file, commit["operation"]) for file in files]
+    writers = operations(tables, commit)
+    sections = [read_section(Path(path), file, writers) for file in files]
     stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
     first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
     begin = [0, *accumulate(pattern["segments"] for pattern in tables["patterns"])]
@@ -73,7 +80,10 @@ def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
 def read_others(path: str | Path) -> tuple[dict[tuple[str, str], Any], dict[tuple[str, int], bytes]]:
     """Return the values that are not tensors by (kind, path), and the opaque objects by (kind, rank)."""
     tables, commit = read_tables(Path(path) / "metadata.arrow")
-    receipts = sorted(Path(path).glob(f"receipts/*-{commit['operation']}.arrow"))
-    rows = [row for receipt in receipts for row in read_tables(receipt)[0]["objects"]]
-    extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, commit["operation"]) for e in tables["extras"]}
-    return {(row["kind"], row["path"]): json.loads(row["value"]) for row in rows}, extras
+    writers, values = operations(tables, commit), {}
+    for rank, operation in enumerate(writers):
+        for row in read_tables(next(Path(path).glob(f"receipts/*{rank:05d}-{operation}.arrow")))[0]["objects"]:
+            values[row["kind"], row["path"], rank] = json.loads(row["value"])
+    named = {(row["kind"], row["path"]): values[row["kind"], row["path"], row["rank"]] for row in tables["objects"]}
+    extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, writers) for e in tables["extras"]}
+    return named, extras
