@@ -47,12 +47,17 @@ class Committed:
 
     data: bytes | None = None  # the contents; None for no metadata
     operation: str = ""  # id of the save that they name; empty for none, or for metadata that cannot be decoded
-    operations: frozenset[str] = frozenset()  # all operations whose files they name: of the save, and of edits
+    also: frozenset[str] = frozenset()  # other operations whose files they name, after an edit
 
     @property
     def may_name_anything(self) -> bool:
         """Whether the metadata are there and cannot be decoded: they may name every file."""
         return self.data is not None and not self.operation
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """All operations whose files they name."""
+        return self.also | {self.operation} if self.operation else self.also
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def may_delete(operation: str, committed: Committed, attempt: Attempt | None) ->
         return True
     if committed.may_name_anything or operation in committed.operations:
         return False
-    if attempt is None or operation not in (attempt.operation, *attempt.also):
+    if attempt is None or operation not in {attempt.operation, *attempt.also}:
         return True
     if not committed.operation:
         return False  # the request may still be under way, and find no metadata in its way
@@ -117,7 +122,7 @@ async def read_committed(backend: Backend, policy: RetryPolicy | None = None) ->
             commit = await in_thread_gc_paused(decode_commit, data, METADATA_KEY)
         except CheckpointError:
             return Committed(data)
-        return Committed(data, commit.operation, commit.operations)
+        return Committed(data, commit.operation, frozenset(commit.writers))
     raise StorageError(f"{backend!r} has {METADATA_KEY} and does not find it, {TRIES} times; nothing was deleted")
 
 

@@ -38,7 +38,7 @@ class Facts:
 
     @property
     def operation(self) -> str:
-        """Id of the save: 16 hex digits in the names of all files of a checkpoint.
+        """Id of the save: 16 hex digits in the names of all files of a checkpoint. An edit gives it another one.
 
         Files of another library have no such id, and get a digest of places and shapes.
         """

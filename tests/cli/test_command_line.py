@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -195,7 +196,7 @@ def test_cp_and_rm(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_edit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_edit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = "run/step-00000001"
     words = said(capsys, "edit", path, "--replace", "^w=kernel.w", "--drop", "bias", "--dry-run")
     assert words == (
@@ -211,8 +212,10 @@ def test_edit(capsys: pytest.CaptureFixture[str]) -> None:
     ckpt = bcp.Checkpoint(path)
     assert {name: ckpt[name].dtype for name in ckpt.names()} == {"bias": "bfloat16", "new": "float32", "w": "bfloat16"}
     assert ckpt.user_metadata == {**FACTS, "git": "4f", "n": [1]}
-    assert main(["edit", path]) == 130  # nobody answers
-    assert "nothing would change" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    assert main(["edit", path, "--drop", "bias"]) == 130
+    assert "drops model: bias" in capsys.readouterr().err
+    assert "bias" in bcp.Checkpoint(path)
 
 
 @pytest.mark.usefixtures("run")

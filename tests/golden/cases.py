@@ -225,6 +225,25 @@ def overwritten(path: Path, _: Pool) -> Written:
     return [Expected(tensors, extras={"extra_states": described({"generation": 2})})], {}
 
 
+def edited(path: Path, _: Pool) -> Written:
+    """Save a model and its optimizer, and edit it twice: version 2 of the metadata."""
+    tensors = {"model/net.kept": numbers("kept", (4, 4)), "model/added": numbers("added", (2, 3))}
+    optimizer = {"state": {"kept": {"momentum": numbers("momentum", (4, 4))}}}
+    tensors |= {"optimizer/state.net.kept.momentum": optimizer["state"]["kept"]["momentum"]}
+    tensors |= {"model/net.cast": numbers("cast", (5,)).double()}
+    model = {
+        "kept": tensors["model/net.kept"],
+        "cast": numbers("cast", (5,)),
+        "gone": numbers("gone", (3,)),
+        "epoch": 7,
+    }
+    bcp.save(path, {"model": model, "optimizer": optimizer, "extra_states": {"step": 7}}, options=jobs.options())
+    bcp.tools.edit(path, cast={"cast": torch.float64}, drop=["gone"])
+    bcp.tools.edit(path, rename=[("^", "net.")], add={"added": tensors["model/added"]}, metadata={"git": "4f"})
+    extras = {"extra_states": described({"step": 7})}
+    return [Expected(tensors, {"model/net.epoch": described(7)}, extras)], {}
+
+
 STORE = "memory://golden/store/step-7"
 
 
@@ -418,6 +437,7 @@ CASES: dict[str, Case] = {
         "1002 ranks, from the 1001st on with hashes in the names; a tar file.", many_ranks, MANY, tar=True
     ),
     "dataloaders": Case("A token loader and another sharded state on 2 readers.", dataloaders, 2),
+    "edited": Case("Renamed, dropped, cast and added tensors, by two edits: version 2.", edited),
     "overwritten": Case("The second of two saves to one path, with other tensors.", overwritten),
     **{
         name: Case(text, partial(framework, how=how), 2 if name == "ddp" else 4)

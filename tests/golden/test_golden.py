@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -228,9 +229,8 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 def form_of(path: Path) -> dict[str, Any]:
     """Return the form of a checkpoint: file names, columns, names and dtypes of tensors, texts of values."""
     tables, facts = read_tables(path / "metadata.arrow")
-    operation = facts["operation"]
     files = [file for file in path.rglob("*") if file.is_file()]
-    below = {str(file.relative_to(path)).replace(operation, "OPERATION") for file in files}
+    below = {re.sub("[0-9a-f]{16}", "OPERATION", str(file.relative_to(path))) for file in files}
     tensors = [
         (
             KINDS[row["kind"]],

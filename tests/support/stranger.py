@@ -36,28 +36,24 @@ def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, 
     for name, column in STEPS if facts else ():
         for row, total in zip(tables[name], accumulate([row[column] for row in tables[name]]), strict=True):
             row[column] = total
+    if facts:  # the operation in the names of each rank's files
+        rows = tables.get("writers") or tables["commit"]
+        facts["writers"] = [row.get("operation", facts["operation"]) for row in rows]
     return tables, facts
-
-
-def operations(tables: dict[str, list[dict[str, Any]]], commit: dict[str, Any]) -> list[str]:
-    """Return the operation of each writer, by its rank."""
-    return [row.get("operation", commit["operation"]) for row in tables.get("writers") or tables["commit"]]
 
 
 def read_section(path: Path, row: dict[str, Any], writers: list[str]) -> bytes:
     """Return the data section of one data file, given by its kind and rank."""
-    name = f"{row['rank']:05d}-{writers[row['rank']]}.safetensors"
-    image = (path / KINDS[row["kind"]] / name).read_bytes()
+    image = (path / KINDS[row["kind"]] / f"{row['rank']:05d}-{writers[row['rank']]}.safetensors").read_bytes()
     safetensors.deserialize(image)  # it is a valid safetensors file
     return image[8 + int.from_bytes(image[:8], "little") :]
 
 
 def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     """Return all tensors by (kind, fqn)."""
-    tables, commit = read_tables(Path(path) / "metadata.arrow")
+    tables, facts = read_tables(Path(path) / "metadata.arrow")
     tensors, pieces, segments, files = (tables[name] for name in ("tensors", "pieces", "segments", "files"))
-    writers = operations(tables, commit)
-    sections = [read_section(Path(path), file, writers) for file in files]
+    sections = [read_section(Path(path), file, facts["writers"]) for file in files]
     stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
     first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
     begin = [0, *accumulate(pattern["segments"] for pattern in tables["patterns"])]
@@ -79,11 +75,11 @@ def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
 
 def read_others(path: str | Path) -> tuple[dict[tuple[str, str], Any], dict[tuple[str, int], bytes]]:
     """Return the values that are not tensors by (kind, path), and the opaque objects by (kind, rank)."""
-    tables, commit = read_tables(Path(path) / "metadata.arrow")
-    writers, values = operations(tables, commit), {}
-    for rank, operation in enumerate(writers):
+    tables, facts = read_tables(Path(path) / "metadata.arrow")
+    values = {}
+    for rank, operation in enumerate(facts["writers"]):
         for row in read_tables(next(Path(path).glob(f"receipts/*{rank:05d}-{operation}.arrow")))[0]["objects"]:
             values[row["kind"], row["path"], rank] = json.loads(row["value"])
     named = {(row["kind"], row["path"]): values[row["kind"], row["path"], row["rank"]] for row in tables["objects"]}
-    extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, writers) for e in tables["extras"]}
+    extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, facts["writers"]) for e in tables["extras"]}
     return named, extras

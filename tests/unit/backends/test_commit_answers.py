@@ -203,9 +203,9 @@ def rule(committed: Committed, attempt: Attempt | None, files: str) -> bool:
     """State the rule in other words: what may be named now or later is kept."""
     if attempt is not None and files == attempt.operation and not attempt.is_sent:
         return True
-    if committed.data is not None and committed.operation in ("", files):
+    if committed.data is not None and (committed.operation in ("", files) or files in committed.also):
         return False
-    if attempt is None or files != attempt.operation:
+    if attempt is None or (files != attempt.operation and files not in attempt.also):
         return True
     has_lost = committed.operation not in ("", attempt.replaces)
     return has_lost or (attempt.is_refused and committed.operation != "")
@@ -213,9 +213,11 @@ def rule(committed: Committed, attempt: Attempt | None, files: str) -> bool:
 
 def test_the_rule_of_deletion_in_every_case() -> None:
     found = [Committed(), Committed(b"?"), *(Committed(b"x", operation) for operation in (OWN, OLD, OTHER))]
+    found += [Committed(b"x", OTHER, frozenset([OLD])), Committed(b"x", OWN, frozenset([OLD]))]
     tries: list[Attempt | None] = [None]
     for replaces, sent, refused in itertools.product(("", OLD), (False, True), (False, True)):
         tries.append(Attempt(OWN, replaces, is_sent=sent, is_refused=refused))
+        tries.append(Attempt(OWN, replaces, is_sent=sent, is_refused=refused, also=frozenset([OLD])))
     for committed, attempt, files in itertools.product(found, tries, (OWN, OLD, OTHER)):
         assert may_delete(files, committed, attempt) == rule(committed, attempt, files), (committed, attempt, files)
 
@@ -230,7 +232,7 @@ def test_no_deletion_goes_past_the_rule(pytestconfig: pytest.Config) -> None:
         if count and not name.startswith("testing/"):
             rooms[name] = count
     assert rooms == {
-        "_deletion.py": 4,
+        "_deletion.py": 5,
         "_doctor/storage.py": 2,
         "backends/prefixed.py": 2,
         "runs/deletion.py": 1,
