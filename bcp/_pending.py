@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -61,6 +61,18 @@ class Pending(Generic[T]):
     def done(self) -> bool:
         """Return whether the save has ended, well or not. It never blocks and never raises."""
         return self._background.done()
+
+    def add_done_callback(self, function: Callable[[Pending[T]], object]) -> None:
+        """Call a function with this object once the save has ended, well or not, in a thread of its own.
+
+        An error of the function is logged. A process that ends waits for its saves, and for these calls.
+
+        Example::
+
+            pending.add_done_callback(lambda pending: print(pending.wait().path))
+
+        """
+        self._background.add_done_callback(lambda: function(self))
 
     def cancel(self) -> None:
         """Ask the save to stop; :meth:`wait` then raises ``CancelledError``.

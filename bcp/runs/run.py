@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -16,7 +16,7 @@ from torch.distributed import Store
 from bcp._calls import load_call
 from bcp._log import log
 from bcp._pending import Pending
-from bcp.backends import resolve, shown
+from bcp.backends import shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadResult, SaveResult
@@ -26,13 +26,12 @@ from bcp.policies.keep import KeepPolicy, as_keep_policy
 from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import check_arguments, check_lazy, place_of, whole_step
-from bcp.runs.calls import Body, adrive, drive, noting, once
+from bcp.runs.calls import Body, adrive, drive, noting
 from bcp.runs.candidates import Trust
 from bcp.runs.ending import CTRL_C, CTRL_C_TWICE, await_save
-from bcp.runs.folder import Folder
 from bcp.runs.keeper import End, Keeper
-from bcp.runs.ledger import Ledger, numbers
-from bcp.runs.listing import StepInfo, list_steps
+from bcp.runs.ledger import numbers
+from bcp.runs.marking import MarkedRun
 from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.plans import Clock, agreed
 from bcp.runs.preemption import Preemption
@@ -51,7 +50,7 @@ ANSWER_SECONDS = 15.0
 """Seconds for the other ranks to answer an alarm: half of torchrun's notice."""
 
 
-class Run:
+class Run(MarkedRun):
     """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
 
     The run resumes from the newest intact checkpoint, saves in the background by policy, and deletes checkpoints by
@@ -80,7 +79,7 @@ class Run:
         path: str | os.PathLike[str],
         states: States,
         *,
-        save: SavePolicy | int = 1_000,
+        save: SavePolicy | int | None = 1_000,
         keep: KeepPolicy | int = 3,
         run_id: str | None = None,
         preemption: Preemption | None = None,
@@ -99,7 +98,7 @@ class Run:
         Args:
             path: the run's folder: a directory or a URL.
             states: as for :func:`bcp.save`. Random states are added unless there are some; they are loaded last.
-            save: when to save (:mod:`bcp.policies`); a number is every so many steps.
+            save: when to save (:mod:`bcp.policies`); a number is every so many steps. None leaves it to :meth:`save`.
             keep: which checkpoints to keep; a number is the newest so many.
             run_id: name of the job. A folder of another job is refused. None accepts the name in the folder.
             preemption: signals and notices that end training early. None: SIGTERM and SIGUSR1.
@@ -123,7 +122,7 @@ class Run:
         )
         self._url, self._framework, self._given = place_of(path), framework, coordinator
         self._states, self._pid = RunStates(states), os.getpid()
-        self._closed = self._is_over = False
+        self._closed = self._is_over = self._stops = False
         self._keep = as_keep_policy(keep)
         self._run_id, self._standby_steps = run_id, standby_steps
         self._save_options = with_overrides(SaveOptions, save_options, {})
@@ -134,7 +133,12 @@ class Run:
         self._standby = Standby()
         self._clock = Clock()
         self._schedule = Schedule(
-            as_save_policy(save), while_saving, self._save_options.timeout, self._clock, self._saves, lambda: self.costs
+            None if save is None else as_save_policy(save),
+            while_saving,
+            self._save_options.timeout,
+            self._clock,
+            self._saves,
+            lambda: self.costs,
         )
         self._saver = Saver(
             self._url,
@@ -233,10 +237,6 @@ class Run:
         self._saves.step = step or None
         self._schedule.renew(ranks, step)
 
-    def _folder(self) -> Folder:
-        options = self._save_options
-        return Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
-
     async def _load(self, step: int, name: str) -> LoadResult:
         options = replace(self._load_options, step=step)
         states = self._states.now()
@@ -305,6 +305,60 @@ class Run:
         self._schedule.renew(self._ranks, step)
         return background
 
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
+        """Save in the background, whatever the policy says: for a trainer that decides by itself.
+
+        It takes the place of :meth:`maybe_save`, or follows it for the same step. After :meth:`stopping` has said that
+        the run stops, it is the last save.
+
+        Args:
+            step: the step that has ended.
+            metrics: as for :meth:`maybe_save`.
+
+        Returns:
+            The save, which need not be waited for. None if the step is being saved already, or if the notice of a stop
+            is too short for one more save.
+
+        Raises:
+            BcpError: the save before this one failed in the background.
+            RunTakenError: another job has taken the folder since.
+            InputError: a later step has ended already, a metric is no number, :meth:`resume` was not called, or the
+                run is closed.
+
+        Example::
+
+            if step % 500 == 0 or trainer.has_best_loss:
+                run.save(step, {"loss": loss})
+
+        """
+        background = drive(self._save(step, {} if metrics is None else metrics), f"save step {step}")
+        return None if background is None else Pending(background)
+
+    async def asave(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
+        """Do the same from a coroutine."""
+        background = await adrive(self._save(step, {} if metrics is None else metrics), f"save step {step}")
+        return None if background is None else Pending(background)
+
+    def _save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveResult] | None]:
+        step = whole_step(step)
+        self._refuse_in_callback("save")
+        self._saves.raise_failure()
+        stopping = yield from self._at(step)
+        if step < max(self._clock.step, 1):
+            raise InputError(
+                f"save({step}) after step {self._clock.step}: pass the step that has ended last, from 1 on"
+            )
+        self._clock.step = step
+        if step == self._saves.step:
+            return None
+        self._saver.metrics[step] = numbers(metrics)
+        if stopping:
+            return (yield from self._save_last(step))
+        self._schedule.forget()
+        background = yield from self._saver.save(step)
+        self._schedule.renew(self._ranks, step)
+        return background
+
     @property
     def costs(self) -> Costs:
         """The measurements of the run, as for :meth:`bcp.policies.Tuned.explain`. Rank 0 alone knows of failures."""
@@ -345,6 +399,38 @@ class Run:
         """Do the same from a coroutine."""
         return await adrive(self._should_stop(step), f"stop after step {step}")
 
+    def stopping(self, step: int) -> bool:
+        """Return whether training ends after this step, on all ranks alike; nothing is saved.
+
+        For a trainer that still has to evaluate or to log before its last save: it calls :meth:`save` then, and
+        :meth:`close` waits for it. :meth:`should_stop` does all of this in one call.
+
+        Raises:
+            InputError: a later step has ended already, or the run is closed.
+
+        Example::
+
+            if run.stopping(step):
+                trainer.log()
+                run.save(step)
+                break
+
+        """
+        return drive(self._stopping(step, "stopping"), f"stop after step {step}")
+
+    async def astopping(self, step: int) -> bool:
+        """Do the same from a coroutine."""
+        return await adrive(self._stopping(step, "stopping"), f"stop after step {step}")
+
+    def _stopping(self, step: int, call: str) -> Body[bool]:
+        step = whole_step(step)
+        self._refuse_in_callback(call)
+        if step < self._clock.step:
+            raise InputError(f"{call}({step}) after step {self._clock.step}: pass the step that has ended last")
+        stops = yield from self._at(step)
+        self._stops = self._stops or stops
+        return stops
+
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask all ranks to stop at the next step that they can agree on; from any thread, on any rank.
 
@@ -358,12 +444,9 @@ class Run:
             self._started.alarm(reason)
 
     def _should_stop(self, step: int) -> Body[bool]:
-        step = whole_step(step)
-        self._refuse_in_callback("should_stop")
-        if step < self._clock.step:
-            raise InputError(f"should_stop({step}) after step {self._clock.step}: pass the step that has ended last")
-        if not (yield from self._at(step)):
+        if not (yield from self._stopping(step, "should_stop")):
             return False
+        step = whole_step(step)
         if self._last is None:
             self._clock.step = step
             yield from self._save_last(step)
@@ -402,72 +485,6 @@ class Run:
             meetings = self._meetings
             self._watchdog = Watchdog(self._standby.release, lambda: meetings.deadline, self._saves.durable)
 
-    # -- trust -------------------------------------------------------------------------------------
-
-    def mark(self, step: int, trust: Literal["verified", "suspect"], reason: str = "") -> None:
-        """Record that a checkpoint can be trusted, or cannot. Rank 0 writes; other ranks do nothing.
-
-        A resumption passes over suspect checkpoints, and retention never deletes the newest verified one. A run that
-        was not resumed may mark, too: the job that trains in the folder goes on.
-
-        Raises:
-            InputError: the run has no committed checkpoint of that step.
-
-        """
-        step = whole_step(step)
-        self._change(step, f"mark step {step}", lambda ledger: ledger.marked(step, trust, reason))
-
-    def pin(self, step: int, *, pinned: bool = True) -> None:
-        """Keep a checkpoint under any policy, until it is unpinned. Rank 0 writes; other ranks do nothing.
-
-        A run that was not resumed may pin, too: the job that trains in the folder goes on.
-
-        Raises:
-            InputError: the run has no committed checkpoint of that step.
-
-        """
-        step = whole_step(step)
-        self._change(step, f"pin step {step}", lambda ledger: ledger.pinned(step, pinned))
-
-    def list(self) -> Sequence[StepInfo]:
-        """List the checkpoints of the run, the oldest first, and folders of steps without a commit.
-
-        Any rank may call it, and so may a run that was not resumed: ``bcp.Run("ckpt/run-7", {}).list()``. Storage is
-        asked about each folder, and nothing is written.
-
-        Raises:
-            FormatVersionError: a newer bcp has written the ledger.
-            StorageError: storage failed.
-
-        """
-        return drive(once(self._list), f"list {shown(self._url)}")
-
-    async def _list(self) -> Sequence[StepInfo]:
-        folder = self._folder()
-        try:
-            return await list_steps(folder, self._url)
-        finally:
-            await folder.aclose()
-
-    def _change(self, step: int, name: str, change: Callable[[Ledger], Ledger]) -> None:
-        """Change an entry of the ledger. A run that has not been resumed leaves the folder to the job that has it."""
-        if self._is_over:
-            self._refuse_if_closed()
-        self._refuse_in_child()
-        if self._meetings is None:
-            if self._ranks.rank == 0:
-                drive(once(partial(self._amend, step, change)), name)
-        elif self._keeper is not None:
-            drive(once(self._saves.kept), name)
-            drive(once(partial(self._saves.between_keepings, partial(self._keeper.change, change))), name)
-
-    async def _amend(self, step: int, change: Callable[[Ledger], Ledger]) -> None:
-        folder = self._folder()
-        try:
-            await folder.amend(step, change)
-        finally:
-            await folder.aclose()
-
     # -- life --------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -498,7 +515,7 @@ class Run:
         if self._watchdog is not None:
             self._watchdog.step_ended()
         errors: list[Exception] = []
-        end = "preempted" if self._last is not None else end
+        end = "preempted" if self._stops or self._last is not None else end
         interrupt: KeyboardInterrupt | None = None
         try:
             drop_standby = partial(noting, errors, self._saver.drop_standby)

@@ -20,15 +20,15 @@ class Schedule:
 
     def __init__(
         self,
-        policy: SavePolicy,
+        policy: SavePolicy | None,
         while_saving: Literal["wait", "skip"],
         patience: float,
         clock: Clock,
         saves: Saves,
         costs: Callable[[], Costs],
     ) -> None:
-        """Divide the policy into the part that looks at a clock and the rest."""
-        self._stepwise, self._timed = divided(policy)
+        """Divide the policy into the part that looks at a clock and the rest; without a policy no save is due."""
+        self._stepwise, self._timed = (None, None) if policy is None else divided(policy)
         self._while_saving, self._patience = while_saving, patience
         self._clock, self._saves, self._costs = clock, saves, costs
         self._plans = Plans(patience)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from bcp._log import log, was_logged
 from bcp.errors import InputError
 from bcp.runtime import event_loop as _loop
 from bcp.runtime.event_loop import Loop, refuse_on_own_thread, wait_for
+from bcp.runtime.threads import in_thread
 
 __all__ = ["Background", "run", "start"]
 
@@ -145,6 +146,22 @@ class Background(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result().__await__()
+
+    def add_done_callback(self, function: Callable[[], object]) -> None:
+        """Call a function in a thread once the operation has ended, well or not; log its error.
+
+        The call is an operation of its own, so the end of the process waits for it.
+        """
+
+        async def call(_: Callable[[], None]) -> None:
+            try:
+                await in_thread(function)
+            except Exception as error:  # noqa: BLE001 -- nobody waits for a callback
+                log.error("the callback %r of %s failed", function, self.name, exc_info=error)
+
+        context = copy_context()  # the caller's: the function may wait for what has ended
+        begin = partial(start, call, name=f"a callback of {self.name}")
+        self._finished.add_done_callback(lambda _: context.run(begin))
 
     def done(self) -> bool:
         """Say whether it has ended, well or not. Never waits, never raises."""
