@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sample
 from torch import nn, optim
 
 import bcp
@@ -32,7 +33,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("kind", ["extra_states", "dataloader"])
+@pytest.mark.parametrize("kind", sample(["extra_states", "dataloader"], "dataloader"))
 @pytest.mark.parametrize(
     ("best", "last", "shared"),
     [

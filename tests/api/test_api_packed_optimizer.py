@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from samples import sample
 from torch import nn, optim
 
 import bcp
@@ -148,8 +150,11 @@ PAIRS: dict[str, tuple[Any, Any]] = {  # those that torch does not refuse
 
 
 @pytest.mark.parametrize("given", [lambda model: model, nn.Module.state_dict], ids=["module", "state dict"])
-@pytest.mark.parametrize("through", ["optimizer", "state dict"])
-@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(
+    ("through", "steps"),
+    sample(itertools.product(["optimizer", "state dict"], [0, 1]), ("optimizer", 1), ("state dict", 0)),
+    ids=["optimizer-fresh", "optimizer-stepped", "state dict-fresh", "state dict-stepped"],
+)
 @pytest.mark.parametrize(("there", "here"), PAIRS.values(), ids=PAIRS)
 def test_numbers_mean_what_they_mean_for_torch(
     tmp_path: Path, there: Any, here: Any, steps: int, through: str, given: Any

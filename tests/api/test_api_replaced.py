@@ -85,7 +85,6 @@ async def load(backends: list[Overtaken], options: LoadOptions) -> set[float]:
 
 CASES = sample(
     itertools.product([1, 2], [False, True], ["plain", "codec"]),
-    (1, False, "plain"),
     (2, True, "codec"),
 )
 

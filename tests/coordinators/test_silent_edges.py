@@ -71,7 +71,7 @@ def check_saved(path: Path, size: int) -> None:
     assert all(torch.equal(target[f"w{rank}"], of_rank(rank)) for rank in range(size))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sample(WAYS, "both"))
 async def test_a_save_dials_anew_beside_a_silent_connection(
     tmp_path: Path, dial_anew_after: Callable[[float], None], way: str
 ) -> None:

@@ -37,10 +37,8 @@ def killed(path: Path, point: str, mode: str) -> int | None:
 
 
 FEW = (
-    "in the last part of d2h",
     "after checksum",
     "in the second part",
-    "before its receipt",
     "before the metadata",
     "after the metadata",
 )

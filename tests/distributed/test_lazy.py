@@ -36,12 +36,12 @@ MEANWHILE = [
 ]
 
 
-@pytest.mark.parametrize("case", sample(HELD, *HELD[::3]), ids=str)
+@pytest.mark.parametrize("case", sample(HELD, *HELD[::6]), ids=str)
 def test_a_step_waits_until_the_state_before_it_is_copied(ranks4: Ranks, tmp_path: Path, case: Case) -> None:
     assert all(assert_lazy_is_eager(ranks4, tmp_path, case))
 
 
-@pytest.mark.parametrize("case", sample(MEANWHILE, *MEANWHILE[::3]), ids=str)
+@pytest.mark.parametrize("case", sample(MEANWHILE, *MEANWHILE[::6]), ids=str)
 def test_the_state_is_copied_during_backward(ranks4: Ranks, tmp_path: Path, case: Case) -> None:
     assert_lazy_is_eager(ranks4, tmp_path, case)
 

@@ -11,13 +11,16 @@ from exact import trained
 from fsdp1 import Layout
 from logical import differences, logical
 from ranks import Ranks
+from samples import sample
 
 pytestmark = pytest.mark.dist
 
 ALL = range(len(jobs.LAYOUTS))
 
 
-@pytest.mark.parametrize(("saved", "loaded", "shifts"), [(4, 4, ALL), (4, 2, ALL[::3]), (2, 4, ALL[1::3])])
+@pytest.mark.parametrize(
+    ("saved", "loaded", "shifts"), sample([(4, 4, ALL), (4, 2, ALL[::3]), (2, 4, ALL[1::3])], (4, 4, ALL))
+)
 def test_every_layout_loads_into_every_other(
     ranks4: Ranks, tmp_path: Path, saved: int, loaded: int, shifts: range
 ) -> None:
@@ -44,7 +47,7 @@ def fsdp(ranks4: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[L
 HSDP = Layout(strategy="HYBRID_SHARD")
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(orig=False, size=2), HSDP], ids=str)
+@pytest.mark.parametrize("layout", sample([Layout(), Layout(orig=False, size=2), HSDP], HSDP), ids=str)
 def test_fsdp1_state_dicts_hold_what_the_module_holds(fsdp: Callable[[Layout], Path], layout: Layout) -> None:
     dicts, native = (logical(fsdp(layout) / name) for name in ("dicts", "native"))
     assert not differences(native, trained(2, layout.size, tied=False).state())
@@ -53,7 +56,10 @@ def test_fsdp1_state_dicts_hold_what_the_module_holds(fsdp: Callable[[Layout], P
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(Layout(), Layout(orig=False, size=2)), (Layout(size=2), HSDP), (HSDP, Layout(orig=False))],
+    sample(
+        [(Layout(), Layout(orig=False, size=2)), (Layout(size=2), HSDP), (HSDP, Layout(orig=False))],
+        (HSDP, Layout(orig=False)),
+    ),
     ids=str,
 )
 def test_fsdp1_goes_on_from_its_state_dicts_in_another_layout(
@@ -86,7 +92,7 @@ def test_the_module_takes_what_fsdp1_state_dicts_saved(
     assert not differences(logical(tmp_path / "0"), trained(2, 4, tied=False).state())
 
 
-@pytest.mark.parametrize("how", ["tp_fsdp2", "fsdp2", "plain"])
+@pytest.mark.parametrize("how", sample(["tp_fsdp2", "fsdp2", "plain"], "tp_fsdp2", "plain"))
 def test_fsdp1_state_dicts_load_into_other_frameworks(
     ranks4: Ranks, tmp_path: Path, fsdp: Callable[[Layout], Path], how: str
 ) -> None:

@@ -28,7 +28,7 @@ CALLS = [
 
 @pytest.mark.parametrize(
     ("size", "moment", "call", "number"),
-    sample(CALLS, CALLS[0], CALLS[2]),
+    sample(CALLS, CALLS[2]),
 )
 def test_every_call_ends_when_the_server_of_the_store_is_silent(
     tmp_path: Path, size: int, moment: str, call: str, number: signal.Signals

@@ -173,6 +173,7 @@ async def test_a_report_that_cannot_be_read_hides_no_other(
     job = Job(place, meeting.names, (0, 1, 1))
     mine = Report(1, findings=[Finding("storage", "cannot write to /shared: no space left", "free some")])
     await board.post(time.monotonic() + 60.0, 1, mine.message())
+    await board.count(time.monotonic() + 60.0, "gone")  # as rank 1 does when it has the verdict
     store.set("session/RankReport/2", "what another version says")
     assert not await _judge(job, replace(meeting, place=place, board=board), met(20.0), Report(0), None)
     out = capsys.readouterr().out

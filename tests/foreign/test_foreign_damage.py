@@ -40,9 +40,7 @@ def of_dcp_data(folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize(
-    "make", sample([of_safetensors, of_torch, of_dcp, of_dcp_data], of_safetensors, of_torch, of_dcp)
-)
+@pytest.mark.parametrize("make", sample([of_safetensors, of_torch, of_dcp, of_dcp_data], of_safetensors, of_dcp))
 def test_changed_bytes(tmp_path: Path, make: Callable[[Path], tuple[Path, Path]]) -> None:
     path, file = make(tmp_path)
     data, chance = file.read_bytes(), random.Random(7)  # noqa: S311 -- no secret

@@ -89,7 +89,7 @@ BOTH = 8
     ("before", "after", "used"),
     sample(
         [(*change, used) for at, change in enumerate(CHANGES) for used in (False, True) if at < BOTH or used == at % 2],
-        *((*change, bool(at % 2)) for at, change in enumerate(CHANGES) if at % 3),
+        *((*change, bool(at % 2)) for at, change in enumerate(CHANGES) if at % 3 == 2),
     ),
 )
 def test_training_goes_on_in_another_stage_or_framework(
@@ -111,7 +111,7 @@ FEWER = [
     ("before", "after", "used"),
     sample(
         [(*change, used) for change in FEWER for used in (False, True)],
-        *((*change, bool(at % 2)) for at, change in enumerate(FEWER) if at),
+        *((*change, bool(at % 2)) for at, change in enumerate(FEWER) if at % 2),
     ),
 )
 def test_training_goes_on_with_fewer_ranks(
@@ -124,7 +124,7 @@ def test_training_goes_on_with_fewer_ranks(
     ("kind", "used"),
     sample(
         [("z1/bf16", False), ("z2/fp32", True), ("z3/bf16", False), ("z3-hpz/fp32", True)],
-        *[("z2/fp32", True), ("z3/bf16", False)],
+        ("z3/bf16", False),
     ),
 )
 def test_frozen_parameters_have_weights_and_no_states(
@@ -141,7 +141,7 @@ def test_frozen_parameters_have_weights_and_no_states(
     assert not differences(logical(tmp_path / "stepped"), twin.state())
 
 
-@pytest.mark.parametrize("kind", ["z0/bf16-all", "z0/bf16-all/fused"])
+@pytest.mark.parametrize("kind", sample(["z0/bf16-all", "z0/bf16-all/fused"], "z0/bf16-all"))
 def test_stage_0_with_16_bits_keeps_its_masters(deepspeed4: Ranks, tmp_path: Path, kind: str) -> None:
     twin = Twin(dtype=torch.bfloat16)
     for master in twin.masters.values():
@@ -163,7 +163,7 @@ def test_stage_0_with_16_bits_keeps_its_masters(deepspeed4: Ranks, tmp_path: Pat
     ("source", "kind"),
     sample(
         itertools.product([DDP, "z3/bf16"], ["z1/bf16", "z2/bf16", "z3/bf16", "z3/fp32"]),
-        *[(DDP, "z3/bf16"), (DDP, "z3/fp32"), ("z3/bf16", "z1/bf16"), ("z3/bf16", "z2/bf16")],
+        *[(DDP, "z3/bf16"), ("z3/bf16", "z1/bf16")],
     ),
 )
 def test_a_load_of_weights_alone_fills_the_masters(
@@ -186,7 +186,7 @@ def test_the_module_of_zero_3_knows_its_masters(deepspeed4: Ranks, tmp_path: Pat
     assert not differences(logical(tmp_path / "module"), logical(tmp_path / "engine"))
 
 
-@pytest.mark.parametrize("kind", ["z1/bf16", "z2/fp32", "z3/bf16", "z0/fp32"])
+@pytest.mark.parametrize("kind", sample(["z1/bf16", "z2/fp32", "z3/bf16", "z0/fp32"], "z2/fp32", "z3/bf16"))
 def test_module_and_optimizer_are_as_good_as_the_engine(
     deepspeed4: Ranks, tmp_path: Path, saved: Saved, kind: str
 ) -> None:
@@ -194,7 +194,9 @@ def test_module_and_optimizer_are_as_good_as_the_engine(
     assert not differences(logical(tmp_path / "parts"), logical(saved(kind)))
 
 
-@pytest.mark.parametrize(("before", "after"), [("z1/bf16", "z3/bf16"), ("z3/fp32", "z2/fp32")])
+@pytest.mark.parametrize(
+    ("before", "after"), sample([("z1/bf16", "z3/bf16"), ("z3/fp32", "z2/fp32")], ("z1/bf16", "z3/bf16"))
+)
 def test_a_learning_rate_follows_its_parameter_into_another_group(
     deepspeed4: Ranks, tmp_path: Path, before: str, after: str
 ) -> None:
@@ -227,7 +229,7 @@ def test_weights_that_are_whole_under_zero_3_are_loaded_too(
         assert all(torch.equal(tensor, expected["model", fqn]) for fqn, tensor in found.items())
 
 
-@pytest.mark.parametrize("kind", ["z2/fp32", "z3/fp32"])
+@pytest.mark.parametrize("kind", sample(["z2/fp32", "z3/fp32"], "z3/fp32"))
 def test_the_masters_of_tied_weights_are_loaded_by_the_name_that_was_saved(
     deepspeed4: Ranks, tmp_path: Path, kind: str
 ) -> None:
@@ -277,7 +279,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", sample(REFUSALS, *list(REFUSALS)[::2]))
+@pytest.mark.parametrize("case", sample(REFUSALS, *list(REFUSALS)[::3]))
 def test_what_cannot_be_read_is_refused(deepspeed4: Ranks, tmp_path: Path, case: str) -> None:
     for said in deepspeed4.run(deepspeed_job.refusal, tmp_path, case):
         assert said.startswith("StateError: ")

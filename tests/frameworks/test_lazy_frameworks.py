@@ -22,19 +22,19 @@ NETS = {
 KINDS = ["z1/fp32", "z1/bf16", "z2/fp16", "z3/fp32", "z3/bf16"]
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, *KINDS[::2]))
+@pytest.mark.parametrize("kind", sample(KINDS, "z1/fp32", "z3/bf16"))
 def test_a_step_of_deepspeed_waits_until_the_state_before_it_is_copied(
     deepspeed4: Ranks, tmp_path: Path, kind: str
 ) -> None:
     assert all(assert_lazy_is_eager(deepspeed4, tmp_path, Case(kind)))
 
 
-@pytest.mark.parametrize("kind", ["z2/bf16", "z3/bf16"])
+@pytest.mark.parametrize("kind", sample(["z2/bf16", "z3/bf16"], "z3/bf16"))
 def test_the_state_of_deepspeed_is_copied_during_backward(deepspeed4: Ranks, tmp_path: Path, kind: str) -> None:
     assert_lazy_is_eager(deepspeed4, tmp_path, Case(kind, "backward", micro=2))
 
 
-@pytest.mark.parametrize("net", sample(NETS, "fp32", "bf16, late gather"))
+@pytest.mark.parametrize("net", sample(NETS, "bf16, late gather"))
 def test_a_step_of_megatron_waits_until_the_state_before_it_is_copied(
     megatron4: Ranks, tmp_path: Path, net: str
 ) -> None:

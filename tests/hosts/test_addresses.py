@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Job
+from samples import sample
 from test_restarts import WAIT, works
 
 import bcp
@@ -64,8 +65,10 @@ def test_hosts_that_call_themselves_127_0_1_1(network: Network, tmp_path: Path, 
         works(ranks, tmp_path / "ckpt", 1)
 
 
-def test_localhost_is_the_master_on_the_first_host(network: Network, tmp_path: Path) -> None:
-    astray(network)
+@pytest.mark.parametrize("route", sample([False, True], False))  # noqa: FBT003 -- a case
+def test_localhost_is_the_master_on_the_first_host(network: Network, tmp_path: Path, *, route: bool) -> None:
+    if route:
+        astray(network)
     with job(network, lambda rank: f"tcp://{'10.77.0.1' if rank else 'localhost'}:29511") as ranks:
         works(ranks, tmp_path / "ckpt", 1)
 

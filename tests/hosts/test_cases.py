@@ -189,9 +189,10 @@ def test_a_host_dies_without_a_word(network: Network, tmp_path: Path, timeout: f
             assert all(names(error, 2) for error in failed(job, survivors, within=timeout).values())
 
 
-def test_short_outages_between_operations(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outages", sample([1, 3], 1))
+def test_short_outages_between_operations(network: Network, tmp_path: Path, outages: int) -> None:
     with job_of(network) as job:
-        for step in range(3):
+        for step in range(outages):
             succeed(job, "tree", tmp_path / "ckpt", step)
             network.port(3, up=False)
             time.sleep(3.0)

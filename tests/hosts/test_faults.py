@@ -109,7 +109,7 @@ def test_one_direction_is_lost_in_an_exchange(network: Network, tmp_path: Path, 
         works(job, tmp_path / "new", 2)
 
 
-@with_more_time(*TIMEOUTS)
+@with_more_time(TIMEOUT / 2, *TIMEOUTS)
 def test_a_slow_exchange_is_none_that_fails(network: Network, tmp_path: Path, timeout: float) -> None:
     with job_of(network, tmp_path) as job:
         network.rate(4, 20 * TIMEOUT / timeout)

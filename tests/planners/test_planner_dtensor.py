@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import mesh_of
 from planning import Name, assembled, fill, names, pieces, saved_by
+from samples import sample
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -269,10 +270,11 @@ def fsdp2_saves_and_loads(how, other):
     return len(shards.tensors)
 
 
+MOVES = [("fsdp2", "tp_fsdp2"), ("tp_fsdp2", "hsdp"), ("hsdp", "dim1"), ("dim1", "fsdp2")]
+
+
 @dist_test
-@pytest.mark.parametrize(
-    ("how", "other"), [("fsdp2", "tp_fsdp2"), ("tp_fsdp2", "hsdp"), ("hsdp", "dim1"), ("dim1", "fsdp2")]
-)
+@pytest.mark.parametrize(("how", "other"), sample(MOVES, *MOVES[::2]))
 def test_fsdp2_saves_what_it_trained_and_loads_it_resharded(ranks4, how, other):
     ranks4.run(fsdp2_saves_and_loads, how, other)
 

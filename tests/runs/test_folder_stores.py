@@ -43,6 +43,7 @@ async def test_on_google_cloud_storage(gcs: Gcs) -> None:
     await two_lives(gcs, "gs://bucket/run")
 
 
+@pytest.mark.long
 async def test_on_hdfs(url: str) -> None:
     await two_lives(lambda: open_hdfs(url, {}), url)
 

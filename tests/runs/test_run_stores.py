@@ -38,6 +38,7 @@ def test_on_google_cloud_storage(gcs_server: GcsServer) -> None:
     two_lives(f"gs://{BUCKET}/whole-run", {"token": "anon", "endpoint_url": gcs_server.url})
 
 
+@pytest.mark.long
 def test_on_hdfs(url: str) -> None:
     two_lives(f"{url}/whole-run", {})
 

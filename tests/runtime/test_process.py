@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from samples import sample
 
 from bcp.runtime.process import cached_property, in_forked_child, process_lock, process_rlock
 
@@ -79,7 +80,7 @@ assert outcomes == [0] * forks, outcomes
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", sample([1, 2], 1))
 def test_children_of_forks_at_random_moments_save_and_load(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS, str(tmp_path), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603 -- our own code
@@ -107,7 +108,10 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
-@pytest.mark.parametrize("first", ["bcp.load", "bcp.Run", "bcp.prepare({'model': {'w': torch.ones(1)}}).wait()"])
+FIRST = ["bcp.load", "bcp.Run", "bcp.prepare({'model': {'w': torch.ones(1)}}).wait()"]
+
+
+@pytest.mark.parametrize("first", sample(FIRST, "bcp.Run"))
 def test_saves_and_loads_import_nothing(first: str, tmp_path: Path) -> None:
     """All imports are made with the first name.
 

@@ -20,8 +20,10 @@ WAY = Way("write", "a client", "a way")
 
 @pytest.mark.parametrize(
     "storage",
-    [Storage("GCS", "bcp gs://", ["gcsfs"], ["gcsfs, tuned"], gcs), Storage("S3", "bcp s3://", [], [], s3)],
-    ids=["gcs", "s3"],
+    [
+        pytest.param(Storage("GCS", "bcp gs://", ["gcsfs"], ["gcsfs, tuned"], gcs), id="gcs", marks=pytest.mark.long),
+        pytest.param(Storage("S3", "bcp s3://", [], [], s3), id="s3"),
+    ],
 )
 def test_a_small_run(storage: Storage) -> None:
     found = measure(storage, NBYTES, 1, Figures())  # raises if anything else is written or read than the payload

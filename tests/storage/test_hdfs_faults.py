@@ -237,6 +237,7 @@ def test_failover(both: MiniHdfs, faults: Faults, when: str, fault: str) -> None
     save_through(url, faults.patient(lambda: both.command("active 1")), faults)
 
 
+@pytest.mark.long
 def test_no_active_namenode(both: MiniHdfs, faults: Faults) -> None:
     url = "hdfs://pair/none"
 

@@ -559,7 +559,9 @@ class Doubled:
         return next(raw[: len(raw) - extra] for extra in range(7) if (len(raw) - extra) % 7 == extra)
 
 
-@pytest.mark.parametrize("codecs", [(), (Codec("longer", Doubled.encode, Doubled.decode),)])
+@pytest.mark.parametrize(
+    "codecs", [pytest.param((), marks=pytest.mark.long), (Codec("longer", Doubled.encode, Doubled.decode),)]
+)
 def test_save_and_load(server: S3Server, codecs: tuple[Codec, ...]) -> None:
     url = server.place()
     model = {f"w{number}": torch.randn(900, 1000 + number) for number in range(12)}

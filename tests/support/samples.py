@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -12,8 +12,18 @@ def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """Return the cases for ``parametrize``. Those that are not kept have the mark ``long``."""
     cases = list(cases)
     assert kept, "a matrix leaves a sample in make test"
-    assert set(kept) <= set(cases), f"{set(kept) - set(cases)} are no cases"
+    strange = [each for each in kept if each not in cases]
+    assert not strange, f"{strange} are no cases"
     return [_param(case, () if case in kept else pytest.mark.long) for case in cases]
+
+
+def sample_of(cases: Mapping[str, Any], *kept: str) -> list[Any]:
+    """Return the values of named cases for ``parametrize``, with their names. Those not kept have the mark ``long``."""
+    assert kept, "a matrix leaves a sample in make test"
+    assert set(kept) <= set(cases), f"{set(kept) - set(cases)} are no cases"
+    return [
+        pytest.param(value, id=name, marks=() if name in kept else pytest.mark.long) for name, value in cases.items()
+    ]
 
 
 def _param(case: Any, marks: Any) -> Any:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from samples import sample
+from samples import sample, sample_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("test", "examples"),
     [
-        ("plan/test_rename.py", 100),
+        pytest.param("plan/test_rename.py", 100, marks=pytest.mark.long),
         ("stages/test_gather.py", 60),
         pytest.param("workflow/test_commit_machine.py::TestLocalCommits", 8, marks=pytest.mark.long),
     ],
@@ -36,3 +36,5 @@ def test_a_matrix_leaves_a_sample() -> None:
         sample([1, 2])
     with pytest.raises(AssertionError, match="no cases"):
         sample([1, 2], 3)
+    named = sample_of({"one": [1], "two": [2]}, "two")
+    assert [(case.id, case.values, len(case.marks)) for case in named] == [("one", ([1],), 1), ("two", ([2],), 0)]

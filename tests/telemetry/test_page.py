@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from servers.chromium import Tab, browser, tab
 from telemetry.synthetic import Case, made
@@ -55,7 +56,11 @@ def saved() -> Recording:
 
 
 def rows_of(recording: Recording, **wanted: object) -> list[dict[str, Any]]:
-    return [row for row in recording.events.to_pylist() if all(row[name] == value for name, value in wanted.items())]
+    events = recording.events
+    for name, value in wanted.items():
+        events = events.filter(pc.equal(events[name], value))
+    rows: list[dict[str, Any]] = events.to_pylist()
+    return rows
 
 
 def heat(shown: Tab) -> dict[int, float | None]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from real_backend import build
 from real_scenarios import SCENARIOS
+from samples import sample
 
 import bcp
 
@@ -84,7 +85,7 @@ def device(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield device
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", sample(SCENARIOS, *list(SCENARIOS)[::2]))
 def test_on_a_real_accelerator(device: Device, tmp_path: Path, name: str) -> None:
     device.run(name, tmp_path)
 

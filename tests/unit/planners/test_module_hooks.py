@@ -24,6 +24,7 @@ from hooked_modules import (
     PackedBelowHook,
     Unmerging,
 )
+from samples import sample
 from torch import distributed as dist
 from torch import nn
 
@@ -115,7 +116,7 @@ def test_overrides_of_inner_modules_run_where_torch_runs_them(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize("place", [lambda module: module, lambda module: {"a": [module]}])
-@pytest.mark.parametrize("make", TAKEN)
+@pytest.mark.parametrize("make", sample(TAKEN, *TAKEN[::2]))
 def test_training_goes_on_as_with_torch(tmp_path: Path, make: Make, place: Callable[[nn.Module], Any]) -> None:
     source, target, control = twins(make)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (source, target, control)]

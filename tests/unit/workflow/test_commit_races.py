@@ -128,7 +128,7 @@ def check_end(results: list[Any], last: str | None, place: InMemory | OnDisk) ->
     [
         pytest.param(False, 2, True, True, 3, 0, id="two replace", marks=pytest.mark.long),
         pytest.param(False, 2, True, True, 1, 1, id="two replace, one dies"),
-        pytest.param(False, 3, True, True, 1, 0, id="three replace"),
+        pytest.param(False, 3, True, True, 1, 0, id="three replace", marks=pytest.mark.long),
         pytest.param(False, 2, True, False, 2, 0, id="two are the first"),
         pytest.param(False, 2, True, False, 3, 0, id="two are the first, more often", marks=pytest.mark.long),
         pytest.param(False, 2, False, False, 1, 1, id="two are the first, one may die"),
