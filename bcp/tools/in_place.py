@@ -180,10 +180,10 @@ async def _put(place: Place, stored: bytes, version: Version | None) -> None:
     except StorageError as error:
         if await _is_there(place, stored):  # the answer was lost
             return
-        error.add_note(
-            f"{place.path} was not imported: a folder that cannot be written to is imported by a copy, with a target."
-        )
-        raise
+        raise StorageError(
+            f"{place.path} was not imported: {error}. A folder that cannot be written to is imported with a copy: pass a "
+            "target"
+        ) from error
     if made is None and not await _is_there(place, stored):
         raise _overtaken(place.path)
 
