@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return the rows of every table by its name, and the commit's facts if there are any."""
     data = path.read_bytes()
-    assert data[-8:] in (b"BCPMETA\x01", b"BCPRCPT\x01"), f"{path} is in another format"
+    assert data[-8:] in (b"BCPMETA\x01", b"BCPMETA\x02", b"BCPRCPT\x01"), f"{path} is in another format"
     source, tables, facts = io.BytesIO(data[:-24]), {}, {}
     while source.tell() < len(data) - 24:
         table = pa.ipc.open_stream(source).read_all()
@@ -46,11 +46,18 @@ def read_section(path: Path, row: dict[str, Any], operation: str) -> bytes:
     return image[8 + int.from_bytes(image[:8], "little") :]
 
 
+def read_sections(path: Path, tables: dict[str, list[dict[str, Any]]], operation: str) -> list[bytes]:
+    """Return the data sections of all rows of ``files``; another library may have written them."""
+    if "foreign" in tables:
+        return [(path / row["key"]).read_bytes()[row["base"] :] for row in tables["foreign files"]]
+    return [read_section(path, row, operation) for row in tables["files"]]
+
+
 def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     """Return all tensors by (kind, fqn)."""
     tables, commit = read_tables(Path(path) / "metadata.arrow")
     tensors, pieces, segments, files = (tables[name] for name in ("tensors", "pieces", "segments", "files"))
-    sections = [read_section(Path(path), file, commit["operation"]) for file in files]
+    sections = read_sections(Path(path), tables, commit["operation"])
     stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
     first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
     begin = [0, *accumulate(pattern["segments"] for pattern in tables["patterns"])]
@@ -75,5 +82,6 @@ def read_others(path: str | Path) -> tuple[dict[tuple[str, str], Any], dict[tupl
     tables, commit = read_tables(Path(path) / "metadata.arrow")
     receipts = sorted(Path(path).glob(f"receipts/*-{commit['operation']}.arrow"))
     rows = [row for receipt in receipts for row in read_tables(receipt)[0]["objects"]]
+    rows += tables.get("foreign values", [])
     extras = {(KINDS[e["kind"]], e["rank"]): read_section(Path(path), e, commit["operation"]) for e in tables["extras"]}
     return {(row["kind"], row["path"]): json.loads(row["value"]) for row in rows}, extras
