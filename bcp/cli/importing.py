@@ -1,4 +1,4 @@
-"""``bcp import A B``."""
+"""``bcp import A B``, and ``bcp import A --no-copy``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["command"]
 
 @click.command("import")
 @click.argument("source", metavar="A")
-@click.argument("goal", metavar="B")
+@click.argument("goal", metavar="[B]", required=False)
+@click.option("--no-copy", is_flag=True, help="make A itself a checkpoint: write metadata.arrow into its folder")
 @click.option("--values/--no-values", default=True, help="take over the values that are no tensors, or leave them out")
-@click.option("--overwrite", is_flag=True, help="replace a committed checkpoint at B, atomically")
+@click.option("--overwrite", is_flag=True, help="replace a committed checkpoint at B, or an older import of A")
 @target
 @storage
 @with_json
 def command(
     source: str,
-    goal: str,
+    goal: str | None,
     storage_options: dict[str, Any],
     target_options: dict[str, Any],
     *,
+    no_copy: bool,
     values: bool,
     overwrite: bool,
     as_json: bool,
@@ -36,6 +38,8 @@ def command(
 
     A is a Hugging Face folder, a folder of torch.distributed.checkpoint, a safetensors file, or a file of torch.save. B
     is the new checkpoint. The bytes are streamed. Under torchrun the ranks share the work.
+
+    With --no-copy there is no B. The folder A becomes a checkpoint over its own files, which stay as they are.
     """
     rank = join()
     options = imported("bcp.options").SaveOptions(storage_options=target_options)
@@ -43,6 +47,7 @@ def command(
         result = imported("bcp.tools").import_files(
             source,
             goal,
+            copy=not no_copy,
             values=values,
             overwrite=overwrite,
             options=options,

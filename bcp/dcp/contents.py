@@ -110,7 +110,7 @@ async def opened(place: Place, options: LoadOptions) -> Contents:
 async def _names(source: Source) -> Names:
     """Return the way from names of the checkpoint to those of DCP: the record of a writer, or the usual way."""
     commit = source.metadata.commit
-    if commit.framework != FRAMEWORK:
+    if commit.framework != FRAMEWORK or source.metadata.foreign is not None:
         return Names()
     record = (await source.read_receipts([0]))[0].objects.get(NAMES)
     return Names() if record is None else Names.decode(record, receipt_key(0, commit.operation_of(0)))

@@ -1,7 +1,7 @@
 """The table of contents over files of another library: a file and a first byte for each row of a layout's files.
 
 It is made in memory when such files are opened, and sent from rank 0 to the other ranks of a load as ``metadata.arrow``
-is. An import without a copy stores it, as ``metadata.arrow`` of version 2.
+is. An import without a copy stores it, as ``metadata.arrow`` of version 2. ``docs/format.md`` specifies every column.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pyarrow as pa
 from bcp.format.container import INT, WORD, Buffer, encode_table, encode_tables, integers, read_table, schema, values
 from bcp.plan.columns import Ints
 from bcp.plan.layout import Layout
+from bcp.plan.shards import OPAQUE_KINDS
 
 __all__ = [
     "FOREIGN_MAGIC",
@@ -110,8 +111,8 @@ def decode_files(payload: Buffer) -> tuple[ForeignFiles, pa.RecordBatch, memoryv
     files, left = read_table(left, FILES)
     named, left = read_table(left, VALUES)
     keys = [str(key) for key in values(files, "key")]
-    if not all(map(is_inside, keys)):
-        raise ValueError("the key of a file leaves the folder")
+    if outside := [key for key in keys if not is_inside(key)]:
+        raise ValueError(f"the file {outside[0]!r} leaves the folder")
     names = list(zip(values(named, "kind"), values(named, "path"), strict=True))
     found = ForeignFiles(
         keys,
@@ -134,9 +135,18 @@ def decode_about(payload: Buffer) -> tuple[pa.RecordBatch, memoryview]:
 
 def check_files(files: ForeignFiles, layout: Layout) -> None:
     """Compare the files with their layout. Raises ValueError if they differ."""
-    if len(files.key) != len(layout.file_nbytes) or files.ranks < 1:
+    rows = np.arange(len(files.key))
+    if not np.array_equal(layout.file_rank, rows) or layout.world_size != max(len(rows), 1) or files.ranks < 1:
         raise ValueError(f"{len(files.key)} files for {len(layout.file_nbytes)} of the layout, of {files.ranks} ranks")
-    if (files.base < 0).any() or not np.array_equal(files.base + layout.file_nbytes, files.nbytes):
+    is_beyond = (files.base < 0) | (files.base > files.nbytes)
+    if is_beyond.any():
+        row = int(is_beyond.argmax())
+        raise ValueError(f"data of {files.key[row]} at byte {files.base[row]} of {files.nbytes[row]}")
+    if not np.array_equal(files.nbytes - files.base, layout.file_nbytes):
         raise ValueError("a file whose size is not that of the layout")
+    if len(set(zip(layout.file_kind.tolist(), files.key, files.base.tolist(), strict=True))) < len(files.key):
+        raise ValueError("a file twice, of one kind and with one first byte")
     if set(files.values) != set(layout.objects):
         raise ValueError("values that are not those of the layout")
+    if len(layout.extra_kind) or any(kind in OPAQUE_KINDS for kind, _ in layout.objects):
+        raise ValueError("opaque objects, which files of another library do not have")

@@ -3,6 +3,7 @@
 ``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
 (where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
 Saves write version 1. In version 2 the files of a checkpoint were written by several operations, or by another library.
+An import without a copy writes version 2.
 ``docs/format.md`` specifies every column.
 """
 
@@ -63,8 +64,10 @@ __all__ = [
     "encode_foreign",
     "encode_layout",
     "encode_metadata",
+    "is_over_foreign",
     "operation_of",
     "receipt_key",
+    "stored_files",
 ]
 
 METADATA_KEY = "metadata.arrow"
@@ -232,6 +235,33 @@ def _about(commit: Commit) -> dict[str, object]:
     return about
 
 
+def is_over_foreign(data: Buffer) -> bool:
+    """Whether ``metadata.arrow`` stands over files of another library. Only the name of the first table is read."""
+    view = memoryview(data)
+    if bytes(view[-8:-1]) != MAGIC or view[-1] <= VERSION:
+        return False
+    try:
+        return first_table(view) == FOREIGN_TABLE
+    except (ValueError, OSError, pa.ArrowException):
+        return False
+
+
+def stored_files(data: Buffer, where: str) -> ForeignFiles | None:
+    """Decode the files of another library that ``metadata.arrow`` stands over; None if it is one of bcp's own files.
+
+    The layout is not looked at.
+
+    Raises as :func:`decode_metadata`.
+    """
+    if not is_over_foreign(data):
+        return None
+    payload = unseal(data, MAGIC, where, newest=NEWEST)
+    with translated(where):
+        files, _, _ = decode_files(payload)
+        _check_stored(files)
+    return files
+
+
 def decode_metadata(data: Buffer, where: str) -> Metadata:
     """Decode and check ``metadata.arrow``; ``where`` names it in messages.
 
@@ -245,7 +275,7 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
     payload = unseal(data, MAGIC, where, newest=NEWEST)
     with translated(where):
         if version_of(data) > VERSION and first_table(payload) == FOREIGN_TABLE:
-            return _decode_foreign(payload, where)
+            return _decode_foreign(payload, where, is_stored=True)
         commit, layout_bytes = _read_commit(payload, version_of(data))
     layout = _decoded(layout_bytes, where)
     if len(commit.receipts) != layout.world_size * DIGEST_BYTES:
@@ -256,15 +286,29 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
     return Metadata(layout, commit)
 
 
-def _decode_foreign(payload: memoryview, where: str) -> Metadata:
-    """Undo :func:`encode_foreign`."""
+def _decode_foreign(payload: memoryview, where: str, *, is_stored: bool = False) -> Metadata:
+    """Undo :func:`encode_foreign`; ``is_stored``: :func:`as_stored` came after it."""
     with translated(where):
         files, table, layout_bytes = decode_files(payload)
         commit = _commit(table)
+        if is_stored:
+            _check_stored(files)
     layout = _decoded(layout_bytes, where)
     with translated(where):
         check_files(files, layout)
     return Metadata(layout, commit, files)
+
+
+def _check_stored(files: ForeignFiles) -> None:
+    """Raise ValueError if files cannot be those of a folder with ``metadata.arrow`` in it, beside files of bcp's own.
+
+    Those of bcp's own go with the save that wrote them, and a checkpoint of one file would name files beside its path.
+    """
+    if files.is_file:
+        raise ValueError("it stands for one file, and is stored in a folder")
+    for key in files.key:
+        if key == METADATA_KEY or operation_of(key) is not None:
+            raise ValueError(f"the file {key!r} has a name of bcp's own files")
 
 
 def decode_commit(data: Buffer, where: str) -> Commit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bcp.backends import LocalBackend, child
@@ -20,7 +20,7 @@ from bcp.interop.torch_file import torch_file
 from bcp.protocols import Backend, ObjectInfo
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 
-__all__ = ["folder_of", "foreign_metadata"]
+__all__ = ["folder_of", "foreign_metadata", "is_foreign_folder"]
 
 ZIP = b"PK\x03\x04"
 HEAD_BYTES = 9
@@ -55,11 +55,14 @@ async def foreign_metadata(backend: Backend, path: str, infos: Sequence[ObjectIn
 
 async def _of_folder(opened: Opened) -> Catalogue | None:
     """Return the catalogue of a folder; None if its names tell no format."""
-    if METADATA in opened.sizes:
-        return await dcp_folder(opened)
-    if is_hugging_face(key for key in opened.sizes if "/" not in key):
-        return await hugging_face_folder(opened)
-    return None
+    if not is_foreign_folder(opened.sizes):
+        return None
+    return await (dcp_folder(opened) if METADATA in opened.sizes else hugging_face_folder(opened))
+
+
+def is_foreign_folder(keys: Collection[str]) -> bool:
+    """Whether a folder with these files has a format of another library, by their names."""
+    return METADATA in keys or is_hugging_face(key for key in keys if "/" not in key)
 
 
 async def _of_file(backend: Backend, path: str) -> Catalogue | None:

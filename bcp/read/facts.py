@@ -40,19 +40,20 @@ class Facts:
     def operation(self) -> str:
         """Id of the save: 16 hex digits in the names of all files of a checkpoint. An edit gives it another one.
 
-        Files of another library have no such id, and get a digest of places and shapes.
+        Files of another library have no such id, and get a digest of places and shapes. An import without a copy gives
+        them an id.
         """
         return self.metadata.commit.operation
 
     @property
     def created(self) -> datetime:
-        """When it was committed, in UTC; the year 1970 for files of other libraries, which do not say.
+        """When it was committed, or imported, in UTC; the year 1970 for other files of other libraries.
 
         Raises CorruptError if the commit record has no time.
         """
-        if self.metadata.foreign is not None:
-            return datetime.fromtimestamp(0, UTC)
         text = self.metadata.commit.created
+        if self.metadata.foreign is not None and not text:
+            return datetime.fromtimestamp(0, UTC)
         try:
             return datetime.fromisoformat(text)
         except ValueError as error:
@@ -173,7 +174,9 @@ class Facts:
 
     def _head(self) -> str:
         if self.metadata.foreign is not None:
-            what = f"files of {self.framework}, without checksums"
+            created = self.metadata.commit.created[:19]
+            imported = f", imported without a copy at {created} UTC" if created else ""
+            what = f"files of {self.framework}, without checksums{imported}"
             return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {what}>")
         by = f"saved by {self.world_size} ranks of {self.framework} at {self.metadata.commit.created[:19]} UTC"
         return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {by}, operation {self.operation}>")

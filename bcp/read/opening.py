@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Sequence
 
 from bcp.backends.small import get_small
-from bcp.errors import NotACheckpointError, UncommittedError
+from bcp.errors import CorruptError, NotACheckpointError, UncommittedError
 from bcp.format.foreign_files import is_foreign
-from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.format.metadata import METADATA_KEY, is_over_foreign, operation_of, stored_files
 from bcp.interop.recognise import foreign_metadata
 from bcp.protocols import Backend
 from bcp.read.foreign import foreign_words
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.telemetry.store import FOLDER as TELEMETRY
 
 __all__ = ["read_metadata"]
@@ -24,12 +25,15 @@ STEP = re.compile(r"\d$|^(latest|last|best|final)$")
 async def read_metadata(backend: Backend, path: str) -> bytes:
     """Read ``metadata.arrow``, or make the table of contents of files of another library.
 
+    An imported table of contents stands over files that anybody may change. One listing compares their sizes.
+
     ``path`` names the checkpoint in messages.
 
     Raises:
         UncommittedError: the files of a save lie there, and no metadata.
         NotACheckpointError: there is none; the message says what is there instead, and what to do with it.
-        CorruptError: files of another library are damaged, or name files outside of their folder.
+        CorruptError: files of another library are damaged, name files outside of their folder, or were changed since
+            they were imported.
         CheckpointError: files of another library have what bcp does not read.
         StorageError: storage failed.
 
@@ -41,6 +45,8 @@ async def read_metadata(backend: Backend, path: str) -> bytes:
     else:
         if is_foreign(data):
             raise NotACheckpointError(f"{path}/{METADATA_KEY} was not written by a save of bcp; check the path")
+        if is_over_foreign(data):
+            await _check_unchanged(backend, path, data)
         return data
     keys = [info.key for info in infos]
     below = {key.removesuffix("/" + METADATA_KEY) for key in keys if key.endswith("/" + METADATA_KEY)}
@@ -58,6 +64,27 @@ async def read_metadata(backend: Backend, path: str) -> bytes:
     words = await foreign_words(backend, path, saved)
     has = f"it has no {METADATA_KEY}" if infos else "there are no files"
     raise NotACheckpointError(words or f"{path} is not a checkpoint: {has}; check the path")
+
+
+async def _check_unchanged(backend: Backend, path: str, data: bytes) -> None:
+    """Compare the files that imported metadata name with those of the folder. Links are no files.
+
+    Raises:
+        CorruptError: the metadata are damaged, or a file is missing or has another size.
+        StorageError: storage failed.
+
+    """
+    files = await in_thread_gc_paused(stored_files, data, f"{path}/{METADATA_KEY}")
+    if files is None:
+        return
+    sizes = {info.key: info.nbytes for info in await backend.list()}
+    for key, nbytes in zip(files.key, files.nbytes.tolist(), strict=True):
+        if sizes.get(key) != nbytes:
+            now = f"has {sizes[key]} bytes" if key in sizes else "is missing or a link"
+            raise CorruptError(
+                f"{path}/{key} {now}, and had {nbytes} bytes when {METADATA_KEY} was made: it was changed since it was "
+                "imported; put it back, or import the folder again with overwrite=True (--overwrite)"
+            )
 
 
 def _below(path: str, names: Collection[str]) -> str:

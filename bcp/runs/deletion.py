@@ -9,8 +9,10 @@ from bcp._deletion import delete_unnamed, remove_folders, withdraw
 from bcp.backends import child
 from bcp.backends.keys import check_key
 from bcp.errors import InputError
-from bcp.format.metadata import METADATA_KEY
+from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.interop.recognise import is_foreign_folder
 from bcp.protocols import Backend, Sweeper, Version, folders_of
+from bcp.telemetry.store import FOLDER as TELEMETRY
 
 __all__ = ["delete_checkpoint"]
 
@@ -18,7 +20,8 @@ __all__ = ["delete_checkpoint"]
 async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> None:
     """Delete the objects below a folder, its metadata first, and the empty directories.
 
-    Metadata that are not those of ``commit`` stay with their files: somebody has committed there since.
+    Metadata that are not those of ``commit`` stay with their files: somebody has committed there since. In a folder of
+    another library, which may be imported without a copy, only files of bcp's own go.
 
     Args:
         backend: over the folder of the run.
@@ -31,6 +34,8 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> Non
     """
     view = child(backend, name)
     keys = _deletable([info.key for info in await view.list()])
+    if is_foreign_folder(keys):
+        keys = list(filter(_is_own, keys))
     if not await withdraw(view, {METADATA_KEY: commit}):
         return
     roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
@@ -45,6 +50,11 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> Non
         below = await folders_of(backend, f"{folder}/")
         folders += _deletable([f"{folder}/{subfolder}" for subfolder in below])
     await remove_folders(backend, reversed(folders))
+
+
+def _is_own(key: str) -> bool:
+    """Whether a file is of bcp's own: metadata, data and receipts of saves, and recordings."""
+    return operation_of(key) is not None or key.rpartition("/")[2] == METADATA_KEY or key.startswith(TELEMETRY)
 
 
 def _deletable(keys: Sequence[str]) -> list[str]:

@@ -127,7 +127,10 @@ async def acopy(
         data = await read_metadata(origin.backend, origin.path)
         metadata = await in_thread_gc_paused(decode_metadata, data, f"{origin.path}/{METADATA_KEY}")
         if metadata.foreign is not None:
-            raise InputError(f"{origin.path} was written by another library: copy its files by other means")
+            raise InputError(
+                f"{origin.path} was written by another library, and has no checksums: bcp.tools.import_files (bcp "
+                "import) makes a copy of it with checksums"
+            )
         version, replaced = await _check_target(origin, goal, metadata, overwrite=overwrite)
         stale = [key for info in await goal.backend.list() if operation_of(key := info.key) and key.count("/") == 1]
         copying = _Copying(origin.backend, goal.backend, metadata, progress)

@@ -1,4 +1,4 @@
-"""Make a checkpoint of files of another library: one save whose bytes come from these files."""
+"""Make a checkpoint of files of another library: a save whose bytes come from them, or metadata beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from bcp._api import asave
 from bcp._text import shown
-from bcp.backends.place import Path
+from bcp.backends.place import Path, place_of
 from bcp.errors import InputError, StateError
 from bcp.options import SaveOptions
 from bcp.plan.read.renamed import CheckpointNames
@@ -17,6 +17,7 @@ from bcp.protocols import Coordinator, LoadTargets, LocalShards, ObjectKey, Stat
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.source import Source
 from bcp.tools.calls import Progress, called, ignore_progress
+from bcp.tools.in_place import commit_in_place
 from bcp.tools.parts import Origin, Origins, plain_meta, shards_of
 
 __all__ = ["ImportResult", "aimport_files", "import_files"]
@@ -27,11 +28,11 @@ class ImportResult:
     """The outcome of :func:`bcp.tools.import_files`.
 
     Attributes:
-        path: of the new checkpoint, absolute.
-        operation: id of the save.
+        path: of the new checkpoint, absolute. Without a copy it is the folder of the files.
+        operation: id of the save, or of the import.
         tensors: number of tensors.
         values: number of values that are not tensors.
-        nbytes: bytes of data that this rank has written.
+        nbytes: bytes of data that this rank has written; 0 without a copy.
         seconds: how long it took.
     """
 
@@ -45,8 +46,9 @@ class ImportResult:
 
 def import_files(
     source: Path,
-    target: Path,
+    target: Path | None = None,
     *,
+    copy: bool = True,
     values: bool = True,
     overwrite: bool = False,
     options: SaveOptions | None = None,
@@ -62,12 +64,20 @@ def import_files(
 
     The new checkpoint has the names of the source, as :class:`bcp.Checkpoint` shows them.
 
+    With ``copy=False`` the folder of the files becomes the checkpoint: ``metadata.arrow`` is written beside them, and
+    no tensor is read. From then on the folder is opened by this one object. Its files stay where they are, and have no
+    checksums. A file of another size than at the import is an error of the next opening. bcp deletes no file of another
+    library.
+
     Args:
         source: the files, as for :class:`bcp.Checkpoint`.
-        target: path or URL of the new checkpoint.
+        target: path or URL of the new checkpoint; None with ``copy=False``.
+        copy: copy the bytes. False writes only ``metadata.arrow``, into the folder of the files.
         values: take over the values that are not tensors, as learning rates. False leaves all of them out.
-        overwrite: replace a committed checkpoint at the target, atomically.
-        options: how to save: codecs, for instance, and options of the target's storage.
+        overwrite: replace a committed checkpoint at the target, atomically. With ``copy=False``, replace the metadata
+            of an older import; a save of bcp in the folder is not replaced.
+        options: how to save: codecs, for instance, and options of the target's storage. With ``copy=False`` only
+            ``metadata``, ``timeout`` and ``retries`` count.
         storage_options: for the file system of the source's URL.
         coordinator: of several ranks, as for :func:`bcp.save`.
         progress: called with the bytes that this rank has read, and with the bytes of all tensors.
@@ -76,12 +86,14 @@ def import_files(
         The figures of this rank.
 
     Raises:
-        InputError: the source is a checkpoint of bcp: :func:`bcp.tools.copy` copies it.
+        InputError: the source is a checkpoint of bcp: :func:`bcp.tools.copy` copies it. Or target and ``copy`` do not
+            fit each other; or ``copy=False`` is to import one file, and no folder.
         NotACheckpointError: there are no files that bcp reads.
         CheckpointError: a value cannot be read; ``values=False`` leaves all values out.
         CorruptError: a file is damaged. Nothing is committed.
-        ExistsError: a committed checkpoint is at the target, and ``overwrite`` is not set.
-        StorageError: storage failed. Nothing is committed.
+        ExistsError: a committed checkpoint is at the target, and ``overwrite`` is not set; or somebody else has
+            committed there meanwhile.
+        StorageError: storage failed, or the folder is read-only. Nothing is committed.
 
     Example:
         >>> _ = torch.save({"w": torch.ones(3)}, "weights.pt")
@@ -90,10 +102,12 @@ def import_files(
         ['w']
 
     """
+    into = "" if target is None else f" into {shown(str(target))}"
     return called(
         lambda: aimport_files(
             source,
             target,
+            copy=copy,
             values=values,
             overwrite=overwrite,
             options=options,
@@ -101,14 +115,15 @@ def import_files(
             coordinator=coordinator,
             progress=progress,
         ),
-        f"import {shown(str(source))} into {shown(str(target))}",
+        f"import {shown(str(source))}{into}",
     )
 
 
 async def aimport_files(
     source: Path,
-    target: Path,
+    target: Path | None = None,
     *,
+    copy: bool = True,
     values: bool = True,
     overwrite: bool = False,
     options: SaveOptions | None = None,
@@ -117,6 +132,11 @@ async def aimport_files(
     progress: Progress = ignore_progress,
 ) -> ImportResult:
     """Do the same as :func:`import_files` from a coroutine."""
+    chosen = options or SaveOptions()
+    if not copy:
+        return await _in_place(source, target, chosen, values, overwrite, storage_options, coordinator)
+    if target is None:
+        raise InputError("pass a target for the copy, or copy=False to make a checkpoint of the folder itself")
     began = time.monotonic()
     async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
         if ckpt.metadata.foreign is None:
@@ -128,11 +148,41 @@ async def aimport_files(
             {"model": {}, "optimizer": {}},
             framework=files,
             overwrite=overwrite or None,
-            options=files.options(options or SaveOptions()),
+            options=files.options(chosen),
             coordinator=coordinator,
         )
     seconds = time.monotonic() - began
     return ImportResult(result.path, result.operation, len(ckpt.tensors), len(objects), result.nbytes, seconds)
+
+
+async def _in_place(
+    source: Path,
+    target: Path | None,
+    options: SaveOptions,
+    values: bool,  # noqa: FBT001 -- as the caller's own
+    overwrite: bool,  # noqa: FBT001 -- same
+    storage_options: Mapping[str, Any] | None,
+    coordinator: Coordinator | None,
+) -> ImportResult:
+    """Make a checkpoint of a folder of another library, without a copy."""
+    if target is not None:
+        raise InputError(
+            f"target={shown(str(target))!r} is for a copy: with copy=False the source's folder is the checkpoint"
+        )
+    if options.codecs:
+        raise InputError("options has codecs=, which change bytes: they need a copy; leave them out, or pass a target")
+    if options.storage_options:
+        raise InputError("options has storage_options= for a target, and there is none: pass storage_options= itself")
+    place = place_of(source, None, storage_options, options.retries)
+    async with place.opened:
+        made = await commit_in_place(
+            place,
+            values=values,
+            overwrite=overwrite or options.overwrite,
+            options=options,
+            coordinator=coordinator,
+        )
+    return ImportResult(place.path, made.operation, made.tensors, made.values, 0, made.seconds)
 
 
 class _Files:

@@ -14,7 +14,7 @@ from bcp.backends import LocalBackend, child
 from bcp.backends.place import Path, place_of
 from bcp.backends.prefixed import PrefixedBackend
 from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError, UncommittedError
-from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.format.metadata import METADATA_KEY, is_over_foreign, operation_of
 from bcp.protocols import Backend, ObjectInfo
 from bcp.read.opening import read_metadata
 from bcp.runs.latest import folder_of
@@ -34,7 +34,7 @@ class RemoveResult:
         operation: id of the save that had made it; "" if its metadata could not be decoded.
         files: number of deleted files, with the metadata.
         nbytes: bytes of these files.
-        kept: keys of files that stay, because another save has written them.
+        kept: keys of files that stay, because another save or another library has written them.
     """
 
     path: str
@@ -54,7 +54,8 @@ def remove(
     """Delete one committed checkpoint.
 
     The metadata go first, so a reader sees a whole checkpoint or none. Only files of the save that is named by the
-    metadata go, and recordings. Files of any other save may belong to a save that runs now: they stay.
+    metadata go, and recordings. Files of any other save may belong to a save that runs now: they stay. So do files of
+    another library: of a checkpoint that was imported without a copy, only ``metadata.arrow`` goes.
 
     A training job may go on in the run. Its ledger drops the step at its next start.
 
@@ -185,7 +186,11 @@ def _is_here(key: str) -> bool:
 
 def _is_own(key: str, committed: Committed) -> bool:
     """Whether a file goes with the checkpoint. Damaged metadata may name the files of any save."""
-    if key == METADATA_KEY or key.startswith(TELEMETRY):
+    if key == METADATA_KEY:
+        return True
+    if committed.data is not None and is_over_foreign(committed.data):
+        return False
+    if key.startswith(TELEMETRY):
         return True
     operation = operation_of(key)
     is_named = committed.may_name_anything or operation in committed.operations

@@ -189,3 +189,20 @@ def test_safetensors_shards_of_dcp_are_joined(ranks4: Ranks, tmp_path: Path) -> 
     next(tmp_path.glob("shard-*.safetensors")).unlink()
     with pytest.raises(bcp.CorruptError, match=r"leave a part of it out|lies outside"):
         bcp.Checkpoint(tmp_path).names()
+
+
+def _load_around_an_import(folder: Path) -> bool:
+    """Load shards and replicas before and after an import by all ranks; tell whether they read the same bytes."""
+    ways: list[list[Any]] = [[Shard(0)], [Replicate()]]
+    before = [load_cut(folder, way) for way in ways]
+    bcp.tools.import_files(folder, copy=False)
+    after = [load_cut(folder, way) for way in ways]
+    return all(
+        one[1:] == two[1:] and all(torch.equal(one[0][name], two[0][name]) for name in one[0])
+        for one, two in zip(before, after, strict=True)
+    )
+
+
+def test_four_ranks_of_torch_read_the_same_bytes_before_and_after(ranks4: Ranks, tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf")
+    assert ranks4.run(_load_around_an_import, tmp_path / "hf") == [True] * 4

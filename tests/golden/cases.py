@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from golden.described import described
 from golden.expected import Expected, nested
 from megatron_gpt import Layout as MegatronLayout
 from ranks import Ranks
+from safetensors.torch import save_file
+from torch.distributed import checkpoint as dcp
 
 import bcp
 from bcp.backends import resolve
@@ -278,6 +282,30 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
+def imported(path: Path, _: Pool) -> Written:
+    """Import two folders of other libraries without a copy: shards of Hugging Face, and one of torch's own."""
+    hub = {"model/deep.w": numbers("hub", (4, 3)), "model/odd": numbers("odd", (5,)).bfloat16()}
+    (path / "hub").mkdir(parents=True)
+    shards = {f"model-{number}-of-2.safetensors": name for number, name in enumerate(hub, 1)}
+    for file, name in shards.items():
+        save_file({name.removeprefix("model/"): hub[name]}, path / "hub" / file)
+    places = {name.removeprefix("model/"): file for file, name in shards.items()}
+    (path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    weight, momentum = numbers("dcp", (2, 3)), numbers("momentum", (2, 3))
+    settings = {"lr": 2**-4, "betas": (0.5, 0.75), "params": ["w"]}
+    optimizer = {"state": {"w": {"momentum_buffer": momentum}}, "param_groups": [settings]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a save without a process group
+        dcp.save({"model": {"w": weight}, "optim": optimizer}, checkpoint_id=path / "dcp", no_dist=True)
+    for folder in ("hub", "dcp"):
+        bcp.tools.import_files(path / folder, copy=False)
+    values = {"lr": described(2**-4), "betas": described((0.5, 0.75))}
+    tensors = {"model/w": weight, "optimizer/state.w.momentum_buffer": momentum}
+    of_dcp = Expected(tensors, {f"optimizer/param_groups.w.{key}": value for key, value in values.items()})
+    of_dcp.folder = "dcp"
+    return [Expected(hub, folder="hub"), of_dcp], {}
+
+
 def run(path: Path, _: Pool) -> Written:
     """Let a run save steps 1 to 3 in two lives; mark and pin some of them."""
     parts, facts = [], {"resumes": 2, "latest": "step-00000002", "entries": [], "total_lives": 2}
@@ -432,6 +460,7 @@ CASES: dict[str, Case] = {
     "store": Case("Objects of an object store, copied to a directory.", store),
     "run": Case("The folder of a run: three steps in two lives, with metrics, marks and a pin.", run),
     "run-metrics": Case("The same; each checkpoint has the metrics of its step, too.", run),
+    "imported": Case("Folders of Hugging Face and of DCP, imported without a copy.", imported),
     "recorded": Case("A checkpoint with recordings of its save and of a load.", recorded),
     "many-ranks": Case(
         "1002 ranks, from the 1001st on with hashes in the names; a tar file.", many_ranks, MANY, tar=True

@@ -19,6 +19,9 @@ from bcp.backends import resolve
 pytest_plugins = ["servers.hdfs_fixtures"]
 pytestmark = pytest.mark.anyio
 
+DATA = {"hub": "model.safetensors", "dcp": "__0_0.distcp"}
+"""A file with tensors in each folder."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
@@ -48,18 +51,34 @@ async def compare(files: dict[str, bytes], url: str, options: dict[str, Any]) ->
     backend = resolve(url, options)
     for key, data in files.items():
         await backend.put(key, data)
-    await backend.aclose()
     for place in ("hub", "dcp", "one.safetensors", "deep/down/two.pt"):
-        target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-        load = bcp.LoadOptions(storage_options=options, strict=False)
-        result = await bcp.aload(f"{url}/{place}", {"model": target}, options=load)
-        assert result.unverified
-        assert result.read_nbytes < result.nbytes + 32
-        for name, tensor in tensors().items():
-            assert torch.equal(target[name], tensor), (place, name)
-        async with bcp.AsyncCheckpoint(f"{url}/{place}", storage_options=options) as ckpt:
-            assert torch.equal(await ckpt.read("w", (slice(7, 9),)), tensors()["w"][7:9])
-            assert (await ckpt.verify()).unverified == 1
+        await read(f"{url}/{place}", options)
+    for place in ("hub", "dcp"):
+        await bcp.tools.aimport_files(f"{url}/{place}", copy=False, storage_options=options)
+        await read(f"{url}/{place}", options)
+        with pytest.raises(bcp.ExistsError, match="was imported at"):
+            await bcp.tools.aimport_files(f"{url}/{place}", copy=False, storage_options=options)
+        await bcp.tools.aimport_files(f"{url}/{place}", copy=False, overwrite=True, storage_options=options)
+        await backend.put(f"{place}/{DATA[place]}", b"shorter")
+        with pytest.raises(bcp.CorruptError, match="has 7 bytes, and had"):
+            await read(f"{url}/{place}", options)
+        assert (await bcp.tools.aremove(f"{url}/{place}", storage_options=options)).files == 1
+        assert {info.key for info in await backend.list(f"{place}/")} == {key for key in files if key.startswith(place)}
+    await backend.aclose()
+
+
+async def read(url: str, options: dict[str, Any]) -> None:
+    """Read all of a checkpoint."""
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    load = bcp.LoadOptions(storage_options=options, strict=False)
+    result = await bcp.aload(url, {"model": target}, options=load)
+    assert result.unverified
+    assert result.read_nbytes < result.nbytes + 32
+    for name, tensor in tensors().items():
+        assert torch.equal(target[name], tensor), (url, name)
+    async with bcp.AsyncCheckpoint(url, storage_options=options) as ckpt:
+        assert torch.equal(await ckpt.read("w", (slice(7, 9),)), tensors()["w"][7:9])
+        assert (await ckpt.verify()).unverified == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

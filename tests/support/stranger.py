@@ -37,7 +37,7 @@ def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, 
         for row, total in zip(tables[name], accumulate([row[column] for row in tables[name]]), strict=True):
             row[column] = total
     if facts:  # the operation in the names of each rank's files
-        rows = tables.get("writers") or tables["commit"]
+        rows = tables.get("writers") or tables.get("commit", [])
         facts["writers"] = [row.get("operation", facts["operation"]) for row in rows]
     return tables, facts
 
@@ -49,11 +49,18 @@ def read_section(path: Path, row: dict[str, Any], writers: list[str]) -> bytes:
     return image[8 + int.from_bytes(image[:8], "little") :]
 
 
+def read_sections(path: Path, tables: dict[str, list[dict[str, Any]]], writers: list[str]) -> list[bytes]:
+    """Return the data sections of all rows of ``files``; another library may have written them."""
+    if "foreign" in tables:
+        return [(path / row["key"]).read_bytes()[row["base"] :] for row in tables["foreign files"]]
+    return [read_section(path, row, writers) for row in tables["files"]]
+
+
 def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
     """Return all tensors by (kind, fqn)."""
     tables, facts = read_tables(Path(path) / "metadata.arrow")
     tensors, pieces, segments, files = (tables[name] for name in ("tensors", "pieces", "segments", "files"))
-    sections = [read_section(Path(path), file, facts["writers"]) for file in files]
+    sections = read_sections(Path(path), tables, facts["writers"])
     stored, found = {(row["kind"], row["fqn"]): row for row in tensors}, {}
     first_piece = [0, *accumulate(row["pieces"] for row in tensors)]
     begin = [0, *accumulate(pattern["segments"] for pattern in tables["patterns"])]
@@ -76,7 +83,7 @@ def read_checkpoint(path: str | Path) -> dict[tuple[str, str], Tensor]:
 def read_others(path: str | Path) -> tuple[dict[tuple[str, str], Any], dict[tuple[str, int], bytes]]:
     """Return the values that are not tensors by (kind, path), and the opaque objects by (kind, rank)."""
     tables, facts = read_tables(Path(path) / "metadata.arrow")
-    values = {}
+    values = {(row["kind"], row["path"], 0): json.loads(row["value"]) for row in tables.get("foreign values", [])}
     for rank, operation in enumerate(facts["writers"]):
         for row in read_tables(next(Path(path).glob(f"receipts/*{rank:05d}-{operation}.arrow")))[0]["objects"]:
             values[row["kind"], row["path"], rank] = json.loads(row["value"])
