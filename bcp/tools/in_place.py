@@ -181,8 +181,8 @@ async def _put(place: Place, stored: bytes, version: Version | None) -> None:
         if await _is_there(place, stored):  # the answer was lost
             return
         raise StorageError(
-            f"{place.path} was not imported: {error}. A folder that cannot be written to is imported with a copy: pass a "
-            "target"
+            f"{place.path} was not imported: {error}. A folder that cannot be written to is imported with a copy: pass "
+            "a target"
         ) from error
     if made is None and not await _is_there(place, stored):
         raise _overtaken(place.path)
