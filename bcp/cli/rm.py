@@ -35,7 +35,8 @@ def command(
     """Delete committed checkpoints: the metadata first, then the files.
 
     Only files named in the metadata are deleted. Files of other saves stay: one of them may be running. `bcp gc`
-    deletes the remains of saves without a commit.
+    deletes the remains of saves without a commit. Files of another library stay, too: of a folder that was imported
+    with --no-copy, only metadata.arrow is deleted.
     """
     with importing:
         from bcp.telemetry.amounts import bytes_words  # noqa: PLC0415 -- the help does not need it

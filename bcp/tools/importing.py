@@ -134,7 +134,14 @@ async def aimport_files(
     """Do the same as :func:`import_files` from a coroutine."""
     chosen = options or SaveOptions()
     if not copy:
-        return await _in_place(source, target, chosen, values, overwrite, storage_options, coordinator)
+        _check_in_place(target, chosen)
+        place = place_of(source, None, storage_options, chosen.retries)
+        replaces = overwrite or chosen.overwrite
+        async with place.opened:
+            made = await commit_in_place(
+                place, values=values, overwrite=replaces, options=chosen, coordinator=coordinator
+            )
+        return ImportResult(place.path, made.operation, made.tensors, made.values, 0, made.seconds)
     if target is None:
         raise InputError("pass a target for the copy, or copy=False to make a checkpoint of the folder itself")
     began = time.monotonic()
@@ -155,16 +162,8 @@ async def aimport_files(
     return ImportResult(result.path, result.operation, len(ckpt.tensors), len(objects), result.nbytes, seconds)
 
 
-async def _in_place(
-    source: Path,
-    target: Path | None,
-    options: SaveOptions,
-    values: bool,  # noqa: FBT001 -- as the caller's own
-    overwrite: bool,  # noqa: FBT001 -- same
-    storage_options: Mapping[str, Any] | None,
-    coordinator: Coordinator | None,
-) -> ImportResult:
-    """Make a checkpoint of a folder of another library, without a copy."""
+def _check_in_place(target: Path | None, options: SaveOptions) -> None:
+    """Raise InputError for arguments that need a copy."""
     if target is not None:
         raise InputError(
             f"target={shown(str(target))!r} is for a copy: with copy=False the source's folder is the checkpoint"
@@ -173,16 +172,6 @@ async def _in_place(
         raise InputError("options has codecs=, which change bytes: they need a copy; leave them out, or pass a target")
     if options.storage_options:
         raise InputError("options has storage_options= for a target, and there is none: pass storage_options= itself")
-    place = place_of(source, None, storage_options, options.retries)
-    async with place.opened:
-        made = await commit_in_place(
-            place,
-            values=values,
-            overwrite=overwrite or options.overwrite,
-            options=options,
-            coordinator=coordinator,
-        )
-    return ImportResult(place.path, made.operation, made.tensors, made.values, 0, made.seconds)
 
 
 class _Files:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import distributed
 
 import bcp
@@ -154,6 +154,31 @@ def test_ranks_that_cannot_be_joined_are_a_wrong_call(
     monkeypatch.delenv("RANK", raising=False)
     assert main(["import", str(tmp_path / "w.pt"), str(tmp_path / "c")]) == 2
     assert "the ranks cannot be joined: " in capsys.readouterr().err
+
+
+def test_import_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = "hub/step-7"
+    Path(folder).mkdir(parents=True)
+    save_file({"w": torch.arange(3.0)}, f"{folder}/model.safetensors")
+    assert "1 tensors and 0 values" in said(capsys, "import", folder, "--no-copy")
+    assert main(["import", folder, "--no-copy"]) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert data(capsys, "import", folder, "--no-copy", "--overwrite")["nbytes"] == 0
+    assert main(["import", folder, "other", "--no-copy"]) == 2
+    assert main(["import", folder]) == 2
+    assert data(capsys, "cat", folder, "w") == [0.0, 1.0, 2.0]
+    assert data(capsys, "show", folder)["framework"] == "safetensors"
+    assert [each["step"] for each in data(capsys, "ls", "hub")] == [7]
+    assert "unverified: 1 files" in said(capsys, "verify", folder)
+    assert said(capsys, "diff", folder, f"{folder}/model.safetensors").startswith("equal")
+    assert main(["cp", folder, "copy"]) == 2
+    assert "bcp import" in capsys.readouterr().err.replace("\n", " ")
+    assert "deleted 1 files" in (words := said(capsys, "rm", "-y", folder))
+    assert "1 files of others stay" in words
+    assert [file.name for file in Path(folder).iterdir()] == ["model.safetensors"]
 
 
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
