@@ -38,15 +38,14 @@ def command(
     is the new checkpoint. The bytes are streamed. Under torchrun the ranks share the work.
     """
     rank = join()
-    options = imported("bcp.options").SaveOptions(storage_options=target_options)
     with drawn("import") as progress:
         result = imported("bcp.tools").import_files(
             source,
             goal,
             values=values,
             overwrite=overwrite,
-            options=options,
             storage_options=storage_options or None,
+            target_options=target_options or None,
             progress=progress,
         )
     if rank == 0:

@@ -62,6 +62,7 @@ def import_files(
     overwrite: bool = False,
     options: SaveOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> ImportResult:
@@ -78,8 +79,9 @@ def import_files(
         target: path or URL of the new checkpoint.
         values: take over the values that are not tensors, as learning rates. False leaves all of them out.
         overwrite: replace a committed checkpoint at the target, atomically.
-        options: how to save: codecs, for instance, and options of the target's storage.
+        options: how to save: codecs, for instance.
         storage_options: for the file system of the source's URL.
+        target_options: for the file system of the target's URL.
         coordinator: of several ranks, as for :func:`bcp.save`.
         progress: called with the bytes that this rank has read, and with the bytes of all tensors.
 
@@ -109,6 +111,7 @@ def import_files(
             overwrite=overwrite,
             options=options,
             storage_options=storage_options,
+            target_options=target_options,
             coordinator=coordinator,
             progress=progress,
         ),
@@ -124,11 +127,15 @@ async def aimport_files(
     overwrite: bool = False,
     options: SaveOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> ImportResult:
     """Do the same as :func:`import_files` from a coroutine."""
     began = time.monotonic()
+    saving = options or SaveOptions()
+    if target_options is not None:
+        saving = replace(saving, storage_options=target_options)
     async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
         if ckpt.metadata.foreign is None:
             raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
@@ -139,7 +146,7 @@ async def aimport_files(
             {"model": {}, "optimizer": {}},
             framework=files,
             overwrite=overwrite or None,
-            options=files.options(options or SaveOptions()),
+            options=files.options(saving),
             coordinator=coordinator,
         )
     seconds = time.monotonic() - began
