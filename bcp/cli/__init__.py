@@ -28,6 +28,7 @@ COMMANDS = {
     "import": "Make a checkpoint of files of Hugging Face, DCP, safetensors or torch.save.",
     "cp": "Copy a checkpoint, and check every byte on its way.",
     "export": "Write a checkpoint for Hugging Face, safetensors, torch.load or DCP.",
+    "pin": "Keep a checkpoint of a run, whatever its policy says.",
     "rm": "Delete checkpoints.",
     "gc": "Delete the remains of saves that never committed.",
     "doctor": "Check what a job needs, from every rank.",

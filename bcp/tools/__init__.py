@@ -1,7 +1,8 @@
-"""Work on whole checkpoints: copy, compare, delete, clean up, export. The command ``bcp`` calls these functions.
+"""Work on whole checkpoints: verify, copy, compare, delete, import, export. The command ``bcp`` calls these functions.
 
-No function here needs a model or a job. Each one has a twin for coroutines, whose name begins with ``a``. No save
-imports this package.
+No function here needs a model or a job. In a job, all ranks call ``verify``, ``diff``, ``copy``, ``import_files`` and
+the exports, and share the work. Each function has a twin for coroutines, whose name begins with ``a``. No save imports
+this package.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from bcp.tools.exports.torch_file import aexport_torch, export_torch
     from bcp.tools.importing import ImportResult, aimport_files, import_files
     from bcp.tools.removal import RemoveResult, aremove, remove
-    from bcp.tools.steps import alist_steps, list_steps
+    from bcp.tools.steps import alist_steps, apin, list_steps, pin
 
 __all__ = [
     "CopyResult",
@@ -41,6 +42,7 @@ __all__ = [
     "aexport_torch",
     "aimport_files",
     "alist_steps",
+    "apin",
     "aremove",
     "collect",
     "copy",
@@ -51,6 +53,7 @@ __all__ = [
     "export_torch",
     "import_files",
     "list_steps",
+    "pin",
     "remove",
 ]
 
@@ -69,7 +72,7 @@ if not TYPE_CHECKING:
             "bcp.tools.exports.torch_file": ["aexport_torch", "export_torch"],
             "bcp.tools.importing": ["ImportResult", "aimport_files", "import_files"],
             "bcp.tools.removal": ["RemoveResult", "aremove", "remove"],
-            "bcp.tools.steps": ["alist_steps", "list_steps"],
+            "bcp.tools.steps": ["alist_steps", "apin", "list_steps", "pin"],
         },
         __all__,
     )
