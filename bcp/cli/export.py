@@ -104,7 +104,7 @@ def _run(name: str, given: dict[str, Any], **own: Any) -> int:
     keywords = own | {key: given[key] for key in keys}
     keywords |= {key: given[key] or None for key in ("storage_options", "target_options")}
     rank = join()
-    with drawn("export") as progress:
+    with drawn("export", rank) as progress:
         result = export(given["source"], given["goal"], progress=progress, **keywords)
     if rank == 0:
         print_json(asdict(result)) if given["as_json"] else click.echo(clean(str(result)))

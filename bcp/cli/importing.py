@@ -38,7 +38,7 @@ def command(
     is the new checkpoint. The bytes are streamed. Under torchrun the ranks share the work.
     """
     rank = join()
-    with drawn("import") as progress:
+    with drawn("import", rank) as progress:
         result = imported("bcp.tools").import_files(
             source,
             goal,

@@ -158,9 +158,9 @@ def _drawn_by_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right
 
 
 @contextmanager
-def drawn(words: str) -> Iterator[Progress]:
-    """Draw progress on standard error, if that is a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
+def drawn(words: str, rank: int = 0) -> Iterator[Progress]:
+    """Draw progress on standard error, if that is a terminal. Of several ranks, rank 0 draws its own part."""
+    if rank or sys.stderr is None or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     with click.progressbar(length=1, label=words, file=sys.stderr) as bar:
@@ -183,7 +183,8 @@ def join() -> int:
         return 0
     distributed = imported("torch.distributed")
     try:
-        distributed.init_process_group("gloo")
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
     except ValueError as error:
         raise InputError(f"the ranks cannot be joined: {error} Start them by torchrun, or unset WORLD_SIZE") from error
     return int(distributed.get_rank())

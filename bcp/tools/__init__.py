@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bcp.tools.importing import ImportResult, aimport_files, import_files
     from bcp.tools.removal import RemoveResult, aremove, remove
     from bcp.tools.steps import alist_steps, apin, list_steps, pin
+    from bcp.tools.verifying import averify, verify
 
 __all__ = [
     "CopyResult",
@@ -44,6 +45,7 @@ __all__ = [
     "alist_steps",
     "apin",
     "aremove",
+    "averify",
     "collect",
     "copy",
     "diff",
@@ -55,6 +57,7 @@ __all__ = [
     "list_steps",
     "pin",
     "remove",
+    "verify",
 ]
 
 if not TYPE_CHECKING:
@@ -73,6 +76,7 @@ if not TYPE_CHECKING:
             "bcp.tools.importing": ["ImportResult", "aimport_files", "import_files"],
             "bcp.tools.removal": ["RemoveResult", "aremove", "remove"],
             "bcp.tools.steps": ["alist_steps", "apin", "list_steps", "pin"],
+            "bcp.tools.verifying": ["averify", "verify"],
         },
         __all__,
     )
