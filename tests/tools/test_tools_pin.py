@@ -21,7 +21,7 @@ def test_a_pin_of_another_process_is_kept_by_the_job(tmp_path: Path) -> None:
         for step in range(1, 6):
             saving = run.maybe_save(step)
             assert saving is not None
-            saving.result()
+            saving.wait()
             if step in (1, 3):
                 bcp.tools.pin(path, step)
         bcp.tools.pin(path, 3, pinned=False)
