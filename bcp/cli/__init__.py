@@ -13,7 +13,7 @@ from io import TextIOWrapper
 import click
 
 from bcp._version import __version__
-from bcp.cli.screen import said, status_of
+from bcp.cli.screen import failed, said
 from bcp.errors import BcpError
 from bcp.runtime.imports import imported
 
@@ -83,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said("interrupted")
         return INTERRUPTED
     except BcpError as error:
-        said(str(error))
-        return status_of(error)
+        return failed(error)
     except BrokenPipeError:  # the reader of a pipe, as head, has enough
         sys.stderr.close()
         return DAMAGE

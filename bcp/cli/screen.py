@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bcp._text import hidden, printable
-from bcp.errors import BcpError, InputError, NotACheckpointError
+from bcp.errors import BcpError, InputError, NotACheckpointError, PeerError
 from bcp.runtime.imports import imported, importing
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "clean",
     "drawn",
     "facts",
+    "failed",
     "join",
     "print_json",
     "role",
@@ -107,6 +108,17 @@ def clean(text: str) -> str:
 def said(text: str) -> None:
     """Print an error for the user."""
     click.echo(clean(f"bcp: {text}"), err=True)
+
+
+def failed(error: BcpError) -> int:
+    """Print an error, and return its exit status. Of several ranks rank 0 prints, unless it has died."""
+    distributed = sys.modules.get("torch.distributed")
+    rank = 0
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
+    if rank == 0 or (isinstance(error, PeerError) and error.rank == 0):
+        said(str(error))
+    return status_of(error)
 
 
 def status_of(error: BcpError) -> int:

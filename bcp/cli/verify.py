@@ -40,9 +40,7 @@ def command(
             with screen.drawn("verify", rank) as progress:
                 result = verify(path, fast=fast, role=role, storage_options=storage_options or None, progress=progress)
         except BcpError as error:
-            if rank == 0:
-                screen.said(str(error))
-            worst = max(worst, screen.status_of(error))
+            worst = max(worst, screen.failed(error))
             continue
         results.append({"path": name, "sound": bool(result)} | asdict(result))
         worst = max(worst, 0 if result else 1)

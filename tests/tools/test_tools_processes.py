@@ -46,7 +46,7 @@ def course(path: Path) -> list[tuple[int, str, str]]:
 def test_commands_share_their_work_and_rank_0_prints(ranks4: Ranks, tmp_path: Path) -> None:
     by_rank = ranks4.run(course, tmp_path)
     assert [[status for status, _, _ in done] for done in by_rank] == [[0, 0, 0, 1, 1, 1]] * 4
-    assert all(out == "" for done in by_rank[1:] for _, out, _ in done)
+    assert all((out, errors) == ("", "") for done in by_rank[1:] for _, out, errors in done)
     (_, copied, _), (_, verified, _), (_, compared, _), (_, damaged, _), _, (_, _, refused) = by_rank[0]
     assert "two: 9 files, 2.1 MB in" in copied
     assert [(each["sound"], each["files"]) for each in json.loads(verified)] == [(True, 4)] * 2
