@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -123,8 +123,9 @@ class Pair:
 
         A value that differs has one side here, if the other side is in the receipt of another rank.
         """
-        owned = [self._owned(source) for source in self.both]
         places = await in_thread_gc_paused(self._places) if self.is_one_layout else None
+        files = set() if places is None else set(places.file.tolist())
+        owned = [self._owned(source, files) for source in self.both]
         found, ranges = [self._foreign(share)], []
         parts = list(share.parts(sorted({*owned[0], *owned[1]})))
         for first in range(0, len(parts), RANKS_AT_ONCE):
@@ -133,14 +134,13 @@ class Pair:
             for rank, part in some:
                 sides = [at for at in (0, 1) if part.reader == 0 and rank in owned[at]]
                 found += [self._sides(at, receipts[at][rank], owned[at][rank]) for at in sides]
-                if places is not None:
-                    files = owned[0][rank].files
-                    ranges += part.of(list(self._ranges(receipts[0][rank], receipts[1][rank], files, places)))
+                if places is not None and (own := owned[0][rank].files):
+                    ranges += part.of(list(self._ranges(receipts[0][rank], receipts[1][rank], own, places)))
             found = [joined(found)]
         return joined(found), ranges
 
-    def _owned(self, source: Source) -> dict[int, _Owned]:
-        """Return what is compared by the receipts of each rank."""
+    def _owned(self, source: Source, files: Collection[int]) -> dict[int, _Owned]:
+        """Return the contents of each rank that its receipt decides; ``files`` are rows of files with tensors."""
         layout = source.metadata.layout
         owned: dict[int, _Owned] = defaultdict(_Owned)
         if source.metadata.foreign is not None:
@@ -156,7 +156,7 @@ class Pair:
                 owned[rank].objects.append(code)
         columns = (layout.file_rank.tolist(), layout.file_kind.tolist(), layout.file_nbytes.tolist())
         for row, (rank, code, nbytes) in enumerate(zip(*columns, strict=True)):
-            if self.is_one_layout and KINDS[code] not in OPAQUE_KINDS:
+            if row in files:
                 owned[rank].files.append((row, code, nbytes))
         return owned
 

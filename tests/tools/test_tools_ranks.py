@@ -184,6 +184,16 @@ def test_a_pattern_compares_what_it_names(tmp_path: Path) -> None:
         bcp.tools.diff(one, two, glob="nothing")
 
 
+def test_a_pattern_reads_the_receipts_that_it_needs(tmp_path: Path) -> None:
+    paths = [
+        saved(tmp_path / str(fill), COUNT, {f"w{n}": torch.full((9,), fill) for n in range(6)}) for fill in (0.0, 1.0)
+    ]
+    backends = [CountingBackend(LocalBackend(path)) for path in paths]
+    (found,) = bcp.tools.diff(*backends, glob="w3").tensors
+    assert (found.name, found.elements, found.largest) == ("w3", 9, 1.0)
+    assert [backend.calls["get"] for backend in backends] == [1 + 1, 1 + 1]
+
+
 # -- copy --------------------------------------------------------------------------------------------
 
 
