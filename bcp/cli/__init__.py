@@ -13,7 +13,7 @@ from io import TextIOWrapper
 import click
 
 from bcp._version import __version__
-from bcp.cli.screen import said, status_of
+from bcp.cli.screen import failed, said
 from bcp.errors import BcpError
 from bcp.runtime.imports import imported
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "cp": "Copy a checkpoint, and check every byte on its way.",
     "edit": "Rename, drop, cast and add tensors of a checkpoint, in place.",
     "export": "Write a checkpoint for Hugging Face, safetensors, torch.load or DCP.",
+    "pin": "Keep a checkpoint of a run, whatever its policy says.",
     "rm": "Delete checkpoints.",
     "gc": "Delete the remains of saves that never committed.",
     "doctor": "Check what a job needs, from every rank.",
@@ -83,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said("interrupted")
         return INTERRUPTED
     except BcpError as error:
-        said(str(error))
-        return status_of(error)
+        return failed(error)
     except BrokenPipeError:  # the reader of a pipe, as head, has enough
         sys.stderr.close()
         return DAMAGE

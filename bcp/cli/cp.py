@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from bcp.cli.screen import as_json as with_json
-from bcp.cli.screen import clean, drawn, print_json, target
+from bcp.cli.screen import clean, drawn, join, print_json, target
 from bcp.cli.screen import role as with_role
 from bcp.runtime.imports import importing
 
@@ -35,13 +35,14 @@ def command(
     """Copy a checkpoint, byte for byte, between any two places.
 
     Every block is compared with its checksum while it is copied. The metadata come last, so a copy that is killed
-    leaves no partial checkpoint. Recordings are not copied.
+    leaves no partial checkpoint. Recordings are not copied. Under torchrun the ranks share the files.
     """
     with importing:
         from bcp.telemetry.amounts import bytes_words  # noqa: PLC0415 -- the help does not need it
         from bcp.tools.copying import copy  # noqa: PLC0415 -- same
 
-    with drawn("copy") as progress:
+    rank = join()
+    with drawn("copy", rank) as progress:
         result = copy(
             source,
             goal,
@@ -51,9 +52,9 @@ def command(
             target_options=target_options or None,
             progress=progress,
         )
-    if as_json:
+    if rank == 0 and as_json:
         print_json(asdict(result))
-    else:
+    elif rank == 0:
         click.echo(
             clean(f"{result.path}: {result.files:,} files, {bytes_words(result.nbytes)} in {result.seconds:.1f} s")
         )

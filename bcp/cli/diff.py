@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bcp.cli.screen import as_json as with_json
-from bcp.cli.screen import clean, print_json, table
+from bcp.cli.screen import clean, drawn, join, print_json, table
 from bcp.cli.screen import role as with_role
 from bcp.runtime.imports import importing
 
@@ -23,25 +23,35 @@ FEW = 40
 @click.command("diff")
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
+@click.option("--glob", metavar="GLOB", default="*", help="names of tensors and values, as 'layers.0.*'")
 @click.option("--all", "show_all", is_flag=True, help=f"show more than {FEW} differences")
 @with_role
 @with_json
 def command(
-    first: str, second: str, role: str | None, storage_options: dict[str, Any], *, show_all: bool, as_json: bool
+    first: str,
+    second: str,
+    glob: str,
+    role: str | None,
+    storage_options: dict[str, Any],
+    *,
+    show_all: bool,
+    as_json: bool,
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes, values, and all elements bit by bit.
 
     The table has the number of elements that changed, of all elements, and the largest absolute difference. Blocks
     with equal checksums are not read, so damage in them goes unnoticed: bcp verify finds it. The exit status is 0 if
-    the checkpoints are equal, and 1 if not.
+    the checkpoints are equal, and 1 if not. Under torchrun the ranks share the bytes.
     """
     with importing:
         from bcp.tools.difference import diff  # noqa: PLC0415 -- the help does not need it
 
-    found = diff(first, second, role=role, storage_options=storage_options or None)
-    if as_json:
+    rank = join()
+    with drawn("compare", rank) as progress:
+        found = diff(first, second, role=role, glob=glob, storage_options=storage_options or None, progress=progress)
+    if rank == 0 and as_json:
         print_json(asdict(found))
-    else:
+    elif rank == 0:
         _show(found, None if show_all else FEW)
     return 1 if found else 0
 

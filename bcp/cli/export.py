@@ -101,10 +101,10 @@ def _dcp(**given: Any) -> int:
 def _run(name: str, given: dict[str, Any], **own: Any) -> int:
     """Call an export, and print its result."""
     export, keys = getattr(imported("bcp.tools"), name), ("glob", "dtype", "role", "overwrite")
-    keywords = own | {key: given[key] for key in keys} | {"storage_options": given["target_options"] or None}
-    keywords["options"] = imported("bcp.options").LoadOptions(storage_options=given["storage_options"])
+    keywords = own | {key: given[key] for key in keys}
+    keywords |= {key: given[key] or None for key in ("storage_options", "target_options")}
     rank = join()
-    with drawn("export") as progress:
+    with drawn("export", rank) as progress:
         result = export(given["source"], given["goal"], progress=progress, **keywords)
     if rank == 0:
         print_json(asdict(result)) if given["as_json"] else click.echo(clean(str(result)))

@@ -42,16 +42,15 @@ def command(
     With --no-copy there is no B. The folder A becomes a checkpoint over its own files, which stay as they are.
     """
     rank = join()
-    options = imported("bcp.options").SaveOptions(storage_options=target_options)
-    with drawn("import") as progress:
+    with drawn("import", rank) as progress:
         result = imported("bcp.tools").import_files(
             source,
             goal,
             copy=not no_copy,
             values=values,
             overwrite=overwrite,
-            options=options,
             storage_options=storage_options or None,
+            target_options=target_options or None,
             progress=progress,
         )
     if rank == 0:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bcp._text import hidden, printable
-from bcp.errors import BcpError, InputError, NotACheckpointError
+from bcp.errors import BcpError, InputError, NotACheckpointError, PeerError
 from bcp.runtime.imports import imported, importing
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "clean",
     "drawn",
     "facts",
+    "failed",
     "join",
     "print_json",
     "role",
@@ -109,6 +110,17 @@ def said(text: str) -> None:
     click.echo(clean(f"bcp: {text}"), err=True)
 
 
+def failed(error: BcpError) -> int:
+    """Print an error, and return its exit status. Of several ranks rank 0 prints, unless it has died."""
+    distributed = sys.modules.get("torch.distributed")
+    rank = 0
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
+    if rank == 0 or (isinstance(error, PeerError) and error.rank == 0):
+        said(str(error))
+    return status_of(error)
+
+
 def status_of(error: BcpError) -> int:
     """Return the exit status for an error: 2 for a wrong call, else 1."""
     return 2 if isinstance(error, InputError | NotACheckpointError) else 1
@@ -158,9 +170,9 @@ def _drawn_by_rich(columns: Sequence[str], cells: Sequence[Sequence[str]], right
 
 
 @contextmanager
-def drawn(words: str) -> Iterator[Progress]:
-    """Draw progress on standard error, if that is a terminal."""
-    if sys.stderr is None or not sys.stderr.isatty():
+def drawn(words: str, rank: int = 0) -> Iterator[Progress]:
+    """Draw progress on standard error, if that is a terminal. Of several ranks, rank 0 draws its own part."""
+    if rank or sys.stderr is None or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     with click.progressbar(length=1, label=words, file=sys.stderr) as bar:
@@ -183,7 +195,8 @@ def join() -> int:
         return 0
     distributed = imported("torch.distributed")
     try:
-        distributed.init_process_group("gloo")
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
     except ValueError as error:
         raise InputError(f"the ranks cannot be joined: {error} Start them by torchrun, or unset WORLD_SIZE") from error
     return int(distributed.get_rank())

@@ -27,24 +27,25 @@ def command(
     """Compare all stored bytes of checkpoints with their checksums.
 
     Every damaged or missing file is named. The exit status is 0 if all checkpoints are sound, 1 if one is damaged, and
-    2 if a path has no checkpoint. The other paths are looked at in any case.
+    2 if a path has no checkpoint. The other paths are looked at in any case. Under torchrun the ranks share the bytes.
     """
     with importing:
-        from bcp.read.checkpoint import Checkpoint  # noqa: PLC0415 -- the help does not need it
+        from bcp.backends.place import words_of  # noqa: PLC0415 -- the help does not need it
+        from bcp.tools.verifying import verify  # noqa: PLC0415 -- same
 
-    results, worst = [], 0
+    rank, results, worst = screen.join(), [], 0
     for path in paths:
+        name = words_of(path) if role is None else f"{words_of(path)}/{role}"
         try:
-            with Checkpoint(path, role=role, storage_options=storage_options or None) as ckpt:
-                result = ckpt.verify(fast=fast)
+            with screen.drawn("verify", rank) as progress:
+                result = verify(path, fast=fast, role=role, storage_options=storage_options or None, progress=progress)
         except BcpError as error:
-            screen.said(str(error))
-            worst = max(worst, screen.status_of(error))
+            worst = max(worst, screen.failed(error))
             continue
-        results.append({"path": ckpt.path, "sound": bool(result)} | asdict(result))
+        results.append({"path": name, "sound": bool(result)} | asdict(result))
         worst = max(worst, 0 if result else 1)
-        if not as_json:
-            click.echo(screen.clean(f"{ckpt.path}: {result}"))
-    if as_json:
+        if rank == 0 and not as_json:
+            click.echo(screen.clean(f"{name}: {result}"))
+    if rank == 0 and as_json:
         screen.print_json(results)
     return worst

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
+from bcp._messages.tools import Damage, Examined
 from bcp.backends.objects.retry import in_turns
 from bcp.errors import BcpError, CorruptError
-from bcp.format.metadata import Metadata, operation_of, receipt_key
+from bcp.format.metadata import METADATA_KEY, Metadata, data_key, operation_of, receipt_key
 from bcp.format.receipt import FileReceipt
 from bcp.interop.reading import at_once
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import check_segments, named_files
 from bcp.protocols import Backend
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
+from bcp.read.shares import Share
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.telemetry.amounts import bytes_words
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Verification", "examine", "joined", "verification_of", "verify"]
 
 SHOWN = 20
 
@@ -67,56 +70,96 @@ class Verification:
 async def verify(backend: Backend, metadata: Metadata, *, fast: bool, workers: int) -> Verification:
     """Look at all files of a checkpoint; see :meth:`bcp.Checkpoint.verify`."""
     began = time.monotonic()
+    found = await examine(backend, metadata, Share(), fast=fast, workers=workers, told=lambda _: None)
+    return verification_of(found, began)
+
+
+def verification_of(found: Examined, began: float) -> Verification:
+    """Return the findings as the caller gets them; ``began`` is the time of the monotonic clock at the beginning."""
+    damage = tuple(each.words for each in found.damage)
+    seconds = time.monotonic() - began
+    return Verification(found.files, found.blocks, found.nbytes, seconds, damage, found.others, found.unverified)
+
+
+async def examine(
+    backend: Backend, metadata: Metadata, share: Share, *, fast: bool, workers: int, told: Callable[[int], object]
+) -> Examined:
+    """Look at a share of the files of a checkpoint.
+
+    Readers take whole ranks of the saving job, and parts of the files of the last ranks. ``told`` is called with the
+    bytes of each part that was compared.
+    """
     if metadata.foreign is not None:
+        keys = share.of(sorted(metadata.foreign.key))
         sizes = dict(zip(metadata.foreign.key, metadata.foreign.nbytes.tolist(), strict=True))
-        cut = await _cut(backend, sizes)
-        return Verification(len(sizes), 0, 0, time.monotonic() - began, tuple(cut), unverified=len(sizes))
+        cut = await _cut(backend, {key: sizes[key] for key in keys})
+        return Examined(files=len(keys), damage=tuple(cut), unverified=len(keys))
     sizes = {info.key: info.nbytes for info in await backend.list()}
+    found = [await _at_first(metadata, sizes)] if share.reader == 0 else []
+    rows, named = _rows_by_rank(metadata), named_files(metadata.layout)
+    parts = list(share.parts(range(metadata.layout.world_size)))
+    for first in range(0, len(parts), RANKS_AT_ONCE):
+        ranks = parts[first : first + RANKS_AT_ONCE]
+        looks = (partial(_files_of, backend, metadata, rank, rows.get(rank, {}), named, sizes) for rank, _ in ranks)
+        windows: list[Window] = []
+        for (_, part), (files, damage) in zip(ranks, await in_turns(looks), strict=True):
+            found.append(Examined(files=len(files) if part.reader == 0 else 0, damage=tuple(damage)))
+            windows += part.of([window for key, file in files for window in windows_of(key, file)])
+        if not fast:
+            found.append(await _compare(backend, windows, workers, told))
+    return joined(found)
+
+
+def joined(found: Sequence[Examined]) -> Examined:
+    """Join the findings of several shares: of a damaged file, the first damage counts."""
+    damage: dict[str, Damage] = {}
+    for each in sorted(chain.from_iterable(part.damage for part in found)):
+        damage.setdefault(each.key, each)
+    return Examined(
+        files=sum(part.files for part in found),
+        blocks=sum(part.blocks for part in found),
+        nbytes=sum(part.nbytes for part in found),
+        damage=tuple(damage.values()),
+        others=tuple(chain.from_iterable(part.others for part in found)),
+        unverified=sum(part.unverified for part in found),
+    )
+
+
+async def _at_first(metadata: Metadata, sizes: Mapping[str, int]) -> Examined:
+    """Look at the table of contents, and at the names of all files."""
     operations = metadata.commit.operations
     others = tuple(key for key in sizes if operation_of(key) not in (None, *operations))
     damage = await in_thread_gc_paused(_check_layout, metadata)
-    files = blocks = nbytes = 0
-    rows, named = _rows_by_rank(metadata), named_files(metadata.layout)
-    for first in range(0, metadata.layout.world_size, RANKS_AT_ONCE):
-        ranks = range(first, min(first + RANKS_AT_ONCE, metadata.layout.world_size))
-        looks = (partial(_files_of, backend, metadata, rank, rows.get(rank, {}), named, sizes) for rank in ranks)
-        found = [(files_of_rank, said) for files_of_rank, said in await in_turns(looks)]
-        damage += [sentence for _, said in found for sentence in said]
-        files += sum(len(files_of_rank) for files_of_rank, _ in found)
-        if not fast:
-            windows = [window for own, _ in found for key, file in own for window in windows_of(key, file)]
-            damage += await _compare(backend, windows, workers)
-            blocks += sum(window.rows.stop - window.rows.start for window in windows)
-            nbytes += sum(window.nbytes for window in windows)
-    if damage and others and not any(operation_of(key) in operations for key in sizes):
+    if others and not any(operation_of(key) in operations for key in sizes):
         names = sorted({name for key in others if (name := operation_of(key))})
-        damage.insert(
-            0,
+        words = (
             f"metadata.arrow is of operation {metadata.commit.operation}, and all files are of "
-            f"{', '.join(names[:SHOWN])}: it is older or newer than they are; put back the metadata.arrow of that save",
+            f"{', '.join(names[:SHOWN])}: it is older or newer than they are; put back the metadata.arrow of that save"
         )
-    return Verification(files, blocks, nbytes, time.monotonic() - began, tuple(damage), others)
+        damage.append(Damage("", 0, words))
+    return Examined(damage=tuple(damage), others=others)
 
 
-async def _cut(backend: Backend, sizes: Mapping[str, int]) -> list[str]:
-    """Read the last byte of each file; return a sentence for each that is missing or too short."""
+async def _cut(backend: Backend, sizes: Mapping[str, int]) -> list[Damage]:
+    """Read the last byte of each file; return those that are missing or too short."""
 
-    async def look(key: str) -> str:
+    async def look(key: str) -> Damage | None:
         try:
             await backend.read_into(key, max(sizes[key] - 1, 0), memoryview(bytearray(min(sizes[key], 1))))
         except (BcpError, OSError) as error:
-            return f"{key} had {sizes[key]} bytes when it was opened, and cannot be read to its end: {error}"
-        return ""
+            words = f"{key} had {sizes[key]} bytes when it was opened, and cannot be read to its end: {error}"
+            return Damage(key, 0, words)
+        return None
 
-    return [words for words in await at_once(backend, sorted(sizes), look) if words]
+    return [damage for damage in await at_once(backend, sorted(sizes), look) if damage]
 
 
-def _check_layout(metadata: Metadata) -> list[str]:
+def _check_layout(metadata: Metadata) -> list[Damage]:
     """Look whether every byte range of every tensor lies inside of its file."""
     try:
         check_segments(metadata.layout)
     except ValueError as error:
-        return [f"metadata.arrow: {error}; restore it"]
+        return [Damage(METADATA_KEY, 0, f"{METADATA_KEY}: {error}; restore it")]
     return []
 
 
@@ -137,48 +180,55 @@ async def _files_of(
     wanted: Mapping[int, int],
     named: Collection[tuple[int, int]],
     sizes: Mapping[str, int],
-) -> tuple[list[tuple[str, FileReceipt]], list[str]]:
-    """Return the data files of a rank that can be read, and what is wrong with the others."""
-    if (key := receipt_key(rank, metadata.commit.operation_of(rank))) not in sizes:
-        return [], [f"{key} is missing; restore it"]
+) -> tuple[list[tuple[str, FileReceipt]], list[Damage]]:
+    """Return the data files of a rank that can be read, and the damage of the others."""
+    operation = metadata.commit.operation_of(rank)
+    if (own := receipt_key(rank, operation)) not in sizes:
+        return [], [Damage(own, 0, f"{own} is missing; restore it")]
     try:
         with unwrap_stage_errors():
             receipt = (await fetch_receipts(backend, metadata, [rank]))[rank]
     except CorruptError as error:
-        return [], [str(error)]
+        return [], [Damage(own, 0, str(error))]
     found, damage = [], []
     for kind in sorted({*wanted, *(file.kind for file in receipt.files if (rank, file.kind) in named)}):
+        key = data_key(kind, rank, operation, encoded=bool(metadata.commit.codecs))
         try:
-            key, file = file_of(metadata, receipt, kind, wanted.get(kind))
+            _, file = file_of(metadata, receipt, kind, wanted.get(kind))
         except CorruptError as error:
-            damage.append(str(error))
+            damage.append(Damage(key, 0, str(error)))
             continue
         if sizes.get(key) == file.stored_nbytes:
             found.append((key, file))
-        elif key in sizes:
-            damage.append(f"{key} has {sizes[key]} bytes, and was saved with {file.stored_nbytes}; restore it")
+            continue
+        if key in sizes:
+            words = f"{key} has {sizes[key]} bytes, and was saved with {file.stored_nbytes}; restore it"
         else:
-            damage.append(f"{key} is missing, and was saved with {file.stored_nbytes} bytes; restore it")
+            words = f"{key} is missing, and was saved with {file.stored_nbytes} bytes; restore it"
+        damage.append(Damage(key, 0, words))
     return found, damage
 
 
-async def _compare(backend: Backend, windows: Sequence[Window], workers: int) -> list[str]:
-    """Read windows, and compare them with their checksums; return a sentence for each file with damage."""
-    damage: dict[str, tuple[int, str]] = {}  # by key: the first window with damage
+async def _compare(
+    backend: Backend, windows: Sequence[Window], workers: int, told: Callable[[int], object]
+) -> Examined:
+    """Read windows, and compare them with their checksums."""
+    damage: list[Damage] = []
 
     async def look(window: Window) -> None:
         memory = memoryview(bytearray(window.nbytes))
-        start = window.start
         try:
-            await backend.read_into(window.key, start, memory)
+            await backend.read_into(window.key, window.start, memory)
             wrong = await in_thread(partial(wrong_block, window, memory))
         except (BcpError, OSError) as error:
             wrong = f"{window.key} cannot be read: {error}"
         if wrong:
-            damage[window.key] = min(damage.get(window.key, (start, wrong)), (start, wrong))
+            damage.append(Damage(window.key, window.start, wrong))
+        told(window.nbytes)
 
     largest = max((window.nbytes for window in windows), default=1)
     begin: Pipeline[Window, Window] = Pipeline()
     with unwrap_stage_errors():
         await begin.then(Stage("compare", look, workers=workers)).run(windows, budget=Budget(largest * workers))
-    return [damage[key][1] for key in sorted(damage)]
+    blocks = sum(window.rows.stop - window.rows.start for window in windows)
+    return Examined(blocks=blocks, nbytes=sum(window.nbytes for window in windows), damage=tuple(damage))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from typing import SupportsIndex
 
 from bcp.backends.local import absolute
 from bcp.errors import InputError
 from bcp.options import SaveOptions
 from bcp.protocols import States
-from bcp.runs.ledger import LARGEST_STEP
 from bcp.runs.preemption import Preemption
 from bcp.state.guard import torch_optimizers
 
-__all__ = ["check_arguments", "check_lazy", "place_of", "whole_step"]
+__all__ = ["check_arguments", "check_lazy", "place_of"]
 
 
 def place_of(path: object) -> str:
@@ -34,26 +31,6 @@ def place_of(path: object) -> str:
     if not isinstance(place, str) or not place:
         raise InputError(f"path={path!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
     return place if "://" in place else os.path.abspath(absolute(place))  # noqa: PTH100 -- links stay
-
-
-def whole_step(step: SupportsIndex) -> int:
-    """Return a step as an int; integers of numpy and torch are steps, too.
-
-    Raises:
-        InputError: it is no whole number of 0 or more.
-
-    Example:
-        >>> whole_step(7)
-        7
-
-    """
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= LARGEST_STEP:
-        raise InputError(f"step={step!r} is no step; pass a whole number from 0 to {LARGEST_STEP}")
-    return number
 
 
 def check_arguments(

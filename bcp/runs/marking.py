@@ -10,13 +10,13 @@ from typing import Literal
 from bcp.backends import resolve, shown
 from bcp.options import SaveOptions
 from bcp.protocols import Coordinator
-from bcp.runs.arguments import whole_step
 from bcp.runs.calls import drive, once
 from bcp.runs.folder import Folder
 from bcp.runs.keeper import Keeper
 from bcp.runs.ledger import Ledger
 from bcp.runs.listing import StepInfo, list_steps
 from bcp.runs.meetings import Meetings
+from bcp.runs.names import whole_step
 from bcp.runs.saves import Saves
 
 __all__ = ["MarkedRun"]

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from functools import partial
+from typing import SupportsIndex
 
 from bcp.errors import InputError
 from bcp.runs.ledger import LARGEST_STEP
 
-__all__ = ["free_name", "in_order", "step_name", "step_of"]
+__all__ = ["free_name", "in_order", "step_name", "step_of", "whole_step"]
 
 _MOST_DIGITS = 64
 _STEP = re.compile(rf"step-([0-9]{{1,{_MOST_DIGITS}}})")
+
+
+def whole_step(step: SupportsIndex) -> int:
+    """Return a step as an int; integers of numpy and torch are steps, too.
+
+    Raises:
+        InputError: it is no whole number of 0 or more.
+
+    Example:
+        >>> whole_step(7)
+        7
+
+    """
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= LARGEST_STEP:
+        raise InputError(f"step={step!r} is no step; pass a whole number from 0 to {LARGEST_STEP}")
+    return number
 
 
 def step_name(step: int) -> str:

@@ -25,7 +25,7 @@ from bcp.planners import Framework
 from bcp.policies.keep import KeepPolicy, as_keep_policy
 from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
-from bcp.runs.arguments import check_arguments, check_lazy, place_of, whole_step
+from bcp.runs.arguments import check_arguments, check_lazy, place_of
 from bcp.runs.calls import Body, adrive, drive, noting
 from bcp.runs.candidates import Trust
 from bcp.runs.ending import CTRL_C, CTRL_C_TWICE, await_save
@@ -33,6 +33,7 @@ from bcp.runs.keeper import End, Keeper
 from bcp.runs.ledger import numbers
 from bcp.runs.marking import MarkedRun
 from bcp.runs.meetings import Meetings, meeting_place
+from bcp.runs.names import whole_step
 from bcp.runs.plans import Clock, agreed
 from bcp.runs.preemption import Preemption
 from bcp.runs.resuming import Resumed, resume

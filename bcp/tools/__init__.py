@@ -1,7 +1,8 @@
-"""Work on whole checkpoints: copy, compare, edit, delete, clean up, export. The command ``bcp`` calls these functions.
+"""Work on whole checkpoints: verify, copy, edit, delete, import, export. The command ``bcp`` calls these functions.
 
-No function here needs a model or a job. Each one has a twin for coroutines, whose name begins with ``a``. No save
-imports this package.
+No function here needs a model or a job. In a job, all ranks call ``verify``, ``diff``, ``copy``, ``import_files`` and
+the exports, and share the work. Each function has a twin for coroutines, whose name begins with ``a``. No save imports
+this package.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from bcp.tools.exports.torch_file import aexport_torch, export_torch
     from bcp.tools.importing import ImportResult, aimport_files, import_files
     from bcp.tools.removal import RemoveResult, aremove, remove
-    from bcp.tools.steps import alist_steps, list_steps
+    from bcp.tools.steps import alist_steps, apin, list_steps, pin
+    from bcp.tools.verifying import averify, verify
 
 __all__ = [
     "CopyResult",
@@ -44,7 +46,9 @@ __all__ = [
     "aexport_torch",
     "aimport_files",
     "alist_steps",
+    "apin",
     "aremove",
+    "averify",
     "collect",
     "copy",
     "diff",
@@ -55,7 +59,9 @@ __all__ = [
     "export_torch",
     "import_files",
     "list_steps",
+    "pin",
     "remove",
+    "verify",
 ]
 
 if not TYPE_CHECKING:
@@ -74,7 +80,8 @@ if not TYPE_CHECKING:
             "bcp.tools.exports.torch_file": ["aexport_torch", "export_torch"],
             "bcp.tools.importing": ["ImportResult", "aimport_files", "import_files"],
             "bcp.tools.removal": ["RemoveResult", "aremove", "remove"],
-            "bcp.tools.steps": ["alist_steps", "list_steps"],
+            "bcp.tools.steps": ["alist_steps", "apin", "list_steps", "pin"],
+            "bcp.tools.verifying": ["averify", "verify"],
         },
         __all__,
     )

@@ -9,7 +9,7 @@ from bcp._plain import plain
 from bcp.errors import BcpError
 from bcp.runtime import bridge as _bridge
 
-__all__ = ["Progress", "called", "ignore_progress"]
+__all__ = ["Progress", "called", "counting", "ignore_progress"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,21 @@ Progress = Callable[[int, int], object]
 
 def ignore_progress(_done: int, _total: int) -> None:
     """Draw nothing."""
+
+
+def counting(progress: Progress, total: int) -> Callable[[int], object]:
+    """Return a function that is told the bytes of each part, and tells ``progress`` the sum and the total.
+
+    The sum may exceed the estimated total at the end: then it is the total.
+    """
+    done = 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress(done, max(total, done))
+
+    return told
 
 
 def called(function: Callable[[], Awaitable[T]], name: str) -> T:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import anyio
 
 from bcp._deletion import Attempt, delete_dropped, delete_unnamed, read_committed, withdraw
+from bcp._messages.tools import Copied
 from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, ExistsError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
 from bcp.format.receipt import decode_receipt, receipt_digest
+from bcp.options import timeout_of
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Backend, PartWriter, Version, at_once_of
+from bcp.protocols import Coordinator, PartWriter, Version, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import file_of
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
-from bcp.tools.calls import Progress, called, ignore_progress
+from bcp.tools.calls import Progress, called, counting, ignore_progress
+from bcp.tools.sharing import Ranks, sharing
 
 __all__ = ["CopyResult", "acopy", "copy"]
 
@@ -60,6 +64,7 @@ def copy(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> CopyResult:
     """Copy a checkpoint byte for byte, between any two places.
@@ -68,6 +73,9 @@ def copy(
     in one step. A copy that fails or is killed leaves no committed checkpoint, and an older one at the target stays.
     Recordings are not copied.
 
+    The ranks of a job share the files: call the function on all of them. Rank 0 commits once all files are there. After
+    a failure of any rank, nothing is committed, and the files of all ranks are deleted.
+
     Args:
         source: the checkpoint, as for :class:`bcp.Checkpoint`.
         target: path or URL of the copy.
@@ -75,17 +83,19 @@ def copy(
         overwrite: replace a committed checkpoint at the target, atomically.
         storage_options: for the file system of the source's URL.
         target_options: for the file system of the target's URL.
-        progress: called with the bytes that are copied so far, and with all bytes.
+        coordinator: of several ranks that share the work, as for :func:`bcp.save`. None: the ranks of this job.
+        progress: called with the bytes that this rank has copied, and with those of its share.
 
     Returns:
-        The number of copied files and bytes.
+        The number of files and bytes that all ranks have copied.
 
     Raises:
-        InputError: source and target are one place.
+        InputError: source and target are one place; or another rank has other arguments, or another checkpoint.
         NotACheckpointError: there is no checkpoint at the source.
         ExistsError: a committed checkpoint is at the target, and ``overwrite`` is not set; or another save has
             committed there meanwhile.
         CorruptError: the source is damaged; the message names file and bytes. Nothing is committed.
+        PeerError: another rank failed. Nothing is committed.
         StorageError: storage failed. Nothing is committed.
 
     Example:
@@ -104,6 +114,7 @@ def copy(
             overwrite=overwrite,
             storage_options=storage_options,
             target_options=target_options,
+            coordinator=coordinator,
             progress=progress,
         ),
         f"copy {shown(str(source))} to {shown(str(target))}",
@@ -118,12 +129,78 @@ async def acopy(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> CopyResult:
     """Do the same as :func:`copy` from a coroutine."""
     began = time.monotonic()
-    origin, goal = place_of(source, role, storage_options), place_of(target, role, target_options)
-    async with origin.opened, goal.opened:
+    async with sharing("copy", coordinator, timeout_of(None)) as ranks, AsyncExitStack() as stack:
+
+        async def opened() -> _Copying:
+            places = place_of(source, role, storage_options), place_of(target, role, target_options)
+            for place in places:
+                await stack.enter_async_context(place.opened)
+            return await _Copying.of(*places, ranks, progress, overwrite=overwrite)
+
+        copying = await ranks.agreed(opened(), str)
+        await ranks.led("target", copying.check_target)
+        try:
+            await copying.run()
+            copied = await ranks.merged(Copied(tuple(copying.written), copying.nbytes), _joined)
+            copying.is_whole = True
+            await ranks.led("commit", lambda: copying.commit(copied.keys))
+        except BaseException as error:
+            if isinstance(error, CorruptError):
+                await copying.say_if_replaced(error)
+            with anyio.CancelScope(shield=True):
+                await copying.undo()
+            raise
+        await copying.sweep(copied.keys)
+    seconds = time.monotonic() - began
+    return CopyResult(copying.goal.path, copying.operation, len(copied.keys) + 1, copied.nbytes, seconds)
+
+
+@dataclass(slots=True)
+class _Copying:
+    """One rank's part of a copy.
+
+    Attributes:
+        origin: the source.
+        goal: the target.
+        data: the metadata of the source.
+        metadata: the same, decoded.
+        ranks: those that share the work.
+        told: called with the bytes of each part.
+        overwrite: whether a committed checkpoint may be replaced.
+        written: keys of this rank's files in the target.
+        nbytes: bytes of data files so far.
+        is_whole: the files of all ranks are there, so rank 0 may have sent the request to commit.
+        stale: keys of older saves in the target, on rank 0.
+        known: keys of the copied save that were in the target before, on rank 0.
+        version: of the metadata that the copy replaces, on rank 0.
+        replaced: their operation; "" for none.
+        attempt: the request to commit, on rank 0, while its outcome is unknown: the files stay.
+    """
+
+    origin: Place
+    goal: Place
+    data: bytes
+    metadata: Metadata
+    ranks: Ranks
+    told: Callable[[int], object]
+    overwrite: bool
+    written: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    is_whole: bool = False
+    stale: Sequence[str] = ()
+    known: Sequence[str] = ()
+    version: Version | None = None
+    replaced: str = ""
+    attempt: Attempt | None = None
+
+    @classmethod
+    async def of(cls, origin: Place, goal: Place, ranks: Ranks, progress: Progress, *, overwrite: bool) -> _Copying:
+        """Read the metadata of the source."""
         data = await read_metadata(origin.backend, origin.path)
         metadata = await in_thread_gc_paused(decode_metadata, data, f"{origin.path}/{METADATA_KEY}")
         if metadata.foreign is not None:
@@ -131,98 +208,122 @@ async def acopy(
                 f"{origin.path} was written by another library, and has no checksums: bcp.tools.import_files (bcp "
                 "import) makes a copy of it with checksums"
             )
-        version, replaced = await _check_target(origin, goal, metadata, overwrite=overwrite)
-        stale = [key for info in await goal.backend.list() if operation_of(key := info.key) and key.count("/") == 1]
-        copying = _Copying(origin.backend, goal.backend, metadata, progress)
-        try:
-            await copying.run()
-            await _commit(goal, data, version, replaced, copying)
-        except BaseException as error:
-            if isinstance(error, CorruptError):
-                await _say_if_replaced(error, origin, metadata)
-            with anyio.CancelScope(shield=True):
-                await delete_unnamed(goal.backend, copying.written, copying.attempt)
-            raise
-        commit = metadata.commit
-        others = [key for key in stale if operation_of(key) not in commit.operations]
-        await delete_unnamed(goal.backend, others, by=commit.operation)
-        dropped = [key for key in stale if key not in (*others, *copying.written)]  # of the save before it was edited
-        await delete_dropped(goal.backend, dropped, by=commit.operation)
-    seconds = time.monotonic() - began
-    return CopyResult(goal.path, metadata.commit.operation, len(copying.written) + 1, copying.done, seconds)
+        total = -(-int(metadata.layout.file_nbytes.sum()) // ranks.world_size)  # headers are not counted
+        return cls(origin, goal, data, metadata, ranks, counting(progress, total), overwrite)
 
+    def __str__(self) -> str:
+        return f"{self.origin.path} of operation {self.operation} to {self.goal.path}, overwrite={self.overwrite}"
 
-async def _say_if_replaced(error: CorruptError, origin: Place, metadata: Metadata) -> None:
-    """Add a note if a save has replaced the source meanwhile, and deleted its files."""
-    with suppress(BcpError):
-        winner = (await read_committed(origin.backend)).operation
-        if winner not in ("", metadata.commit.operation):
-            error.add_note(f"Operation {winner} has replaced the checkpoint at {origin.path} meanwhile: copy again.")
+    @property
+    def operation(self) -> str:
+        """Id of the save that had made the checkpoint."""
+        return self.metadata.commit.operation
 
+    # -- before and after, on rank 0 ---------------------------------------------------------------
 
-async def _check_target(
-    origin: Place, goal: Place, metadata: Metadata, *, overwrite: bool
-) -> tuple[Version | None, str]:
-    """Return version and operation of the target's metadata, which the copy replaces. Raise where it must not."""
-    if origin.path == goal.path and repr(origin.backend) == repr(goal.backend):
-        raise InputError(f"{origin.path} cannot be copied to itself; pass another target")
-    version = await goal.backend.version(METADATA_KEY)
-    if version is None:
-        return None, ""
-    if not overwrite:
-        raise ExistsError(f"{goal.path} holds a committed checkpoint; pass overwrite=True (--overwrite) to replace it")
-    there, operation = await read_committed(goal.backend), metadata.commit.operation
-    if there.operation == operation:
-        raise ExistsError(
-            f"{goal.path} holds a copy of operation {operation} already, so there is nothing to do. `bcp verify` "
-            "compares it with its checksums; remove it first if it is damaged"
-        )
-    return version, there.operation
+    async def check_target(self) -> None:
+        """Look at the checkpoint that the copy replaces. Raises where it must not."""
+        origin, goal = self.origin, self.goal
+        if origin.path == goal.path and repr(origin.backend) == repr(goal.backend):
+            raise InputError(f"{origin.path} cannot be copied to itself; pass another target")
+        self.version = await goal.backend.version(METADATA_KEY)
+        if self.version is not None:
+            if not self.overwrite:
+                raise ExistsError(
+                    f"{goal.path} holds a committed checkpoint; pass overwrite=True (--overwrite) to replace it"
+                )
+            self.replaced = (await read_committed(goal.backend)).operation
+            if self.replaced == self.operation:
+                raise ExistsError(
+                    f"{goal.path} holds a copy of operation {self.operation} already, so there is nothing to do. "
+                    "`bcp verify` compares it with its checksums; remove it first if it is damaged"
+                )
+        there, operations = await self._files(lambda _: True), self.metadata.commit.operations
+        self.stale = [key for key in there if operation_of(key) not in operations]
+        self.known = [key for key in there if operation_of(key) in operations]
 
+    async def sweep(self, keys: Sequence[str]) -> None:
+        """Delete the files of older saves, and those that the save had before it was edited."""
+        backend = self.goal.backend
+        await delete_unnamed(backend, self.stale, by=self.operation)
+        await delete_dropped(backend, [key for key in self.known if key not in set(keys)], by=self.operation)
 
-@dataclass(slots=True)
-class _Copying:
-    """The copy of all files but the metadata.
+    async def _files(self, chosen: Callable[[str], bool]) -> list[str]:
+        """List the files of saves in the target whose operation is chosen."""
+        keys = [info.key for info in await self.goal.backend.list() if info.key.count("/") == 1]
+        return [key for key in keys if (operation := operation_of(key)) and chosen(operation)]
 
-    Attributes:
-        origin: storage of the source.
-        goal: storage of the target.
-        metadata: of the source.
-        progress: told after each part.
-        written: keys of files in the target.
-        done: bytes of data files so far.
-        attempt: the request to commit, while its outcome is unknown: its files stay.
-    """
+    async def commit(self, keys: Sequence[str]) -> None:
+        """Put the metadata, once the files of all ranks are in the target.
 
-    origin: Backend
-    goal: Backend
-    metadata: Metadata
-    progress: Progress
-    written: list[str] = field(default_factory=list)
-    done: int = 0
-    attempt: Attempt | None = None
+        Raises:
+            ExistsError: another save has committed there meanwhile.
+            StorageError: storage failed, or a file is not there any more.
+
+        """
+        backend = self.goal.backend
+        if gone := await _gone(self.goal, keys):
+            raise StorageError(gone)
+        also = self.metadata.commit.operations
+        self.attempt = Attempt(self.operation, self.replaced, is_sent=True, also=also)
+        made = await backend.put_if(METADATA_KEY, self.data, self.version)
+        if made is None:
+            if (await read_committed(backend)).data != self.data:
+                self.attempt = None
+                raise ExistsError(
+                    f"another save has committed at {self.goal.path} since the copy began; nothing was replaced"
+                )
+            made = await backend.version(METADATA_KEY)
+        # a removal of an older copy of the same save may have deleted files in between
+        if (gone := await _gone(self.goal, keys)) and await withdraw(backend, {METADATA_KEY: made}):
+            raise StorageError(gone)
+
+    # -- after a failure -----------------------------------------------------------------------------
+
+    async def undo(self) -> None:
+        """Delete the files of this rank, unless they may be committed.
+
+        Rank 0 knows, and deletes those of all ranks. Before, it also deletes those of a rank that has died.
+        """
+        if self.is_whole and self.ranks.rank:
+            return
+        keys = self.written
+        if self.ranks.world_size > 1 and self.ranks.rank == 0:
+            keys = await self._files(lambda operation: operation in self.metadata.commit.operations)
+        await delete_unnamed(self.goal.backend, keys, self.attempt)
+
+    async def say_if_replaced(self, error: CorruptError) -> None:
+        """Add a note if a save has replaced the source meanwhile, and deleted its files."""
+        with suppress(BcpError):
+            winner = (await read_committed(self.origin.backend)).operation
+            if winner not in ("", self.operation):
+                error.add_note(
+                    f"Operation {winner} has replaced the checkpoint at {self.origin.path} meanwhile: copy again."
+                )
+
+    # -- the files -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Copy the files of one rank after the other: the data files, then their receipt."""
+        """Copy this rank's share: files of one saving rank after the other, the data files before their receipt."""
         commit, layout = self.metadata.commit, self.metadata.layout
         columns = (layout.file_rank.tolist(), layout.file_kind.tolist(), layout.file_nbytes.tolist())
         nbytes = {(rank, kind): size for rank, kind, size in zip(*columns, strict=True)}
         named = named_files(layout)
-        for rank in range(layout.world_size):
+        for rank, part in self.ranks.share.parts(range(layout.world_size)):
             key = receipt_key(rank, commit.operation_of(rank))
             data = await self._receipt(key, rank)
             receipt = await in_thread_gc_paused(decode_receipt, data, key)
-            for file in receipt.files:
-                if (rank, file.kind) not in named:  # an edit has dropped it
-                    continue
+            # an edit may have dropped a file
+            for file in part.of([file for file in receipt.files if (rank, file.kind) in named]):
                 name, checked = file_of(self.metadata, receipt, file.kind, nbytes.get((rank, file.kind)))
                 await self._data_file(name, windows_of(name, checked, PART_BYTES), checked.stored_nbytes)
-            self.written.append(key)
-            await self.goal.put(key, data)
+            if part.reader == 0:
+                self.written.append(key)
+                await self.goal.backend.put(key, data)
 
     async def _receipt(self, key: str, rank: int) -> bytes:
         try:
-            data = bytes(await get_small(self.origin, key))
+            data = bytes(await get_small(self.origin.backend, key))
         except FileNotFoundError as error:
             raise CorruptError(f"{key} of the source is missing; restore it") from error
         if receipt_digest(data) != self.metadata.commit.receipt(rank):
@@ -231,55 +332,32 @@ class _Copying:
 
     async def _data_file(self, key: str, windows: list[Window], nbytes: int) -> None:
         """Copy a data file by parts, several at once."""
-        workers = min(at_once_of(self.origin), at_once_of(self.goal))
+        workers = min(at_once_of(self.origin.backend), at_once_of(self.goal.backend))
         number = {window.name: index for index, window in enumerate(windows)}
         self.written.append(key)
 
         async def move(writer: PartWriter, window: Window) -> None:
             memory = memoryview(bytearray(window.nbytes))
             try:
-                await self.origin.read_into(key, window.start, memory)
+                await self.origin.backend.read_into(key, window.start, memory)
             except FileNotFoundError as error:
                 raise CorruptError(f"{key} of the source is missing; restore it") from error
             if wrong := await in_thread(partial(wrong_block, window, memory)):
                 raise CorruptError(f"the source is damaged: {wrong}")
             await writer.write_part(number[window.name], window.start, memory)
-            self.done += window.nbytes
-            self.progress(self.done, self._nbytes())
+            self.nbytes += window.nbytes
+            self.told(window.nbytes)
 
         start: Pipeline[Window, Window] = Pipeline()
         largest = max((window.nbytes for window in windows), default=1)
         with unwrap_stage_errors():
-            async with self.goal.open_write(key, nbytes) as writer:
+            async with self.goal.backend.open_write(key, nbytes) as writer:
                 graph = start.then(Stage("copy", partial(move, writer), workers=workers))
                 await graph.run(windows, budget=Budget(max(largest, 1) * workers))
 
-    def _nbytes(self) -> int:
-        """Return the bytes of all data, for progress; headers are not counted."""
-        return max(int(self.metadata.layout.file_nbytes.sum()), self.done)
 
-
-async def _commit(goal: Place, data: bytes, version: Version | None, replaced: str, copying: _Copying) -> None:
-    """Put the metadata, once all files are in the target.
-
-    Raises:
-        ExistsError: another save has committed there meanwhile.
-        StorageError: storage failed, or a file is not there any more.
-
-    """
-    if gone := await _gone(goal, copying.written):
-        raise StorageError(gone)
-    commit = copying.metadata.commit
-    copying.attempt = Attempt(commit.operation, replaced, is_sent=True, also=commit.operations)
-    made = await goal.backend.put_if(METADATA_KEY, data, version)
-    if made is None:
-        if (await read_committed(goal.backend)).data != data:
-            copying.attempt = None
-            raise ExistsError(f"another save has committed at {goal.path} since the copy began; nothing was replaced")
-        made = await goal.backend.version(METADATA_KEY)
-    # a removal of an older copy of the same save may have deleted files in between
-    if (gone := await _gone(goal, copying.written)) and await withdraw(goal.backend, {METADATA_KEY: made}):
-        raise StorageError(gone)
+def _joined(copied: Sequence[Copied]) -> Copied:
+    return Copied(tuple(chain.from_iterable(each.keys for each in copied)), sum(each.nbytes for each in copied))
 
 
 async def _gone(goal: Place, keys: Sequence[str]) -> str:

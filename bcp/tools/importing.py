@@ -53,6 +53,7 @@ def import_files(
     overwrite: bool = False,
     options: SaveOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> ImportResult:
@@ -76,9 +77,10 @@ def import_files(
         values: take over the values that are not tensors, as learning rates. False leaves all of them out.
         overwrite: replace a committed checkpoint at the target, atomically. With ``copy=False``, replace the metadata
             of an older import; a save of bcp in the folder is not replaced.
-        options: how to save: codecs, for instance, and options of the target's storage. With ``copy=False`` only
+        options: how to save: codecs, for instance. With ``copy=False`` only
             ``metadata``, ``timeout`` and ``retries`` count.
         storage_options: for the file system of the source's URL.
+        target_options: for the file system of the target's URL.
         coordinator: of several ranks, as for :func:`bcp.save`.
         progress: called with the bytes that this rank has read, and with the bytes of all tensors.
 
@@ -112,6 +114,7 @@ def import_files(
             overwrite=overwrite,
             options=options,
             storage_options=storage_options,
+            target_options=target_options,
             coordinator=coordinator,
             progress=progress,
         ),
@@ -128,6 +131,7 @@ async def aimport_files(
     overwrite: bool = False,
     options: SaveOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
     coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> ImportResult:
@@ -145,6 +149,9 @@ async def aimport_files(
     if target is None:
         raise InputError("pass a target for the copy, or copy=False to make a checkpoint of the folder itself")
     began = time.monotonic()
+    saving = options or SaveOptions()
+    if target_options is not None:
+        saving = replace(saving, storage_options=target_options)
     async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
         if ckpt.metadata.foreign is None:
             raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
@@ -155,7 +162,7 @@ async def aimport_files(
             {"model": {}, "optimizer": {}},
             framework=files,
             overwrite=overwrite or None,
-            options=files.options(chosen),
+            options=files.options(saving),
             coordinator=coordinator,
         )
     seconds = time.monotonic() - began

@@ -164,7 +164,8 @@ async def _check(
     parent, name = above
     if parent and (step := step_of(name)) is not None and await _is_pinned(parent, step, storage_options):
         raise InputError(
-            f"{where} is pinned in its run: unpin it with run.pin({step}, pinned=False), or pass force=True (--force)"
+            f"{where} is pinned in its run: unpin it with run.pin({step}, pinned=False) or `bcp pin --off`, or pass "
+            "force=True (--force)"
         )
 
 

@@ -207,6 +207,27 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("run")
+def test_diff_of_some_names(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("diff", "run/step-00000001", "run/step-00000002", "--glob")
+    assert said(capsys, *words, "wei*").startswith("equal: 1 tensors")
+    assert "1 differences; 0 tensors are equal" in said(capsys, *words, "bias", status=1)
+    assert main([*words, "nothing"]) == 1
+    assert "no tensor and no value that matches" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("run")
+def test_pin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "pin", "run", "1") == "run: step 1 is pinned\n"
+    assert [each["pinned"] for each in data(capsys, "ls", "run")] == [True, False]
+    assert main(["rm", "-y", "run/step-00000001"]) == 2
+    assert "bcp pin --off" in capsys.readouterr().err
+    assert said(capsys, "pin", "run", "1", "--off") == "run: step 1 is not pinned\n"
+    said(capsys, "rm", "-y", "run/step-00000001")
+    assert main(["pin", "run", "7"]) == 2
+    assert "has no checkpoint of step 7" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("run")
 def test_cp_and_rm(capsys: pytest.CaptureFixture[str]) -> None:
     source = "run/step-00000002"
     assert "copy: " in said(capsys, "cp", source, "copy")

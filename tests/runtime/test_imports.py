@@ -108,7 +108,7 @@ WITHOUT_TENSORS = [
     "from bcp.format import container, layout_file, metadata, receipt",
     "ckpt = bcp.Checkpoint(f'{folder}/run/step-00000001'); assert ckpt['w'].shape == (5,); repr(ckpt)",
     "assert bcp.Checkpoint(f'{folder}/run/step-00000001').verify()",
-    "assert main(['ls', f'{folder}/run']) == main(['gc', f'{folder}/run']) == 0",
+    "run = f'{folder}/run'\nassert main(['ls', run]) == main(['gc', run]) == main(['pin', run, '1']) == 0",
     "assert main(['show', f'{folder}/run/step-00000001']) == 0",
     "step = f'{folder}/run/step-00000001'\nassert main(['verify', step]) == main(['diff', step, step]) == 0",
     "a, b = f'{folder}/run/step-00000001', f'{folder}/c'\nassert main(['cp', a, b]) == main(['rm', '-y', b]) == 0",

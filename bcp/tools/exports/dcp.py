@@ -85,7 +85,7 @@ def export_dcp(
             ``{"model": "", "optimizer": "optimizer"}`` makes the names of torchtitan.
         file_bytes: bytes of tensors in a file, at most; a larger chunk has a file of its own.
         **keywords: those of all exports, :class:`ExportKeywords`: ``role``, ``overwrite``, ``budget_bytes``,
-            ``progress``, ``options``, ``storage_options`` and ``coordinator``.
+            ``progress``, ``options``, ``storage_options``, ``target_options`` and ``coordinator``.
 
     Raises:
         InputError: an argument cannot be used, or ``weights_only=True`` does not read a value; nothing was written.
@@ -152,7 +152,7 @@ def _format(
         metadata = pickle.dumps(folder.metadata(), protocol=4)
         return Plan(folder.files, len(folder.places), [(METADATA, metadata)])
 
-    opened = folder_target(target, keywords.get("storage_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
+    opened = folder_target(target, keywords.get("target_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
     return Format("the DCP folder", opened, plan)
 
 

@@ -50,8 +50,9 @@ class ExportKeywords(TypedDict, total=False):
         progress: called with the bytes that this rank has written and those that it is going to write, on the event
             loop: by :func:`print` or a progress bar, for instance.
         options: how to read the checkpoint, as for :class:`bcp.Checkpoint`.
-        storage_options: for the file system of a URL: of the target, and of the folder ``like`` of an export to
-            Hugging Face. Those of the checkpoint belong into ``options``.
+        storage_options: for the file system of the checkpoint's URL, and of the folder ``like`` of an export to Hugging
+            Face.
+        target_options: for the file system of the target's URL.
         coordinator: of several ranks that share the work, as for :func:`bcp.save`. Rank r of n writes every n-th file,
             and rank 0 the index. None: the ranks of this job.
     """
@@ -62,6 +63,7 @@ class ExportKeywords(TypedDict, total=False):
     progress: Progress | None
     options: LoadOptions | None
     storage_options: Mapping[str, Any] | None
+    target_options: Mapping[str, Any] | None
     coordinator: Coordinator | None
 
 
@@ -186,7 +188,10 @@ def _checked(source: Source, form: Format, keywords: ExportKeywords, ranks: Coor
             "an AsyncCheckpoint belongs to its event loop; pass a bcp.Checkpoint, or await the function whose name "
             "begins with 'a'"
         )
-    checkpoint = _opened_already(source) or AsyncCheckpoint(source, role=role, options=options)  # type: ignore[arg-type]  # else a path
+    checkpoint = _opened_already(source)
+    if checkpoint is None:
+        storage_options = keywords.get("storage_options")
+        checkpoint = AsyncCheckpoint(source, role=role, options=options, storage_options=storage_options)  # type: ignore[arg-type]  # a path
     target = form.target()
     return _Job(
         name=f"export of {checkpoint.path} to {form.name} {target.path}",

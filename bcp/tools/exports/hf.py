@@ -56,14 +56,15 @@ def export_hf(
         target: the folder: a path, a URL, or a backend.
         like: a folder with ``config.json``: it is copied, and so are tokenizer, generation settings, templates and code
             of the model (``.json``, ``.jinja``, ``.txt``, ``.model``, ``.tiktoken``, ``.py``), never weights. The copy
-            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL here, too.
+            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL of
+            this folder, too.
         dtype: dtype of floating tensors in the folder, as in ``torch.bfloat16``; that of the checkpoint by default.
         shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
         kind: ``"model"`` or ``"optimizer"``.
         glob: pattern of the shell for names in the checkpoint.
         rename: new names by old ones, or a function from old to new names, where transformers uses other names.
         **keywords: those of all exports, :class:`ExportKeywords`: ``role``, ``overwrite``, ``budget_bytes``,
-            ``progress``, ``options``, ``storage_options`` and ``coordinator``.
+            ``progress``, ``options``, ``storage_options``, ``target_options`` and ``coordinator``.
 
     Raises:
         InputError: an argument cannot be used, or a dtype has no name in safetensors; nothing was written.
@@ -124,7 +125,7 @@ def _format(
         index = [] if len(files) == 1 else [(INDEX, _index(files, groups))]
         return Plan(files, len(tensors), [*companions, *index])
 
-    opened = folder_target(target, keywords.get("storage_options"), lambda key: bool(WEIGHTS.fullmatch(key)))
+    opened = folder_target(target, keywords.get("target_options"), lambda key: bool(WEIGHTS.fullmatch(key)))
     return Format("the Hugging Face folder", opened, plan)
 
 

@@ -42,7 +42,7 @@ def export_safetensors(
         dtype: dtype of floating tensors in the file, as in ``torch.bfloat16``; that of the checkpoint by default.
         rename: new names by old ones, or a function from old to new names.
         **keywords: those of all exports, :class:`ExportKeywords`: ``role``, ``overwrite``, ``budget_bytes``,
-            ``progress``, ``options``, ``storage_options`` and ``coordinator``.
+            ``progress``, ``options``, ``storage_options``, ``target_options`` and ``coordinator``.
 
     Raises:
         InputError: an argument cannot be used, or a dtype has no name in safetensors; nothing was written.
@@ -85,4 +85,4 @@ def _format(target: str | os.PathLike[str], choice: Choice, keywords: ExportKeyw
         check_storable(tensors)
         return Plan([safetensors_file(split_file(target)[1], tensors)], len(tensors))
 
-    return Format("safetensors", file_target(target, keywords.get("storage_options")), plan)
+    return Format("safetensors", file_target(target, keywords.get("target_options")), plan)

@@ -109,23 +109,23 @@ async def _is_there(backend: Backend, key: str) -> bool:
 
 
 def folder_target(
-    target: Path, storage_options: Mapping[str, Any] | None, is_mine: Callable[[str], bool]
+    target: Path, target_options: Mapping[str, Any] | None, is_mine: Callable[[str], bool]
 ) -> Callable[[], Target]:
     """Return a function that opens a folder. ``is_mine`` says which files there an export of this kind writes."""
 
     def opened() -> Target:
-        place = place_of(target, None, storage_options)
+        place = place_of(target, None, target_options)
         return Target(place.path, place.backend, place.opened, False, is_mine)  # noqa: FBT003 -- a field
 
     return opened
 
 
-def file_target(target: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Callable[[], Target]:
+def file_target(target: str | os.PathLike[str], target_options: Mapping[str, Any] | None) -> Callable[[], Target]:
     """Return a function that opens the folder of a file. Its first error is InputError for what names no file."""
 
     def opened() -> Target:
         folder, name = split_file(target)
-        place = place_of(folder, None, storage_options)
+        place = place_of(folder, None, target_options)
         return Target(f"{place.path}/{name}", place.backend, place.opened, True, lambda key: key == name)  # noqa: FBT003 -- a field
 
     return opened

@@ -51,7 +51,7 @@ def export_torch(
         rename: new names by old ones, or a function from old to new names; for tensors and values.
         values: whether the file has values that are not tensors, such as learning rates.
         **keywords: those of all exports, :class:`ExportKeywords`: ``role``, ``overwrite``, ``budget_bytes``,
-            ``progress``, ``options``, ``storage_options`` and ``coordinator``.
+            ``progress``, ``options``, ``storage_options``, ``target_options`` and ``coordinator``.
 
     Raises:
         InputError: an argument cannot be used, or ``weights_only=True`` does not read a value; nothing was written.
@@ -107,7 +107,7 @@ def _format(target: str | os.PathLike[str], choice: Choice, keywords: ExportKeyw
         write_archive(file, content if choice.kind is None else content[choice.kind])
         return Plan([file], len({tensor.stored for tensor in tensors}))
 
-    return Format("a file of torch.save", file_target(target, keywords.get("storage_options")), plan)
+    return Format("a file of torch.save", file_target(target, keywords.get("target_options")), plan)
 
 
 def _state_dicts(tensors: list[Chosen]) -> dict[str, dict[str, Any]]:

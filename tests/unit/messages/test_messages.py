@@ -83,6 +83,7 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
+from bcp._messages.tools import Compared, Copied, Counted, Damage, Examined, ObjectSides, ValueSides
 from bcp._save.leader import decode_written
 from bcp.coordinators.local import SoloCoordinator
 from bcp.data.worker import Line
@@ -125,6 +126,10 @@ EXAMPLES: list[Message] = [
     RankReport(3, (FINDING,), {"reach": 2}, {"bcp": "0.1"}, 0.1, "10.0.0.1", "eth0", 7, 0.2, Way(0.1, -3.5)),
     WholeVerdict(False, (7, 9)),  # noqa: FBT003 -- an example
     SharedDigests({"train": "ab"}),
+    Examined(2, 9, 1 << 23, (Damage("model/0", 1 << 20, "model/0 is corrupt"),), ("model/1",), 0),
+    Compared((ValueSides("optimizer", "lr", "0.5", ""),), (ObjectSides(2, 3, b"", bytes(16)),)),
+    Compared(counts=(Counted(4, 5, 6, 0.5), Counted(5, 6, 7, None)), read_nbytes=1 << 20),
+    Copied(("receipts/00000-0123456789abcdef",), 4096),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
     ReplicaDigests(bytes(16), bytes(16), bytes(16)),
