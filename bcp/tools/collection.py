@@ -1,4 +1,4 @@
-"""Find and delete the remains of saves that never committed: files that no metadata name."""
+"""Find and delete the remains of saves and edits: files that no metadata name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bcp._deletion import Committed, delete_unnamed, read_committed
+from bcp._deletion import Committed, delete_dropped, delete_unnamed, read_committed
 from bcp._text import shown
 from bcp.backends import child
 from bcp.backends.place import Path, place_of
-from bcp.errors import InputError, NotACheckpointError
-from bcp.format.metadata import METADATA_KEY, operation_of
+from bcp.errors import CheckpointError, InputError, NotACheckpointError
+from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, operation_of, receipt_key
+from bcp.plan.layout import named_files
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.tools.calls import called
 
 __all__ = ["DAY_SECONDS", "Remains", "acollect", "collect"]
@@ -46,10 +48,17 @@ class Remains:
 
 @dataclass(slots=True)
 class _Save:
-    """The files of one save."""
+    """The files of one save, or those that an edit has emptied and not deleted.
+
+    Attributes:
+        finished: its files.
+        unfinished: its files that nobody has finished.
+        edit: id of the edit whose metadata have the operation of the files, and do not list them; "" for none.
+    """
 
     finished: list[ObjectInfo] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
+    edit: str = ""
 
     def age(self, now: float) -> float | None:
         """Return seconds since the last write; None if a time is unknown."""
@@ -68,7 +77,8 @@ def collect(
     """Delete the remains of saves that never committed, of a run or of one checkpoint.
 
     A killed save leaves its files until the next save to the same path. Nothing else deletes the remains of a run that
-    has ended. Files of a committed checkpoint always stay, and so do files that bcp has not written.
+    has ended. Files of a committed checkpoint always stay, and so do files that bcp has not written. An edit that is
+    killed after its commit leaves files in which nothing is left: these go, too.
 
     A save that runs looks like remains. Only its age tells the difference: it has to write a file within
     ``min_age_seconds``.
@@ -117,7 +127,11 @@ async def acollect(
             is_old = min_age_seconds == 0 or (age is not None and age >= min_age_seconds)
             keys = [info.key for info in save.finished]
             deleted = is_old and not dry_run
-            if deleted:
+            if deleted and save.edit:
+                below = _below(place.backend, folder)
+                dropped = [key.removeprefix(f"{folder}/") for key in keys]
+                deleted = bool(await delete_dropped(below, dropped, by=save.edit))
+            elif deleted:
                 kept = await delete_unnamed(place.backend, keys, unfinished=save.unfinished)
                 deleted = not kept  # somebody has committed them meanwhile
             nbytes = sum(info.nbytes for info in save.finished)
@@ -141,8 +155,33 @@ async def _uncommitted(backend: Backend, path: str) -> Mapping[tuple[str, str], 
     with_metadata = {info.key.rpartition("/")[0] for info in listed if info.key.rpartition("/")[2] == METADATA_KEY}
     by_folder: dict[str, Committed] = {}
     for folder in {folder for folder, _ in saves} & with_metadata:
-        by_folder[folder] = await read_committed(child(backend, folder) if folder else backend)
-    return {key: save for key, save in saves.items() if not _may_name(by_folder.get(key[0]), key[1])}
+        by_folder[folder] = await read_committed(_below(backend, folder))
+    remains = {key: save for key, save in saves.items() if not _may_name(by_folder.get(key[0]), key[1])}
+    for (folder, operation), save in saves.items():
+        committed = by_folder.get(folder)
+        if committed is not None and operation in committed.also:
+            named = await in_thread_gc_paused(_named, committed, folder)
+            if empty := [info for info in save.finished if named is not None and info.key not in named]:
+                remains[folder, operation] = _Save(empty, edit=committed.operation)
+    return remains
+
+
+def _named(committed: Committed, folder: str) -> set[str] | None:
+    """Return the keys of all files that the metadata of an edit name; None if they cannot be decoded."""
+    try:
+        metadata = decode_metadata(committed.data or b"", METADATA_KEY)
+    except CheckpointError:
+        return None
+    commit, encoded = metadata.commit, bool(metadata.commit.codecs)
+    keys = [
+        data_key(kind, rank, commit.operation_of(rank), encoded=encoded) for rank, kind in named_files(metadata.layout)
+    ]
+    keys += [receipt_key(rank, operation) for rank, operation in enumerate(commit.writers)]
+    return {f"{folder}/{key}" if folder else key for key in keys}
+
+
+def _below(backend: Backend, folder: str) -> Backend:
+    return child(backend, folder) if folder else backend
 
 
 def _may_name(committed: Committed | None, operation: str) -> bool:

@@ -41,7 +41,7 @@ from bcp.runtime.threads import in_thread_gc_paused
 from bcp.stages.load import require_codecs
 from bcp.telemetry.watch import Watch
 from bcp.tools.calls import Progress, called, ignore_progress
-from bcp.tools.edits import Changes, Wishes, changes_of
+from bcp.tools.edits import Changes, Wishes, changes_of, check_name
 from bcp.tools.parts import Origin, Origins, shards_of
 
 __all__ = ["EditResult", "aedit", "edit"]
@@ -174,7 +174,7 @@ async def aedit(
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(place.opened)
         added = await _added(add, storage_options, stack)
-        wishes = Wishes(rename, drop, cast or {}, added)
+        wishes = Wishes(rename, drop, {} if cast is None else cast, added)
         editing = await _opened(place, options or SaveOptions(), progress)
         changes = await in_thread_gc_paused(changes_of, editing.source, wishes)
         user = _user(editing.metadata.commit, metadata)
@@ -207,13 +207,18 @@ async def _added(
         rows = [row for row, kind in enumerate(tensors.kind.tolist()) if KINDS[kind] == "model"]
         return {tensors.fqn[row]: Origin(ckpt.source, resolve(ckpt.metadata.layout, row)) for row in rows}
     for name, tensor in add.items():
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            raise InputError(f"add has {name!r}, a {type(tensor).__name__}; pass dense tensors of torch by their names")
-    return {name: Origin(tensor=tensor.detach().cpu()) for name, tensor in add.items()}
+        check_name("add", name)
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_quantized or tensor.is_meta:
+            words = f"a {type(tensor).__name__}" if not is_plain else "quantized" if tensor.is_quantized else "on meta"
+            raise InputError(f"add has {name!r}, {words}; pass dense tensors of torch with data by their names")
+    return {name: Origin(tensor=tensor.detach().cpu().contiguous()) for name, tensor in add.items()}
 
 
 def _user(commit: Commit, metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the caller's facts after the edit; SaveOptions checks them."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InputError(f"metadata={metadata!r}: pass a dict of facts, as {{'git': '4f1c9e2'}}")
     whole = {**commit.user, **(metadata or {})}
     return SaveOptions(metadata={name: value for name, value in whole.items() if value is not None}).metadata
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 import torch
 
@@ -20,7 +21,7 @@ from bcp.stages.memcpy import torch_dtype
 from bcp.state.optimizer_entries import OWN
 from bcp.tools.parts import Origin, plain_meta
 
-__all__ = ["Changes", "Wishes", "changes_of"]
+__all__ = ["Changes", "Wishes", "changes_of", "check_name"]
 
 MODEL, OPTIMIZER = "model", "optimizer"
 SHOWN = 10
@@ -43,8 +44,11 @@ class Wishes:
     add: Mapping[str, Origin] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.drop, str) or not all(isinstance(pattern, str) for pattern in self.drop):
+        many = isinstance(self.drop, Collection) and not isinstance(self.drop, str)
+        if not many or not all(isinstance(pattern, str) for pattern in self.drop):
             raise InputError(f"drop={self.drop!r}: pass a list of patterns, as ['*.bias', 'optimizer:*']")
+        if not isinstance(self.cast, Mapping) or not all(isinstance(pattern, str) for pattern in self.cast):
+            raise InputError(f"cast={self.cast!r}: pass a dict of patterns and dtypes, as {{'*': torch.bfloat16}}")
         for pattern, dtype in self.cast.items():
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise InputError(f"cast to {dtype!r} for {pattern!r}: pass a dtype with a point, as torch.bfloat16")
@@ -121,22 +125,42 @@ def changes_of(source: Source, wishes: Wishes) -> Changes:
     )
 
 
+def check_name(argument: str, name: object) -> None:
+    """Raise InputError for a new name that cannot be stored."""
+    if not isinstance(name, str):
+        raise InputError(f"{argument} has the name {name!r}, a {type(name).__name__}; names are strings")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{argument} has the name {name!r}, which UTF-8 cannot encode; change it") from error
+
+
 def _pattern(text: str) -> tuple[str, str]:
     """Split ``kind:glob``; a pattern without a kind is one of the model."""
     kind, colon, glob = text.partition(":")
     return (kind, glob) if colon and kind in KINDS else (MODEL, text)
 
 
+def _fitting(names: Collection[str], glob: str) -> list[str]:
+    """Return the names that a pattern fits; a name fits itself, whatever is in it."""
+    if not re.search(r"[*?[]", glob):
+        return [glob] if glob in names else []
+    fits = re.compile(translate(glob)).match
+    return [name for name in names if name == glob or fits(name)]
+
+
 def _dropped(layout: Layout, patterns: Sequence[str]) -> set[ObjectKey]:
     """Return (kind, name) of the tensors and values that the patterns fit."""
     kinds = [KINDS[code] for code in layout.tensors.kind.tolist()]
-    names = [*zip(kinds, layout.tensors.fqn, strict=True), *layout.objects]
+    names: dict[str, dict[str, None]] = {kind: {} for kind in KINDS}
+    for kind, name in (*zip(kinds, layout.tensors.fqn, strict=True), *layout.objects):
+        names[kind][name] = None
     dropped: set[ObjectKey] = set()
     for pattern in patterns:
         kind, glob = _pattern(pattern)
         if kind in OPAQUE_KINDS and glob != "*":
             raise InputError(f"drop={pattern!r}: {kind} can be dropped as a whole only, by '{kind}:*'")
-        found = {name for name in names if name[0] == kind and fnmatchcase(name[1], glob)}
+        found = {(kind, name) for name in _fitting(names[kind], glob)}
         if not found and not (kind in OPAQUE_KINDS and KINDS.index(kind) in layout.extra_kind):
             raise InputError(f"drop={pattern!r} fits no name of the checkpoint's {kind}; `bcp show` lists the names")
         dropped |= found
@@ -149,8 +173,10 @@ class _Names:
     def __init__(self, rename: Rename, dropped: Collection[ObjectKey]) -> None:
         self._blocks: Blocks = blocks_of(rename)
         self._dropped = dropped
+        self.asked = set[str]()
 
     def blocks(self, fqn: str, shape: tuple[int, ...]) -> Sequence[Moved]:
+        self.asked.add(fqn)
         return () if (MODEL, fqn) in self._dropped else self._blocks(fqn, shape)
 
 
@@ -158,9 +184,13 @@ def _renamed(
     layout: Layout, rename: Rename, dropped: Collection[ObjectKey]
 ) -> tuple[Mapping[int, str], Mapping[int, str]]:
     """Return the new names of the tensors, and the new paths of the values, that stay; by row."""
-    if isinstance(rename, Mapping) and (unknown := sorted(set(rename) - set(layout.tensors.fqn))):
-        raise InputError(f"rename has names that the checkpoint lacks: {', '.join(unknown[:SHOWN])}; check them")
-    result = renamed(layout, _Names(rename, dropped), (MODEL, OPTIMIZER))
+    known = _Names(rename, dropped)
+    result = renamed(layout, known, (MODEL, OPTIMIZER))
+    if isinstance(rename, Mapping) and (unknown := [str(name) for name in rename if name not in known.asked]):
+        raise InputError(
+            f"rename has names that the checkpoint's model lacks: {', '.join(sorted(unknown)[:SHOWN])}; `bcp show` "
+            "lists the names"
+        )
     if result.joined:
         name = result.joined[0][0].fqn
         raise InputError(
@@ -170,6 +200,7 @@ def _renamed(
     for names, rows in ((result.saved.rows, tensors), (result.objects, objects)):
         for (_, name), row in names.items():
             rows.setdefault(row, name)  # states of a tied parameter have several
+            check_name("rename", name)
     kinds = [KINDS[code] for code in layout.tensors.kind.tolist()]
     gone = {row for row, kind in enumerate(kinds) if (kind, layout.tensors.fqn[row]) in dropped}
     values = {row for row, name in enumerate(layout.objects) if name in dropped}
@@ -181,12 +212,19 @@ def _renamed(
 
 def _check_entries(layout: Layout, tensors: Mapping[int, str], objects: Mapping[int, str]) -> None:
     """Refuse other names for parameters that own entries of an optimizer name."""
-    own = [path for path in objects.values() if path.startswith(OWN)]
-    if not own:
-        return
-    for row, name in enumerate(layout.tensors.fqn):
-        changes = KINDS[int(layout.tensors.kind[row])] == MODEL and tensors.get(row) != name
-        if changes and (path := next((path for path in own if f".{name}." in path), "")):
+    own = [path for path in (*objects.values(), *tensors.values()) if path.startswith(OWN)]
+    kinds = layout.tensors.kind.tolist()
+    changed = {
+        name
+        for row, name in enumerate(layout.tensors.fqn)
+        if own and KINDS[kinds[row]] == MODEL and tensors.get(row) != name
+    }
+    most = max((name.count(".") for name in changed), default=-1) + 1  # parts of the longest name
+    for path in own:
+        parts = path.split(".")
+        spans = ((first, first + number) for first in range(1, len(parts) - 1) for number in range(1, most + 1))
+        inner = (".".join(parts[first:stop]) for first, stop in spans if stop < len(parts))
+        if name := next((name for name in inner if name in changed), None):
             raise InputError(
                 f"the entry {path!r} of the optimizer names the parameter {name!r}, which cannot get another name; "
                 "drop such entries in the same edit (optimizer:own.*)"
@@ -195,18 +233,16 @@ def _check_entries(layout: Layout, tensors: Mapping[int, str], objects: Mapping[
 
 def _cast(layout: Layout, wishes: Mapping[str, torch.dtype], tensors: Mapping[int, str]) -> dict[int, torch.dtype]:
     """Return the new dtypes of tensors, by row; tensors that are tied to each other change together."""
-    kinds, numel = layout.tensors.kind.tolist(), layout.tensors.ndim
+    kinds, ndim = layout.tensors.kind.tolist(), layout.tensors.ndim.tolist()
     cast: dict[int, torch.dtype] = {}
+    rows_of_kind: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+    for row in tensors if wishes else ():
+        if kinds[row] != KINDS.index(OPTIMIZER) or ndim[row]:  # counts of steps stay
+            rows_of_kind[KINDS[kinds[row]]][layout.tensors.fqn[row]] = row
     for pattern, dtype in wishes.items():
         kind, glob = _pattern(pattern)
-        found = [
-            row
-            for row in tensors
-            if KINDS[kinds[row]] == kind
-            and fnmatchcase(layout.tensors.fqn[row], glob)
-            and torch_dtype(layout.tensors.dtype[row]).is_floating_point
-            and (kind == MODEL or numel[row] > 0)  # counts of steps stay
-        ]
+        fitting = [rows_of_kind[kind][name] for name in _fitting(rows_of_kind[kind], glob)]
+        found = [row for row in fitting if _dtype(layout, row).is_floating_point]
         if not found:
             raise InputError(f"cast of {pattern!r} fits no tensor of numbers with a point in the checkpoint's {kind}")
         cast.update(dict.fromkeys(found, dtype))
@@ -216,7 +252,30 @@ def _cast(layout: Layout, wishes: Mapping[str, torch.dtype], tensors: Mapping[in
             names = ", ".join(repr(layout.tensors.fqn[row]) for row in rows)
             raise InputError(f"cast gives {names}, which share their elements, two dtypes: {dtypes}; give them one")
         cast.update(dict.fromkeys((row for row in rows if dtypes and row in tensors), *dtypes))
-    return {row: dtype for row, dtype in cast.items() if torch_dtype(layout.tensors.dtype[row]) != dtype}
+    cast = {row: dtype for row, dtype in cast.items() if _dtype(layout, row) != dtype}
+    _check_casts(layout, cast)
+    return cast
+
+
+def _dtype(layout: Layout, row: int) -> torch.dtype:
+    """Return torch's dtype of a tensor. Raises InputError if this torch does not know it."""
+    try:
+        return torch_dtype(layout.tensors.dtype[row])
+    except TypeError as error:
+        raise InputError(f"cast of {layout.tensors.fqn[row]!r}: {error}; leave it out of the pattern") from error
+
+
+def _check_casts(layout: Layout, cast: Mapping[int, torch.dtype]) -> None:
+    """Raise InputError for a pair of dtypes that torch does not convert."""
+    pairs = {(_dtype(layout, row), dtype): row for row, dtype in cast.items()}
+    for (old, new), row in pairs.items():
+        try:
+            torch.empty(1, dtype=new).copy_(torch.empty(1, dtype=old))
+        except (RuntimeError, TypeError) as error:  # of which NotImplementedError is one
+            raise InputError(
+                f"cast of {layout.tensors.fqn[row]!r} from {old} to {new}: torch {torch.__version__} does not convert "
+                "them; leave it out of the pattern"
+            ) from error
 
 
 def _groups(layout: Layout, tensors: Mapping[int, str], cast: Collection[int]) -> dict[int, list[int]]:

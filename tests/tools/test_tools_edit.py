@@ -228,6 +228,15 @@ def test_tensors_of_a_file_are_added(tmp_path: Path) -> None:
     assert torch.equal(ckpt.read("a.weight"), model["a"].weight)
 
 
+def test_a_name_fits_itself_whatever_is_in_it(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"w[0]": torch.ones(2), "w0": torch.ones(2), "w[1]": torch.ones(2), "n": 5}})
+    result = bcp.tools.edit(tmp_path, drop=["w[0]"], cast={"w[1]": torch.float64}, rename={"n": "m"})
+    assert result.dropped == ("model: w0", "model: w[0]")
+    ckpt = bcp.Checkpoint(tmp_path)
+    assert (ckpt.names(), ckpt["w[1]"].dtype) == (["w[1]"], "float64")
+    assert dict(ckpt.values) == {("model", "m"): 5}
+
+
 # -- bad input -------------------------------------------------------------------------------------------
 
 
@@ -250,6 +259,16 @@ def test_tensors_of_a_file_are_added(tmp_path: Path) -> None:
         ({"add": {"x": torch.eye(2).to_sparse()}}, "pass dense tensors"),
         ({"metadata": {"x": object()}}, "metadata cannot be written as JSON"),
         ({"cast": {"*": torch.float32}}, "nothing would change"),
+        ({"rename": {"state.a.weight.exp_avg": "x"}}, "model lacks: state"),
+        ({"rename": {3: "x"}}, "model lacks: 3"),
+        ({"rename": {"a.weight": "\udc80"}}, r"rename has the name '\\udc80', which UTF-8 cannot encode"),
+        ({"add": {"\udc80": torch.ones(1)}}, "add has the name .* UTF-8"),
+        ({"add": {1: torch.ones(1)}}, "names are strings"),
+        ({"add": {"x": torch.ones(1, device="meta")}}, "'x', on meta; pass"),
+        ({"cast": [("a.*", torch.bfloat16)]}, "pass a dict of patterns"),
+        ({"drop": None}, "pass a list of patterns"),
+        ({"drop": (name for name in ["a.*"])}, "pass a list of patterns"),
+        ({"metadata": ["x"]}, "pass a dict of facts"),
     ],
 )
 def test_bad_arguments_change_nothing(tmp_path: Path, wishes: dict[str, Any], words: str) -> None:
@@ -258,6 +277,20 @@ def test_bad_arguments_change_nothing(tmp_path: Path, wishes: dict[str, Any], wo
     with pytest.raises(InputError, match=words):
         bcp.tools.edit(tmp_path, **wishes)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantized_tensor_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(InputError, match="'x', quantized; pass"):
+        bcp.tools.edit(tmp_path, add={"x": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)})
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no fp4")
+def test_a_cast_that_torch_cannot_do_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(InputError, match=r"torch\.float32 to torch\.float4\S+: torch .* does not convert"):
+        bcp.tools.edit(tmp_path, cast={"a.*": torch.float4_e2m1fn_x2}, dry_run=True)
 
 
 def test_other_places_are_refused(tmp_path: Path) -> None:
@@ -296,6 +329,23 @@ def test_a_failure_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path: P
                 (ckpt.names(), ckpt.kinds) == (["a.bias", "b.bias", "b.weight", "x"], ("model", "extra_states"))
             )
     assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("folder", ["", "run/step-00000001"])
+def test_gc_deletes_what_an_edit_has_emptied_and_not_deleted(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder
+    model, _ = trained(path)
+    backend = FaultyBackend(LocalBackend(path), "delete", StorageError("the disk is gone"))
+    edited = bcp.tools.edit(backend, rename={"a.weight": "x"}, drop=["optimizer:*", "extra_states:*"])
+    assert edited.freed_nbytes == 0
+    names = [operation_of(str(file.relative_to(path))) for file in path.glob("optimizer/*")]
+    assert bcp.tools.collect(tmp_path, dry_run=True)[0].is_old is False
+    (remains,) = bcp.tools.collect(tmp_path, min_age_seconds=0)
+    assert (remains.place, [remains.operation], remains.files, remains.deleted) == (folder, names, 2, True)
+    assert not [*path.glob("optimizer/*"), *path.glob("extra_states/*")]
+    assert bool(bcp.Checkpoint(path).verify())
+    assert torch.equal(bcp.Checkpoint(path).read("x"), model["a"].weight)
+    assert bcp.tools.collect(tmp_path, min_age_seconds=0) == []
 
 
 def test_an_answer_that_is_lost_is_asked_for(tmp_path: Path) -> None:
@@ -391,7 +441,8 @@ class TwoPass(torch.optim.SGD):
     """Has an entry of each parameter in its state dict that is no state."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "means": {"state": {0: {"mean": 2.5}}, "param_groups": self._groups()}}
+        means = {0: {"mean": 2.5, "peak": torch.ones(2)}}
+        return {**super().state_dict(), "means": {"state": means, "param_groups": self._groups()}}
 
     def _groups(self) -> list[Any]:
         return super().state_dict()["param_groups"]
@@ -401,8 +452,9 @@ def test_an_entry_that_names_a_parameter_keeps_its_name(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     bcp.save(tmp_path, {"model": model, "optimizer": TwoPass(model.parameters())})
     assert [name for _, name in bcp.Checkpoint(tmp_path).values if ".weight." in name and name.startswith("own.")]
-    with pytest.raises(InputError, match=r"optimizer:own\.\*"):
-        bcp.tools.edit(tmp_path, rename={"weight": "w"})
+    for drop in ([], ["optimizer:own.*.mean", "optimizer:own.*.param_groups.*"]):  # numbers, then tensors alone
+        with pytest.raises(InputError, match=r"optimizer:own\.\*"):
+            bcp.tools.edit(tmp_path, rename={"weight": "w"}, drop=drop)
     bcp.tools.edit(tmp_path, rename={"bias": "b"})
     bcp.tools.edit(tmp_path, rename={"weight": "w"}, drop=["optimizer:own.*"])
     assert bcp.Checkpoint(tmp_path).names() == ["b", "w"]
