@@ -51,9 +51,9 @@ async def collective_operation(operation: AbstractAsyncContextManager[Agreement]
         try:
             yield agreement
         except _Agreed as error:
-            agreed = error.carried
-            for note in getattr(error, "__notes__", ()) if agreed is not None else ():
-                agreed.add_note(note)
+            if (agreed := error.carried) is not None:
+                for note in getattr(error, "__notes__", ()):
+                    agreed.add_note(note)
             error.carried = None
             let_go(error)
     if agreed is not None:
