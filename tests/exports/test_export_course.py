@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from exported import assert_same, on_ranks
 from fake_store import FakeStore
 from safetensors.torch import load as loads
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
@@ -213,3 +215,41 @@ def test_a_pattern_reads_what_it_names(tmp_path: Path) -> None:
     source = CountingBackend(LocalBackend(tmp_path / "ckpt"))
     bcp.tools.export_safetensors(source, tmp_path / "model.safetensors", glob="w3")
     assert sum(nbytes for key, nbytes in source.read.items() if key.startswith("model/")) <= 4 << 20
+
+
+def sources(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Write six tensors of 1 MiB as a checkpoint and as a Hugging Face folder; return the beginnings of data files."""
+    states = {f"w{n}": torch.full((256, 1024), float(n)) for n in range(6)}
+    bcp.save(folder / "ckpt", {"model": states})
+    (folder / "hub").mkdir()
+    save_file(states, folder / "hub" / "model.safetensors")
+    return {"bcp": (folder / "ckpt", "model/"), "hugging face": (folder / "hub", "model.")}
+
+
+@pytest.mark.parametrize("source", ["bcp", "hugging face"])
+@pytest.mark.parametrize(
+    "export", [partial(bcp.tools.aexport_hf, shard_bytes=1 << 20), partial(bcp.tools.aexport_dcp, file_bytes=1 << 20)]
+)
+def test_each_rank_reads_the_bytes_of_its_files(export: Callable[..., Any], source: str, tmp_path: Path) -> None:
+    path, data = sources(tmp_path)[source]
+    backends = [CountingBackend(LocalBackend(path)) for _ in range(3)]
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await export(backends[rank], tmp_path / "out", coordinator=ranks)
+
+    assert [result.nbytes for result in on_ranks(3, call)] == [6 << 20] * 3
+    read = [sum(nbytes for key, nbytes in backend.read.items() if key.startswith(data)) for backend in backends]
+    more = 2 << 20 if source == "bcp" else 2048  # a block at the end of each file, or the header of the source
+    assert all(2 << 20 <= nbytes <= (2 << 20) + more for nbytes in read), "two of six files"
+
+
+def test_one_rank_reads_the_bytes_of_a_single_file(tmp_path: Path) -> None:
+    backends = [CountingBackend(LocalBackend(sources(tmp_path)["bcp"][0]))]
+    backends += [CountingBackend(LocalBackend(tmp_path / "ckpt")) for _ in range(2)]
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await bcp.tools.aexport_torch(backends[rank], tmp_path / "all.pt", coordinator=ranks)
+
+    assert [result.nbytes for result in on_ranks(3, call)] == [6 << 20] * 3
+    read = [sum(nbytes for key, nbytes in backend.read.items() if key.startswith("model/")) for backend in backends]
+    assert read == [(6 << 20) + 4096, 0, 0], "all blocks, and with the first one a header"
