@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ import torch.distributed.checkpoint as dcp
 from alike import alike_in_any_order
 from dcp_states import state_of, trained
 from ranks import Ranks
-from round_trips import LAYOUTS, Alone, Store, Through, across_the_bridge, load_by_dcp, load_rows, save_by_dcp, through
+from round_trips import (
+    LAYOUTS,
+    Alone,
+    Store,
+    across_the_bridge,
+    check,
+    load_by_dcp,
+    load_rows,
+    save_by_dcp,
+    states_of,
+    through,
+)
 from safetensors.torch import load_file, save_file
 from samples import sample
 from servers.hdfs import MiniHdfs
@@ -90,6 +102,7 @@ KEPT = [("dcp", 3, "s3"), ("bridge", 3, "s3"), ("torch", 1, "s3"), ("torch", 3, 
 KEPT += [("hf", 3, "hdfs")]
 """Each library on several ranks, and each storage; the others are cases of ``make test-all``."""
 
+BOTH = ("model", "optimizer")
 NAMES = ("hub", "dcp", "one.pt")
 
 
@@ -119,9 +132,9 @@ def store_at(where: str, folder: Path, request: pytest.FixtureRequest) -> Store:
 
 def of_dcp(ranks: Any, layout: str, store: Store, folder: Path) -> None:
     """DCP, bcp, DCP: from the ranks of a mesh to the same ranks, where these can be in two dimensions to others."""
-    expected = ranks.run(save_by_dcp, folder / "out" / "dcp", layout)[0]
-    store.put(folder / "out")
-    check(ranks.run(through, store, "dcp", layout, "dcp", {}))
+    expected = ranks.run(save_by_dcp, folder / "dcp", layout)[0]
+    store.put(folder / "dcp", "dcp")
+    check(ranks.run(through, store, "dcp", partial(states_of, layout, *BOTH), bcp.tools.export_dcp))
     back = store.get("again", folder / "back")
     for found in ranks.run(load_by_dcp, back, {"fsdp_tp": "hsdp"}.get(layout, layout)):
         assert alike_in_any_order(found, expected)
@@ -135,10 +148,9 @@ def of_the_bridge(ranks: Any, layout: str, store: Store, _: Path) -> None:
 def of_torch(ranks: Any, layout: str, store: Store, folder: Path) -> None:
     """``torch.save``, bcp, ``torch.load``."""
     model, optimizer = trained()
-    (folder / "out").mkdir()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "out" / "one.pt")
-    store.put(folder / "out")
-    check(ranks.run(through, store, "one.pt", layout, "torch", {}))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "one.pt")
+    store.put(folder / "one.pt", "one.pt")
+    check(ranks.run(through, store, "one.pt", partial(states_of, layout, *BOTH), bcp.tools.export_torch))
     found = torch.load(store.get("again.pt", folder / "back"), weights_only=True)
     expected = state_of(model, optimizer, flat=True)
     assert alike_in_any_order(found, {"model": dict(expected["model"]), "optimizer": expected["optim"]})
@@ -153,15 +165,16 @@ def of_hugging_face(ranks: Any, layout: str, store: Store, folder: Path) -> None
 
     ``tests/exports/test_export_minilm.py`` does the same with transformers.
     """
-    model, out = trained()[0].state_dict(), folder / "out" / "hub"
-    out.mkdir(parents=True)
+    model, out = trained()[0].state_dict(), folder / "hub"
+    out.mkdir()
     names = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(model)}
     for file in set(names.values()):
         save_file({name: model[name] for name in names if names[name] == file}, out / file, metadata={"format": "pt"})
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     (out / "config.json").write_text('{"dtype": "float32"}')
-    store.put(folder / "out")
-    ways = ranks.run(through, store, "hub", layout, "hf", {"shard_bytes": 1000, "like": store.place("hub")})
+    store.put(out, "hub")
+    export = partial(bcp.tools.export_hf, shard_bytes=1000, like=store.place("hub"))
+    ways = ranks.run(through, store, "hub", partial(states_of, layout, "model"), export)
     check(ways)
     back = store.get("again", folder / "back")
     assert {path.name for path in back.iterdir()} == set(ways[0].files)
@@ -174,14 +187,6 @@ def of_hugging_face(ranks: Any, layout: str, store: Store, folder: Path) -> None
 TRIP = {"dcp": of_dcp, "bridge": of_the_bridge, "torch": of_torch, "hf": of_hugging_face}
 
 
-def check(ways: list[Through]) -> None:
-    """Compare the bytes that each rank has read with those that it holds: ranges are read from 8 bytes to 8 bytes."""
-    for rank, way in enumerate(ways):
-        assert way.needed <= way.read < way.needed + 64
-        assert way.counted == way.read if rank else way.counted > way.read, "rank 0 reads tables of contents, too"
-        assert way.files == ways[0].files
-
-
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
@@ -191,12 +196,15 @@ def test_each_rank_reads_its_rows_and_no_byte_more(
     name: str, where: str, ranks3: Ranks, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     whole = {"a": torch.rand(300, 64), "b": torch.rand(9, 4).bfloat16(), "c": torch.arange(6)}
-    (tmp_path / "out" / "hub").mkdir(parents=True)
-    save_file(whole, tmp_path / "out" / "hub" / "model.safetensors")
-    dcp.save({"model": whole}, checkpoint_id=tmp_path / "out" / "dcp", no_dist=True)
-    torch.save({"model": whole}, tmp_path / "out" / "one.pt")
+    if name == "hub":
+        (tmp_path / name).mkdir()
+        save_file(whole, tmp_path / name / "model.safetensors")
+    elif name == "dcp":
+        dcp.save({"model": whole}, checkpoint_id=tmp_path / name, no_dist=True)
+    else:
+        torch.save({"model": whole}, tmp_path / name)
     store = store_at(where, tmp_path / "store", request)
-    store.put(tmp_path / "out")
+    store.put(tmp_path / name, name)
     for rank, way in enumerate(ranks3.run(load_rows, store, name, whole)):
         assert way.read == way.needed == 300 * 64 * 4 // 3 + 9 * 4 * 2 // 3 + 6 * 8 // 3
         assert way.counted == way.read if rank else way.counted > way.read

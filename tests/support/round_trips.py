@@ -6,7 +6,7 @@ The functions at the top level run on every rank. Where there is one rank, it ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ __all__ = [
     "Store",
     "Through",
     "across_the_bridge",
+    "check",
     "load_by_dcp",
     "load_rows",
     "save_by_dcp",
+    "states_of",
     "through",
 ]
 
@@ -65,14 +67,15 @@ class Store:
     def place(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def put(self, folder: Path) -> None:
-        """Copy the files of a local folder."""
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    def put(self, folder: Path, name: str) -> None:
+        """Copy a local file, or all files of a folder, to a name."""
+        paths = {path: f"{name}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
+        paths = paths or {folder: name}
 
         async def copy() -> None:
             backend = resolve(self.url, self.options)
-            for path in paths:
-                await backend.put(path.relative_to(folder).as_posix(), path.read_bytes())
+            for path, key in paths.items():
+                await backend.put(key, path.read_bytes())
             await backend.aclose()
 
         asyncio.run(copy())
@@ -129,41 +132,58 @@ class Through:
 
     Attributes:
         needed: bytes of the tensors that this rank holds.
+        tensors: how many these are.
         read: bytes that it has read for them, as the result of the load says.
         counted: bytes that it has read from the store, those of the opening included.
         files: names of the exported files.
     """
 
     needed: int
+    tensors: int
     read: int
     counted: int
     files: tuple[str, ...] = ()
 
 
-def load_counted(store: Store, name: str, states: dict[str, Any]) -> tuple[int, int]:
+def load_counted(store: Store, name: str, states: dict[str, Any], *, strict: bool = True) -> tuple[int, int]:
     """Load states; return the bytes read as the result has them, and as the store has counted them."""
     counting = CountingBackend(resolve(store.url, store.options))
-    result = bcp.load(child(counting, name), states)
+    result = bcp.load(child(counting, name), states, strict=strict)
     bridge.run(counting.aclose, name="close")
     return result.read_nbytes, sum(counting.read.values())
 
 
-def through(store: Store, name: str, layout: str, export: str, keywords: Mapping[str, Any]) -> Through:
-    """Load files of another library into other states, save these, and export the checkpoint; all in one store."""
+def states_of(layout: str, *kinds: str) -> dict[str, Any]:
+    """Return a model and its optimizer, or one of both, without a step."""
     model, optimizer = trained(layout, seed=1, steps=0)
-    states: dict[str, Any] = {"model": model} if export == "hf" else {"model": model, "optimizer": optimizer}
-    read, counted = load_counted(store, name, states)
-    moments = [each for state in optimizer.state.values() for each in state.values()]
-    needed = local_nbytes(*model.state_dict().values(), *moments)
+    return {kind: each for kind, each in (("model", model), ("optimizer", optimizer)) if kind in kinds}
+
+
+def through(
+    store: Store,
+    name: str,
+    empty: Callable[[], dict[str, Any]],
+    export: Callable[..., bcp.tools.ExportResult],
+    strict: bool = True,  # noqa: FBT001, FBT002 -- ranks take no keywords
+) -> Through:
+    """Load files of another library into empty states, save these, and export the checkpoint; all in one store."""
+    states = empty()
+    read, counted = load_counted(store, name, states, strict=strict)
+    tensors = list(states["model"].state_dict().values())
+    if "optimizer" in states:
+        tensors += [each for state in states["optimizer"].state.values() for each in state.values()]
     bcp.save(store.place("ckpt"), states, options=bcp.SaveOptions(storage_options=store.options))
-    exported = getattr(bcp.tools, f"export_{export}")(
-        store.place("ckpt"),
-        store.place(f"again{Path(name).suffix}"),
-        options=bcp.LoadOptions(storage_options=store.options),
-        storage_options=store.options,
-        **keywords,
-    )
-    return Through(needed, read, counted, exported.files)
+    target, options = store.place(f"again{Path(name).suffix}"), bcp.LoadOptions(storage_options=store.options)
+    exported = export(store.place("ckpt"), target, options=options, storage_options=store.options)
+    return Through(local_nbytes(*tensors), len(tensors), read, counted, exported.files)
+
+
+def check(ways: Sequence[Through]) -> None:
+    """Compare the bytes that each rank has read with those that it holds: ranges are read from 8 bytes to 8 bytes."""
+    for rank, way in enumerate(ways):
+        assert way.needed <= way.read < way.needed + 16 * way.tensors
+        assert way.counted == way.read if rank else way.counted > way.read, "rank 0 reads tables of contents, too"
+        assert way.files == ways[0].files
 
 
 def load_rows(store: Store, name: str, whole: Mapping[str, torch.Tensor]) -> Through:
@@ -173,4 +193,4 @@ def load_rows(store: Store, name: str, whole: Mapping[str, torch.Tensor]) -> Thr
     read, counted = load_counted(store, name, {"model": found})
     for key, tensor in found.items():
         assert torch.equal(tensor.full_tensor(), whole[key])
-    return Through(local_nbytes(*found.values()), read, counted)
+    return Through(local_nbytes(*found.values()), len(found), read, counted)
