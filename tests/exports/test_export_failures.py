@@ -291,11 +291,16 @@ def test_files_beside_the_weights_are_replaced_once_all_weights_are_there(
     assert set(found) == {*result.files, "notes.txt"}
 
 
-def test_a_clean_up_that_fails_is_told_beside_the_failure(path: Path, store: MemoryBackend) -> None:
-    target = FaultyBackend(FaultyBackend(store, "delete", StorageError("gone")), "put", StorageError("full"))
+def test_a_clean_up_that_fails_is_told_and_goes_on(path: Path, like: Path, store: MemoryBackend) -> None:
+    for name, data in OLDER.items():
+        asyncio.run(store.put(name, data))
+    target = FaultyBackend(FaultyBackend(store, "delete", StorageError("gone")), "put", StorageError("full"), nth=3)
     with pytest.raises(StorageError, match="full") as caught:
-        bcp.tools.export_hf(path, target, shard_bytes=400)
+        bcp.tools.export_hf(path, target, like=like, overwrite=True)
     assert [note.rpartition(": ")[2] for note in caught.value.__notes__] == ["gone"]
+    found = contents(store)
+    assert found.pop("model.safetensors")
+    assert found == OLDER
 
 
 def test_rank_0_alone_reads_the_folder_to_copy_from(path: Path, like: Path, tmp_path: Path) -> None:

@@ -292,9 +292,11 @@ async def _write_all(job: _Job, plan: Plan, last: LastFiles, agreement: Agreemen
         await gather_broadcast(agreement, "finish", job.rank, b"", last.write)
     except BaseException as error:
         if not job.target.is_file and not last.are_there:
-            with anyio.CancelScope(shield=True), say_what_is_left(error, job.target.path):
-                await job.target.backend.delete(begun if job.rank else plan.keys)
-                await last.undo()
+            with anyio.CancelScope(shield=True):
+                with say_what_is_left(error, job.target.path):
+                    await job.target.backend.delete(begun if job.rank else plan.keys)
+                with say_what_is_left(error, job.target.path):
+                    await last.undo()
         raise
 
 
