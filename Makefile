@@ -63,6 +63,7 @@ mutants: venv  ## Change 40 lines of bcp by chance, one at a time, and count the
 	$(BIN)/python tests/mutants/mutants.py --map mutants-out/map.json $(ARGS)
 
 sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages, and compare docs/coverage.md with the results.
+	$(BIN)/python tests/servers/prepare.py hdfs
 	$(BIN)/python -m pytest -m sweep -n 2 tests/sweep tests/exports $(ARGS)
 
 sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
