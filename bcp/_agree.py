@@ -51,7 +51,9 @@ async def collective_operation(operation: AbstractAsyncContextManager[Agreement]
         try:
             yield agreement
         except _Agreed as error:
-            agreed = error.carried
+            if (agreed := error.carried) is not None:
+                for note in getattr(error, "__notes__", ()):
+                    agreed.add_note(note)
             error.carried = None
             let_go(error)
     if agreed is not None:

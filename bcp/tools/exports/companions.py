@@ -14,7 +14,7 @@ from bcp.errors import InputError
 from bcp.runtime.threads import in_thread
 from bcp.tools.exports.chosen import Chosen
 
-__all__ = ["companions_of", "with_dtype"]
+__all__ = ["checked_folder", "companions_of", "with_dtype"]
 
 CONFIG = "config.json"
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
@@ -22,9 +22,16 @@ NO_COMPANIONS = (".index.json", "trainer_state.json")
 """Endings of names of the kinds above that belong to weights or to a training job."""
 
 
-async def companions_of(
-    like: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
-) -> list[tuple[str, bytes]]:
+def checked_folder(like: object) -> str | None:
+    """Return path or URL of the folder to copy from; None for none. Raises InputError for anything else."""
+    if like is None:
+        return None
+    if not isinstance(like, str | os.PathLike):
+        raise InputError(f"like={like!r} is a {type(like).__name__}; pass a folder that has a {CONFIG}")
+    return os.fsdecode(like)
+
+
+async def companions_of(like: str | None, storage_options: Mapping[str, Any] | None) -> list[tuple[str, bytes]]:
     """Read the files beside the weights of a folder; none if ``like`` is None.
 
     Links are followed: the folders of Hugging Face's cache are made of them.
@@ -41,12 +48,9 @@ async def companions_of(
     """
     if like is None:
         return []
-    if not isinstance(like, str | os.PathLike):
-        raise InputError(f"like={like!r} is a {type(like).__name__}; pass a folder that has a {CONFIG}")
-    text = os.fsdecode(like)
-    found = await (_stored(text, storage_options) if "://" in text else in_thread(_local, text))
+    found = await (_stored(like, storage_options) if "://" in like else in_thread(_local, like))
     if CONFIG not in dict(found):
-        raise InputError(f"like={text!r} has no {CONFIG}; pass a folder that save_pretrained has written")
+        raise InputError(f"like={like!r} has no {CONFIG}; pass a folder that save_pretrained has written")
     return found
 
 

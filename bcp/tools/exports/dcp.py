@@ -27,6 +27,7 @@ from bcp.read.facts import check_nbytes
 from bcp.stages.memcpy import torch_dtype
 from bcp.tools.exports.chosen import Choice, Chosen, ChosenValue, DType, Rename, choose, values_of
 from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
+from bcp.tools.exports.last_files import SmallFiles
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.streamed import TargetFile
 from bcp.tools.exports.target import folder_target
@@ -148,9 +149,12 @@ def _format(
         for tensor in tensors:
             for name in (tensor.name, *further.get((tensor.kind, tensor.saved), ())):
                 folder.tensor(replace(tensor, name=name))
-        # readers of DCP take metadata as a pickle only; these bytes are made here, and bcp unpickles none
-        metadata = pickle.dumps(folder.metadata(), protocol=4)
-        return Plan(folder.files, len(folder.places), [(METADATA, metadata)])
+
+        async def last() -> SmallFiles:
+            # readers of DCP take metadata as a pickle only; these bytes are made here, and bcp unpickles none
+            return [(METADATA, pickle.dumps(folder.metadata(), protocol=4))]
+
+        return Plan(folder.files, len(folder.places), last)
 
     opened = folder_target(target, keywords.get("target_options"), lambda key: key == METADATA or key.endswith(SUFFIX))
     return Format("the DCP folder", opened, plan)

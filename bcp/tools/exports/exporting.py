@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 
 import anyio
 
-from bcp._agree import capture_error, collective_operation, gather_broadcast, refuse_on_all_ranks
+from bcp._agree import capture_error, collective_operation, gather_broadcast, no_answer, refuse_on_all_ranks
+from bcp._messages.planning import FileNames
 from bcp._plain import plain
 from bcp.backends.place import Path
 from bcp.coordinators import coordinator as coordinator_for
@@ -25,6 +26,7 @@ from bcp.read.replaced import say_if_replaced
 from bcp.runtime import bridge as _bridge
 from bcp.stages.load import require_codecs
 from bcp.tools.calls import Progress, called, ignore_progress
+from bcp.tools.exports.last_files import LastFiles, SmallFiles, no_files, say_what_is_left
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.streamed import Elements, Fixed, TargetFile
 from bcp.tools.exports.target import Target
@@ -43,8 +45,10 @@ class ExportKeywords(TypedDict, total=False):
 
     Attributes:
         role: the role of the checkpoint below the path, if it was saved with one.
-        overwrite: replace older files of the same kind in the target. False by default. Older files of a folder are
-            deleted before the first new file is written. A single file is replaced at the end.
+        overwrite: replace older files of the same kind in the target. False by default. Older files with tensors are
+            deleted from a folder before the first new file is written. Small files beside them, such as
+            ``config.json``, are replaced at the end, and come back after a failure. A single file is replaced at the
+            end.
         budget_bytes: memory for data on the way; 256 MiB by default. Tensors may be larger. A checkpoint with codecs
             takes one encoded part at least.
         progress: called with the bytes that this rank has written and those that it is going to write, on the event
@@ -73,23 +77,24 @@ class Plan:
 
     Attributes:
         files: files with tensors, which ranks write in turn.
-        last: small files by name, which rank 0 writes in this order once all others are there.
         tensors: how many tensors the files have.
+        last: makes small files with their names. Rank 0 alone calls it, and writes these files in this order once all
+            others are there.
     """
 
     files: Sequence[TargetFile]
     tensors: int
-    last: Sequence[tuple[str, bytes]] = ()
+    last: Callable[[], Awaitable[SmallFiles]] = no_files
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of all files."""
-        return (*(file.key for file in self.files), *(key for key, _ in self.last))
+        """Names of the files with tensors."""
+        return tuple(file.key for file in self.files)
 
     def message(self, operation: str) -> bytes:
         """Return a digest of all facts that ranks must share: the operation of the checkpoint, and every piece.
 
-        The small files are left out, all but their names: rank 0 alone writes them.
+        The small files are left out: rank 0 alone makes them.
         """
         facts: list[object] = [operation, self.keys]
         for piece in chain.from_iterable(file.pieces for file in self.files):
@@ -225,15 +230,16 @@ async def _export(job: _Job, operation: AbstractAsyncContextManager[Agreement]) 
         if job.is_mine:
             stack.push_async_callback(job.source.aclose)
         agreement = await stack.enter_async_context(collective_operation(operation))
-        plan = await _agreed_plan(job, agreement)
-        await _write_all(job, plan, agreement)
+        plan, last = await _agreed_plan(job, agreement)
+        await _write_all(job, plan, last, agreement)
     nbytes = sum(file.data_nbytes for file in plan.files)
-    return ExportResult(job.target.path, plan.keys, plan.tensors, nbytes, time.monotonic() - job.began)
+    files = (*plan.keys, *last.names)
+    return ExportResult(job.target.path, files, plan.tensors, nbytes, time.monotonic() - job.began)
 
 
-async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
+async def _agreed_plan(job: _Job, agreement: Agreement) -> tuple[Plan, LastFiles]:
     """Lay out the files, the same on all ranks; rank 0 makes room for them. Nothing was written if this raises."""
-    plan = await capture_error(_planned(job))
+    planned = await capture_error(_planned(job))
 
     async def make_room(messages: Sequence[bytes]) -> bytes:
         if len(set(messages)) > 1:
@@ -242,54 +248,65 @@ async def _agreed_plan(job: _Job, agreement: Agreement) -> Plan:
                 f"{job.name}: rank {rank} has planned other files than rank 0; pass the same arguments on all ranks, "
                 "and export a checkpoint that no save replaces meanwhile"
             )
-        if isinstance(plan, Plan):
-            await job.target.make_room(frozenset(plan.keys), job.source.source, overwrite=job.overwrite)
-        return b""
+        names: list[str] = []
+        if isinstance(planned, _Planned):
+            names = [name for name, _ in planned.last]
+            keys = frozenset((*planned.plan.keys, *names))
+            await job.target.make_room(keys, job.source.source, overwrite=job.overwrite)
+        return FileNames(names).encode()
 
-    own_message = plan.message(job.source.metadata.commit.operation) if isinstance(plan, Plan) else plan
-    await gather_broadcast(agreement, "plan", job.rank, own_message, make_room)
-    if not isinstance(plan, Plan):
-        raise plan  # all ranks know of it, so that the line above has raised it already
-    return plan
+    own_message = planned.message if isinstance(planned, _Planned) else planned
+    answer = await gather_broadcast(agreement, "plan", job.rank, own_message, make_room)
+    if not isinstance(planned, _Planned):
+        raise planned  # all ranks know of it, so that the line above has raised it already
+    names = FileNames.decode(answer, sender=0).names
+    return planned.plan, LastFiles(job.target.backend, names, planned.last, may_replace=job.overwrite)
 
 
-async def _planned(job: _Job) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The files that this rank has laid out."""
+
+    plan: Plan
+    message: bytes  # equal on all ranks
+    last: SmallFiles  # none but on rank 0
+
+
+async def _planned(job: _Job) -> _Planned:
     """Open the checkpoint, and lay out the files."""
     await job.source.open()
-    require_codecs(job.source.metadata.commit.codecs, job.source.source.options.codecs)
-    return await job.plan(job.source)
+    commit = job.source.metadata.commit
+    require_codecs(commit.codecs, job.source.source.options.codecs)
+    plan = await job.plan(job.source)
+    return _Planned(plan, plan.message(commit.operation), () if job.rank else await plan.last())
 
 
-async def _write_all(job: _Job, plan: Plan, agreement: Agreement) -> None:
+async def _write_all(job: _Job, plan: Plan, last: LastFiles, agreement: Agreement) -> None:
     """Write this rank's files; once all ranks have theirs, rank 0 writes the last ones.
 
-    After a failure the files that are there are deleted: those of all ranks by rank 0, in a folder that had none.
+    After a failure, a rank deletes the files that it has begun, unless rank 0 may have written the last ones already.
+    Rank 0 deletes those of all ranks: a rank that has died deletes none. A single file is left alone. It appears whole,
+    in place of an older one, and the other ranks have no part in it.
     """
-    stored: list[str] = []
-    is_finished = is_told = False
-
-    async def finish(_: Sequence[bytes]) -> bytes:
-        nonlocal is_finished
-        for key, data in plan.last:
-            stored.append(key)
-            await job.target.backend.put(key, data)
-        is_finished = True
-        return b""
-
+    begun: list[str] = []
     try:
-        failure = await capture_error(_write(job, plan.files[job.rank :: job.world_size], stored))
-        is_told = failure is None
-        await gather_broadcast(agreement, "done", job.rank, b"" if failure is None else failure, finish)
-    except BaseException:
-        doomed = stored if job.target.is_file or job.rank else plan.keys
-        if not is_told or (job.rank == 0 and not is_finished):
+        failure = await capture_error(_write(job, plan.files[job.rank :: job.world_size], begun))
+        await gather_broadcast(agreement, "done", job.rank, b"" if failure is None else failure, no_answer)
+        if job.rank:
+            begun.clear()  # from here on rank 0 answers for them
+        await gather_broadcast(agreement, "finish", job.rank, b"", last.write)
+    except BaseException as error:
+        if not job.target.is_file and not last.are_there:
             with anyio.CancelScope(shield=True):
-                await job.target.backend.delete(doomed)
+                with say_what_is_left(error, job.target.path):
+                    await job.target.backend.delete(begun if job.rank else plan.keys)
+                with say_what_is_left(error, job.target.path):
+                    await last.undo()
         raise
 
 
-async def _write(job: _Job, files: Sequence[TargetFile], stored: list[str]) -> None:
-    """Write files, one after the other; note the key of each that is there."""
+async def _write(job: _Job, files: Sequence[TargetFile], begun: list[str]) -> None:
+    """Write files, one after the other; note the key of each before it can be there."""
     done, total = 0, sum(file.data_nbytes for file in files)
 
     def told(nbytes: int) -> None:
@@ -300,8 +317,8 @@ async def _write(job: _Job, files: Sequence[TargetFile], stored: list[str]) -> N
     source = job.source.source
     async with say_if_replaced(source):
         for file in files:
+            begun.append(file.key)
             await write_file(source, job.target.backend, file, job.budget_bytes, told)
-            stored.append(file.key)
 
 
 # -- the two ways to call it ---------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from bcp.backends.place import Path
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.facts import check_nbytes
 from bcp.tools.exports.chosen import Choice, Chosen, DType, Rename, choose
-from bcp.tools.exports.companions import companions_of, with_dtype
+from bcp.tools.exports.companions import checked_folder, companions_of, with_dtype
 from bcp.tools.exports.exporting import ExportKeywords, Format, Plan, Source, arun, run
+from bcp.tools.exports.last_files import SmallFiles
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.safetensors_file import check_storable, safetensors_file
 from bcp.tools.exports.streamed import TargetFile
@@ -45,7 +46,8 @@ def export_hf(
     parallelism. Every block of the checkpoint is compared with its checksum.
 
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
-    ``model.safetensors.index.json``. The index is written last. After a failure, files that were written are deleted.
+    ``model.safetensors.index.json``. The files beside the weights come after all weights, and the index last. After a
+    failure, files that were written are deleted.
 
     A tied tensor is written once, under the name of the input embedding: ``save_pretrained`` does the same, and
     transformers ties the other names again. The metadata of the file have the other names. If ``glob=`` leaves out the
@@ -56,8 +58,8 @@ def export_hf(
         target: the folder: a path, a URL, or a backend.
         like: a folder with ``config.json``: it is copied, and so are tokenizer, generation settings, templates and code
             of the model (``.json``, ``.jinja``, ``.txt``, ``.model``, ``.tiktoken``, ``.py``), never weights. The copy
-            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL of
-            this folder, too.
+            of ``config.json`` names the dtype of the weights. ``storage_options`` are for a URL here, too. Rank 0 alone
+            reads the folder.
         dtype: dtype of floating tensors in the folder, as in ``torch.bfloat16``; that of the checkpoint by default.
         shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
         kind: ``"model"`` or ``"optimizer"``.
@@ -114,16 +116,20 @@ def _format(
 
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
         check_nbytes("shard_bytes", shard_bytes)
+        folder = checked_folder(like)
         tensors, others = _untied(choose(ckpt, choice))
         check_storable(tensors)
-        companions = with_dtype(await companions_of(like, keywords.get("storage_options")), tensors)
         groups = _groups(tensors, shard_bytes)
         files = [
             safetensors_file(key, group, _notes(group, others))
             for key, group in zip(_names(len(groups)), groups, strict=True)
         ]
-        index = [] if len(files) == 1 else [(INDEX, _index(files, groups))]
-        return Plan(files, len(tensors), [*companions, *index])
+
+        async def last() -> SmallFiles:
+            companions = with_dtype(await companions_of(folder, keywords.get("storage_options")), tensors)
+            return companions if len(files) == 1 else [*companions, (INDEX, _index(files, groups))]
+
+        return Plan(files, len(tensors), last)
 
     opened = folder_target(target, keywords.get("target_options"), lambda key: bool(WEIGHTS.fullmatch(key)))
     return Format("the Hugging Face folder", opened, plan)

@@ -31,7 +31,8 @@ class Target:
         backend: the folder, or the folder of the file.
         opened: closes the storage at the end, if it was opened for this target.
         is_file: whether the export is one file, which is replaced as a whole.
-        is_mine: whether a key is the name of a file of this kind, written by an older export or another tool.
+        is_mine: whether a key is the name of a file with tensors, or of their index, written by an older export or
+            another tool.
     """
 
     path: str
@@ -41,7 +42,9 @@ class Target:
     is_mine: Callable[[str], bool]
 
     async def make_room(self, keys: frozenset[str], source: Source, *, overwrite: bool) -> None:
-        """Delete the older files of a folder, if the export may replace them.
+        """Delete the older files of a folder with tensors, if the export may replace them.
+
+        Other files of the same names stay: they are replaced one by one at the end.
 
         Args:
             keys: names of the files of the export.
@@ -77,8 +80,8 @@ class Target:
                 f"{self.path} has {', '.join(old[:SHOWN])}{more} already; pass overwrite=True to replace them, or "
                 "another path"
             )
-        if old and not self.is_file:
-            await self.backend.delete(old)
+        if not self.is_file and (doomed := [key for key in old if self.is_mine(key)]):
+            await self.backend.delete(doomed)
 
     async def _is_folder(self, key: str) -> bool:
         """Whether a local folder is where a file shall be."""
