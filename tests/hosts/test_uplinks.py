@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import Job
+from patience import patiently
 from samples import sample
 
 import bcp
@@ -33,15 +34,20 @@ def loaded(path: Path) -> int:
 
 @pytest.mark.parametrize("slow", sample([None, 3], 3))
 def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_path: Path, slow: int | None) -> None:
+    """On a busy machine the others are slow, too: then the slow one is made slower still."""
     ranks = Job(network, [1, 2, 3, 4], lambda _: "tcp://h1:29511")
     assert ranks.run(saved, tmp_path) == dict.fromkeys(range(4))
-    for host in network.hosts:
-        network.rate(host, 500 if host != slow else 50)
-    read = ranks.run(loaded, tmp_path)
+
+    def check(rate: float) -> None:
+        for host in network.hosts:
+            network.rate(host, 500 if host != slow else int(rate))
+        read = ranks.run(loaded, tmp_path)
+        assert sum(read.values()) == pytest.approx(NBYTES, rel=0.01)
+        if slow is None:
+            assert min(read.values()) > 0  # how much depends on the speeds that were measured
+        else:
+            others = [nbytes for rank, nbytes in read.items() if rank + 1 != slow]
+            assert read[slow - 1] < sum(others) / len(others) / 2  # single ones may be slow
+
+    patiently(check, 50, 10, 3)
     ranks.close()
-    assert sum(read.values()) == pytest.approx(NBYTES, rel=0.01)
-    if slow is None:
-        assert min(read.values()) > 0  # how much depends on the speeds that were measured
-    else:
-        others = [nbytes for rank, nbytes in read.items() if rank + 1 != slow]
-        assert read[slow - 1] < sum(others) / len(others) / 2  # single ones may be slow too, on a busy machine
