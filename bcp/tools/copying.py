@@ -246,7 +246,7 @@ class _Copying:
         """Delete the files of older saves, and those that the save had before it was edited."""
         backend = self.goal.backend
         await delete_unnamed(backend, self.stale, by=self.operation)
-        await delete_dropped(backend, [key for key in self.known if key not in set(keys)], by=self.operation)
+        await delete_dropped(backend, sorted({*self.known}.difference(keys)), by=self.operation)
 
     async def _files(self, chosen: Callable[[str], bool]) -> list[str]:
         """List the files of saves in the target whose operation is chosen."""

@@ -28,6 +28,9 @@ BATCH_BYTES = 64 << 20
 LEAST_BYTES = 1 << 20
 """The same for a small checkpoint, so that every rank has a share."""
 
+CHUNK_BYTES = 1 << 20
+"""Bytes that are compared at once: a comparison takes ten times their memory, and every thread keeps some of it."""
+
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their bytes."""
 
@@ -50,10 +53,12 @@ class _Tally:
 
     def _add(self, pieces: Iterable[_Piece]) -> None:
         for rows, one, two in pieces:
-            elements, largest = _count(one, two)
-            if elements:
-                known = self._counts.get(rows, Counted(*rows, 0, None))
-                self._counts[rows] = Counted(*rows, known.elements + elements, larger(known.largest, largest))
+            most = CHUNK_BYTES // one.element_size()
+            for mine, theirs in zip(one.split(most), two.split(most), strict=True):
+                elements, largest = _count(mine, theirs)
+                if elements:
+                    known = self._counts.get(rows, Counted(*rows, 0, None))
+                    self._counts[rows] = Counted(*rows, known.elements + elements, larger(known.largest, largest))
 
     @property
     def found(self) -> Compared:
