@@ -67,9 +67,11 @@ class Pending(Generic[T]):
 
         An error of the function is logged. A process that ends waits for its saves, and for these calls.
 
-        Example::
-
-            pending.add_done_callback(lambda pending: print(pending.wait().path))
+        Example:
+            >>> import torch
+            >>> pending = bcp.save_async("ckpt/told", {"model": torch.nn.Linear(4, 2)}, overwrite=True)
+            >>> paths = []
+            >>> pending.add_done_callback(lambda ended: paths.append(ended.wait().path))
 
         """
         self._background.add_done_callback(lambda: function(self))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from bcp.errors import CorruptError, InputError
+from bcp.errors import CheckpointError, CorruptError, InputError
 from bcp.format.container import (
     DIGEST_BYTES,
     VERSION,
@@ -236,13 +236,18 @@ def _about(commit: Commit) -> dict[str, object]:
 
 
 def is_over_foreign(data: Buffer) -> bool:
-    """Whether ``metadata.arrow`` stands over files of another library. Only the name of the first table is read."""
-    view = memoryview(data)
-    if bytes(view[-8:-1]) != MAGIC or view[-1] <= VERSION:
+    """Whether ``metadata.arrow`` stands over files of another library; False for damaged ones.
+
+    Only the name of the first table is read.
+    """
+    if bytes(memoryview(data)[-8:-1]) != MAGIC or version_of(data) <= VERSION:
         return False
+    where = METADATA_KEY
     try:
-        return first_table(view) == FOREIGN_TABLE
-    except (ValueError, OSError, pa.ArrowException):
+        payload = unseal(data, MAGIC, where, first=1, newest=NEWEST)
+        with translated(where):
+            return first_table(payload) == FOREIGN_TABLE
+    except CheckpointError:
         return False
 
 

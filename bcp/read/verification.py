@@ -90,8 +90,8 @@ async def examine(
     bytes of each part that was compared.
     """
     if metadata.foreign is not None:
-        keys = share.of(sorted(metadata.foreign.key))
         sizes = dict(zip(metadata.foreign.key, metadata.foreign.nbytes.tolist(), strict=True))
+        keys = share.of(sorted(sizes))  # a file may have several rows
         cut = await _cut(backend, {key: sizes[key] for key in keys})
         return Examined(files=len(keys), damage=tuple(cut), unverified=len(keys))
     sizes = {info.key: info.nbytes for info in await backend.list()}

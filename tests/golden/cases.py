@@ -52,6 +52,7 @@ class Case:
         ranks: number of processes that save it.
         codecs: codecs that it is saved with.
         tar: whether it is stored as one file, ``checkpoint.tar.xz``.
+        is_foreign: whether its files are those of other libraries, without checksums.
     """
 
     description: str
@@ -59,6 +60,7 @@ class Case:
     ranks: int = 1
     codecs: tuple[str, ...] = ()
     tar: bool = False
+    is_foreign: bool = False
 
 
 @contextmanager
@@ -460,7 +462,7 @@ CASES: dict[str, Case] = {
     "store": Case("Objects of an object store, copied to a directory.", store),
     "run": Case("The folder of a run: three steps in two lives, with metrics, marks and a pin.", run),
     "run-metrics": Case("The same; each checkpoint has the metrics of its step, too.", run),
-    "imported": Case("Folders of Hugging Face and of DCP, imported without a copy.", imported),
+    "imported": Case("Folders of Hugging Face and of DCP, imported without a copy.", imported, is_foreign=True),
     "recorded": Case("A checkpoint with recordings of its save and of a load.", recorded),
     "many-ranks": Case(
         "1002 ranks, from the 1001st on with hashes in the names; a tar file.", many_ranks, MANY, tar=True

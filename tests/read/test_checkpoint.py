@@ -305,7 +305,7 @@ def test_the_places_of_a_tensor_are_its_bytes(name: str) -> None:
             found = torch.zeros_like(tensor)
             for place in ckpt.places(fqn, kind):
                 with (path / place.key).open("rb") as file:
-                    head = 8 + int.from_bytes(file.read(8), "little")
+                    head = 0 if CASES[name].is_foreign else 8 + int.from_bytes(file.read(8), "little")
                     file.seek(head + place.start)
                     data = torch.frombuffer(bytearray(file.read(place.stop - place.start)), dtype=tensor.dtype)
                 block = torch.zeros(place.box.lengths, dtype=tensor.dtype)

@@ -15,7 +15,9 @@ from test_forged import FACTS, STORED, TABLES, assembled, encoded
 
 from bcp.errors import CorruptError
 from bcp.format.container import decoded_nbytes, encode_table, most_decoded, read_tables, seal
-from bcp.format.metadata import decode_commit
+from bcp.format.foreign_files import ABOUT
+from bcp.format.foreign_files import FILES as FOREIGN
+from bcp.format.metadata import MAGIC, decode_commit
 from bcp.format.receipt import BLOCKS, FILES, OBJECTS, RECEIPT, Receipt, decode_receipt, encode_receipt
 from bcp.format.receipt import MAGIC as RECEIPTS
 
@@ -27,7 +29,7 @@ MOST_GROWTH = 64 << 20
 CHILD = """
 import json, resource, sys
 from bcp.errors import CorruptError
-from bcp.format.metadata import decode_metadata
+from bcp.format.metadata import decode_metadata, stored_files
 from bcp.format.receipt import decode_receipt
 
 soft = 1 << 34
@@ -36,6 +38,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[1:]:
     data = open(path, "rb").read()
     try:
+        if "foreign" in path and stored_files(data, path) is not None:
+            raise AssertionError("its files were decoded")
         (decode_receipt if "receipt" in path else decode_metadata)(data, path)
         found = "it was read"
     except CorruptError as error:
@@ -134,9 +138,25 @@ def claimed_nbytes() -> bytes:
     return assembled(files=table[:at] + struct.pack("<q", 1 << 36) + table[at + 8 :])
 
 
+def foreign_files() -> bytes:
+    """Claim many files of another library."""
+    offsets = pa.py_buffer(bytes(4 * (MANY + 1)))
+    empty = pa.Array.from_buffers(pa.string(), MANY, [None, offsets, pa.py_buffer(b"")])
+    first = encode_table(ABOUT, [[1], [0]], commit=FACTS)
+    return seal(first + squeezed("foreign files", [empty, zeros(MANY), zeros(MANY)], FOREIGN), MAGIC, 2)
+
+
+def foreign_header() -> bytes:
+    """Put such a header first: its name tells files of another library from others."""
+    return seal(repeated(encode_table(ABOUT, [[1], [0]], commit=FACTS)), MAGIC, 2)
+
+
 def repeated_metadata() -> bytes:
-    """Let a header refer to one long pair of strings many times."""
-    table = encoded("layout", STORED["layout"])
+    return assembled(layout=repeated(encoded("layout", STORED["layout"])))
+
+
+def repeated(table: bytes) -> bytes:
+    """Let the header of a table refer to one long pair of strings many times."""
     (size,) = struct.unpack_from("<i", table, 4)
     header = bytearray(table[8 : 8 + size])
     root = struct.unpack_from("<I", header)[0]
@@ -158,7 +178,7 @@ def repeated_metadata() -> bytes:
         struct.pack_into("<I", header, place, string - place)
     header += struct.pack("<I", len(text)) + text + b"\0" * 4
     header += bytes(-len(header) % 8)
-    return assembled(layout=table[:4] + struct.pack("<i", len(header)) + bytes(header) + table[8 + size :])
+    return table[:4] + struct.pack("<i", len(header)) + bytes(header) + table[8 + size :]
 
 
 def _slot(data: bytearray, table: int, slot: int) -> int:
@@ -212,6 +232,8 @@ BOMBS = (
     claimed_rows,
     claimed_nbytes,
     repeated_metadata,
+    foreign_files,
+    foreign_header,
     receipt_of_many_blocks,
     receipt_of_a_long_value,
     receipt_of_many_codecs,
