@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
+from bcp.errors import DtypeMismatchError
 from bcp.plan.box import Box, flat_boxes
 from bcp.plan.columns import Bools, Ints
 from bcp.plan.read.copies import apart
@@ -36,10 +37,13 @@ __all__ = [
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of that name, as in ``"bfloat16"``."""
+    """Return torch's dtype of that name, as in ``"bfloat16"``. Raises DtypeMismatchError if torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+        raise DtypeMismatchError(
+            f"the checkpoint has a tensor of dtype {name[:80]!r}, which torch {torch.__version__} does not know; read "
+            "it with the torch that saved it"
+        )
     return dtype
 
 
