@@ -1,6 +1,6 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
-from bcp._save.failures import CleanUp, not_replaced, undone_on_error
+from bcp._save.failures import CleanUp, not_replaced, put_back, undone_on_error
 from bcp._save.leader import BLOCK_BYTES, Opening, commit_save
 from bcp._save.local_state import LocalState
 from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, result, write_items
@@ -24,6 +24,7 @@ __all__ = [
     "owned_values",
     "pinned_nbytes",
     "plan_writes",
+    "put_back",
     "put_receipt",
     "read_share",
     "rehearse",

@@ -68,6 +68,8 @@ def _wishes(
     """Return the arguments of :func:`bcp.tools.edit`."""
     if rename and replace:
         raise click.UsageError("--rename and --replace cannot be combined; write one as the other, or edit twice")
+    if text := next((text for text in rename if text.endswith("=")), ""):
+        raise click.BadParameter(f"{text!r} has no new name behind '='; --drop leaves a tensor out")
     renames: Any = dict(map(_pair, rename)) or [_pair(text) for text in replace] or None
     dtypes = {pattern: _dtype(name) for pattern, name in map(_last_pair, cast)}
     notes = {name: _value(text) for name, text in map(_pair, note)}
@@ -100,7 +102,7 @@ def _dtype(name: str) -> object:
 
 
 def _value(text: str) -> object:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
 

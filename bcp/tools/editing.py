@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from bcp import _save as saving
-from bcp._deletion import delete_dropped
+from bcp._deletion import Committed, delete_dropped
 from bcp._job import SaveJob
+from bcp._log import log
 from bcp._save.samples import ReplicaRows
 from bcp._text import shown
 from bcp._workflow import write_parts
 from bcp.backends.place import Path, Place, place_of
 from bcp.coordinators.local import SoloCoordinator
-from bcp.errors import CorruptError, InputError, StateError
+from bcp.errors import CorruptError, InputError, StateError, StorageError
 from bcp.format.layout_file import encode_layout
 from bcp.format.metadata import METADATA_KEY, Commit, Metadata, data_key, decode_metadata, encode_metadata, receipt_key
 from bcp.format.receipt import Receipt, encode_receipt, receipt_digest
@@ -35,6 +36,7 @@ from bcp.plan.write.files import data_files
 from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States, Version
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.opening import read_metadata
+from bcp.read.replaced import say_if_replaced
 from bcp.read.source import Source
 from bcp.runtime.device import Caller
 from bcp.runtime.threads import in_thread_gc_paused
@@ -180,7 +182,8 @@ async def aedit(
         user = _user(editing.metadata.commit, metadata)
         if changes.is_none and user == editing.metadata.commit.user:
             raise InputError(f"{place.path}: nothing would change; pass rename, drop, cast, add or metadata")
-        done = await editing.planned(changes) if dry_run else await editing.run(changes, user)
+        async with say_if_replaced(editing.source):
+            done = await editing.planned(changes) if dry_run else await editing.run(changes, user)
     return EditResult(
         place.path,
         done.operation,
@@ -256,6 +259,7 @@ class _Editing:
     Attributes:
         place: of the checkpoint.
         version: of the metadata that the edit replaces.
+        data: these metadata as they are stored.
         source: the checkpoint before the edit.
         options: how to write.
         progress: told after each part.
@@ -263,6 +267,7 @@ class _Editing:
 
     place: Place
     version: Version
+    data: bytes
     source: Source
     options: SaveOptions
     progress: Progress
@@ -294,12 +299,14 @@ class _Editing:
                 raise refusal
             async with saving.undone_on_error(job) as undo:
                 commit = replace(commit, operation=operation, user=user, **self._writers(commit))
+                written: list[str] = []
                 if layout.world_size > self.metadata.layout.world_size:
-                    digest = await self._write(job, operation, values, undo)
+                    digest, written = await self._write(job, operation, values, undo)
                     commit = replace(commit, receipts=commit.receipts + digest, writers=[*commit.writers, operation])
                 else:
                     undo.begin(operation, ())
-                await self._put(encode_metadata(layout_bytes, commit), undo)
+                version = await self._put(encode_metadata(layout_bytes, commit), undo)
+                await self._check_place(operation, written, version)
         freed = self._freed(layout)
         gone = await delete_dropped(self.place.backend, list(freed), by=operation, policy=self.options.retries)
         return _Done(operation, nbytes, sum(freed[key] for key in gone))
@@ -342,8 +349,8 @@ class _Editing:
 
     async def _write(
         self, job: SaveJob, operation: str, values: Mapping[ObjectKey, str], undo: saving.CleanUp
-    ) -> bytes:
-        """Write the data files and the receipt of the edit; return the digest of the receipt."""
+    ) -> tuple[bytes, list[str]]:
+        """Write the data files and the receipt of the edit; return the digest of the receipt, and all their keys."""
         writer, options = self.metadata.layout.world_size, job.options
         with saving.Snapshot(job) as snapshot:
             held = await in_thread_gc_paused(snapshot.take_stock)
@@ -354,15 +361,42 @@ class _Editing:
                 with unwrap_stage_errors():
                     stored = await write_parts(job, items, snapshot) if items else []
                 receipt = saving.make_receipt(items, stored, values, operation, writer, options)
-                return await self._put_receipt(receipt)
+                digest = await self._put_receipt(receipt)
+                written = [*dict.fromkeys(item.key for item in items), receipt_key(writer, operation)]
+                if gone := await self._gone(written):
+                    raise StorageError(f"{gone} Edit again")
+        return digest, written
 
     async def _put_receipt(self, receipt: Receipt) -> bytes:
         data = await in_thread_gc_paused(encode_receipt, receipt)
         await self.place.backend.put(receipt_key(receipt.rank, receipt.operation), data)
         return receipt_digest(data)
 
-    async def _put(self, data: bytes, undo: saving.CleanUp) -> None:
-        """Replace the metadata, if they are still those that were edited."""
+    async def _gone(self, written: Sequence[str]) -> str:
+        """Say which file of the edit is not in storage; "" if all are there."""
+        for key in written:
+            try:  # a list may be older than the file
+                await self.place.backend.read_into(key, 0, memoryview(bytearray(1)))
+            except FileNotFoundError:
+                return (
+                    f"{self.place.path}: {key} disappeared during the edit that has written it: `bcp gc --now`, or a "
+                    "copy or removal of the checkpoint, has deleted it."
+                )
+        return ""
+
+    async def _check_place(self, operation: str, written: Sequence[str], version: Version) -> None:
+        """Take the commit back if files of the edit are gone: somebody may have deleted them just before it."""
+        backend = self.place.backend
+        try:
+            gone = await self._gone(written)
+        except StorageError as error:  # storage has carried the commit out before
+            log.warning("an edit was not looked at again", path=self.place.path, operation=operation, error=repr(error))
+            return
+        if gone and not await saving.put_back(backend, Committed(self.data), version):
+            raise StorageError(f"{gone} The checkpoint is as it was before: edit again")
+
+    async def _put(self, data: bytes, undo: saving.CleanUp) -> Version:
+        """Replace the metadata, if they are still those that were edited; return their version."""
         backend, version = self.place.backend, None
         undo.send(self.metadata.commit.operation)
         try:
@@ -370,7 +404,8 @@ class _Editing:
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request may have been carried out
             version = await undo.settle(backend, self.version, error)
         if version is None:
-            await undo.settle(backend, self.version)
+            version = await undo.settle(backend, self.version)
+        return version
 
     def _job(self, shards: LocalShards, options: SaveOptions) -> SaveJob:
         """Describe the writing, as that of a save on one rank."""
@@ -409,7 +444,7 @@ async def _opened(place: Place, options: SaveOptions, progress: Progress) -> _Ed
     codecs = [known[name] for name in commit.codecs]
     options = replace(options, overwrite=True, part_bytes=commit.part_bytes, codecs=codecs)
     source = Source.of(place.backend, place.path, metadata, LoadOptions(codecs=codecs))
-    return _Editing(place, version, source, options, progress)
+    return _Editing(place, version, bytes(data), source, options, progress)
 
 
 def _plan(table: ShardTable, writer: int, part_bytes: int) -> saving.SavePlan:

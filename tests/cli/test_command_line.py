@@ -253,11 +253,13 @@ def test_edit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert bcp.Checkpoint(path).names() == ["bias", "weight"]
     torch.save({"new": torch.ones(2)}, "new.pt")
     wishes = ["--rename", "weight=w", "--cast", "*=bfloat16", "--add", "new.pt", "--note", "git=4f", "--note", "n=[1]"]
+    deep = "[" * 20_000
+    wishes += ["--note", f"deep={deep}"]
     found = data(capsys, "edit", "-y", path, *wishes)
     assert (found["renamed"], found["cast"], found["added"]) == (1, 2, 1)
     ckpt = bcp.Checkpoint(path)
     assert {name: ckpt[name].dtype for name in ckpt.names()} == {"bias": "bfloat16", "new": "float32", "w": "bfloat16"}
-    assert ckpt.user_metadata == {**FACTS, "git": "4f", "n": [1]}
+    assert ckpt.user_metadata == {**FACTS, "git": "4f", "n": [1], "deep": deep}
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
     assert main(["edit", path, "--drop", "bias"]) == 130
     assert "drops model: bias" in capsys.readouterr().err
@@ -270,6 +272,8 @@ def test_edit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     [
         ["-y"],
         ["-y", "--rename", "weight"],
+        ["-y", "--rename", "weight="],
+        ["-y", "--rename", "weight=\udcff"],
         ["-y", "--rename", "weight=w", "--replace", "w=x"],
         ["-y", "--cast", "*=int9"],
         ["-y", "--cast", "*"],

@@ -381,6 +381,45 @@ def test_another_commit_meanwhile_wins(tmp_path: Path, other: str) -> None:
     assert ckpt.verify().others == ()
 
 
+@pytest.mark.parametrize("operation", ["put", "read_into", "put_if"])
+@pytest.mark.parametrize("other", ["gc", "copy"])
+def test_an_edit_whose_files_are_deleted_is_not_committed(tmp_path: Path, operation: str, other: str) -> None:
+    """A copy of the same checkpoint has the metadata that the edit has found, and sweeps the files of others."""
+    trained(tmp_path / "a")
+    bcp.tools.copy(tmp_path / "a", tmp_path / "b")
+
+    async def rival(_: str) -> None:
+        if other == "gc":
+            await bcp.tools.acollect(tmp_path / "a", min_age_seconds=0)
+        else:
+            await bcp.tools.aremove(tmp_path / "a", force=True)
+            await bcp.tools.acopy(tmp_path / "b", tmp_path / "a")
+
+    backend = FaultyBackend(
+        LocalBackend(tmp_path / "a"), operation, rival, key="receipts" if operation != "put_if" else ""
+    )
+    with pytest.raises(StorageError, match=r"disappeared during the edit.*dit again"):
+        bcp.tools.edit(backend, cast={"a.*": torch.bfloat16})
+    assert bool(bcp.Checkpoint(tmp_path / "a").verify())
+    assert not bcp.tools.diff(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(("operation", "error"), [("read_into", bcp.CorruptError), ("put", bcp.ExistsError)])
+def test_an_error_says_that_a_save_has_replaced_the_checkpoint(
+    tmp_path: Path, operation: str, error: type[Exception]
+) -> None:
+    model, _ = trained(tmp_path)
+
+    async def rival(_: str) -> None:
+        await bcp.asave(tmp_path, {"model": model}, overwrite=True)
+
+    with pytest.raises(error) as caught:
+        bcp.tools.edit(FaultyBackend(LocalBackend(tmp_path), operation, rival), **WISHES)
+    winner = bcp.Checkpoint(tmp_path).operation
+    assert winner in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert bcp.Checkpoint(tmp_path).verify().others == ()
+
+
 # -- many ranks, and other readers -----------------------------------------------------------------------
 
 
