@@ -30,8 +30,8 @@ sys.exit(7)
 """
 ENDS = ["pass", "import sys; sys.exit('words')", "import os; os._exit(9)", "raise SystemExit", "import os; os.abort()"]
 ENDS += ["raise ValueError(1)", "import threading, time; threading.Thread(target=time.sleep, args=(0.1,)).start()"]
-# a fork has imported torch, and some packages that torch imports change how an interrupt ends a program
-ENDS += ["import os, signal, torch; os.kill(os.getpid(), signal.SIGINT); signal.pause()"]
+# a fork has imported torch._dynamo: it calls tabulate at the end, if that is there, and Python forgets the interrupt
+ENDS += ["import os, signal, torch._dynamo; os.kill(os.getpid(), signal.SIGINT); signal.pause()"]
 
 
 def both(command: list[str], **how: object) -> list[tuple[int, str, str]]:
