@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from jobs import Job
+from patience import patiently
 from samples import sample
 
 import bcp
@@ -32,13 +36,20 @@ def loaded(path: Path) -> int:
 
 
 @pytest.mark.parametrize("slow", sample([None, 3], 3))
-def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_path: Path, slow: int | None) -> None:
-    ranks = Job(network, [1, 2, 3, 4], lambda _: "tcp://h1:29511")
-    assert ranks.run(saved, tmp_path) == dict.fromkeys(range(4))
-    for host in network.hosts:
-        network.rate(host, 500 if host != slow else 50)
-    read = ranks.run(loaded, tmp_path)
-    ranks.close()
+def test_a_rank_with_a_slow_uplink_reads_and_sends_less(
+    networks: Callable[..., Network], tmp_path: Path, slow: int | None
+) -> None:
+    """A busy machine may slow down the others, too: then the slow one is made slower."""
+    patiently(partial(check, networks, tmp_path, slow), *([50.0, 5.0, 1.0] if slow else [50.0]))
+
+
+def check(networks: Callable[..., Network], folder: Path, slow: int | None, mbit: float) -> None:
+    path = folder / f"{mbit:.0f}"
+    with closing(networks(4)) as network, closing(Job(network, [1, 2, 3, 4], lambda _: "tcp://h1:29511")) as ranks:
+        assert ranks.run(saved, path) == dict.fromkeys(range(4))
+        for host in network.hosts:
+            network.rate(host, 500 if host != slow else mbit)
+        read = ranks.run(loaded, path)
     assert sum(read.values()) == pytest.approx(NBYTES, rel=0.01)
     if slow is None:
         assert min(read.values()) > 0  # how much depends on the speeds that were measured
