@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
@@ -31,6 +30,7 @@ from bcp.read.contents import TensorInfo, Tensors
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.shares import Share
 from bcp.read.source import Source
+from bcp.runtime.process import cached_property
 from bcp.runtime.threads import in_thread_gc_paused
 
 __all__ = ["ALL", "ByteRange", "Pair", "joined", "larger"]

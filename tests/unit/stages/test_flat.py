@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bcp.errors import DtypeMismatchError
 from bcp.stages.memcpy import flat_to_bytes, torch_dtype, typed
 
 
@@ -37,5 +38,5 @@ def test_unaligned_bytes_can_be_viewed_too() -> None:
 
 
 def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match="float3"):
+    with pytest.raises(DtypeMismatchError, match="float3"):
         torch_dtype("float3")
