@@ -173,8 +173,8 @@ def through(
     if "optimizer" in states:
         tensors += [each for state in states["optimizer"].state.values() for each in state.values()]
     bcp.save(store.place("ckpt"), states, options=bcp.SaveOptions(storage_options=store.options))
-    target, options = store.place(f"again{Path(name).suffix}"), bcp.LoadOptions(storage_options=store.options)
-    exported = export(store.place("ckpt"), target, options=options, target_options=store.options)
+    target, options = store.place(f"again{Path(name).suffix}"), store.options
+    exported = export(store.place("ckpt"), target, storage_options=options, target_options=options)
     return Through(local_nbytes(*tensors), len(tensors), read, counted, exported.files)
 
 
