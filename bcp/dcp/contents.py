@@ -22,7 +22,7 @@ from bcp.dcp.names import Names
 from bcp.dcp.saving import NAMES
 from bcp.dcp.shards import FRAMEWORK
 from bcp.errors import DtypeMismatchError
-from bcp.format.metadata import METADATA_KEY, decode_metadata, receipt_key
+from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.options import LoadOptions
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.box import Box
@@ -113,7 +113,7 @@ async def _names(source: Source) -> Names:
     if commit.framework != FRAMEWORK or source.metadata.foreign is not None:
         return Names()
     record = (await source.read_receipts([0]))[0].objects.get(NAMES)
-    return Names() if record is None else Names.decode(record, receipt_key(0, commit.operation_of(0)))
+    return Names() if record is None else Names.decode(record, commit.receipt_key(0))
 
 
 def _contents(source: Source, names: Names) -> Contents:

@@ -124,6 +124,14 @@ class Commit:
         """Return the operation in the names of a writer's files."""
         return self.writers[writer] if self.writers else self.operation
 
+    def data_key(self, kind: int, writer: int) -> str:
+        """Return the key of a writer's data file, as :func:`data_key`."""
+        return data_key(kind, writer, self.operation_of(writer), encoded=bool(self.codecs))
+
+    def receipt_key(self, writer: int) -> str:
+        """Return the key of a writer's receipt."""
+        return receipt_key(writer, self.operation_of(writer))
+
     @property
     def operations(self) -> frozenset[str]:
         """All operations whose files belong to the checkpoint."""
@@ -153,9 +161,7 @@ class Metadata:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data; data that several names share counts once."""
-        if self.foreign is None:
-            return int(self.layout.file_nbytes.sum())
+        """Bytes of all tensors; those that several names share count once."""
         tensors = self.layout.tensors
         return int((tensors.numel * tensors.itemsize)[~tensors.tied].sum())
 

@@ -15,7 +15,7 @@ import numpy as np
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError
 from bcp.format.foreign_files import ForeignFiles
-from bcp.format.metadata import Metadata, data_key, receipt_key
+from bcp.format.metadata import Metadata
 from bcp.format.receipt import Blocks, FileReceipt, Receipt, decode_receipt, receipt_digest
 from bcp.pipeline import Budget, Pipeline, Stage
 from bcp.plan.columns import Ints
@@ -49,7 +49,7 @@ async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[i
 
     start: Pipeline[_ReceiptToFetch, _ReceiptToFetch] = Pipeline()
     commit = metadata.commit
-    wanted = [_ReceiptToFetch(rank, receipt_key(rank, commit.operation_of(rank))) for rank in sorted(set(ranks))]
+    wanted = [_ReceiptToFetch(rank, commit.receipt_key(rank)) for rank in sorted(set(ranks))]
     graph = start.then(Stage("receipts", fetch, workers=RECEIPTS_AT_ONCE))
     receipts = await graph.run(wanted, budget=Budget(max(len(wanted), 1)))
     return {receipt.rank: receipt for receipt in receipts}
@@ -57,7 +57,7 @@ async def fetch_receipts(backend: Backend, metadata: Metadata, ranks: Iterable[i
 
 async def _fetch_receipt(backend: Backend, metadata: Metadata, rank: int) -> Receipt:
     commit = metadata.commit
-    key = receipt_key(rank, commit.operation_of(rank))
+    key = commit.receipt_key(rank)
     try:
         data = await get_small(backend, key)
     except FileNotFoundError as error:
@@ -84,7 +84,7 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int, nbytes: int | None 
     Raises CorruptError if the receipt lacks the file, or describes it in another way than the metadata.
     """
     commit = metadata.commit
-    key = data_key(kind, receipt.rank, commit.operation_of(receipt.rank), encoded=bool(commit.codecs))
+    key = commit.data_key(kind, receipt.rank)
     file = receipt.file(kind)
     if file is None:
         raise CorruptError(
@@ -145,9 +145,8 @@ def key_of(metadata: Metadata, file: int) -> str:
     """Return the key of a data file, by its row in the layout."""
     if metadata.foreign is not None:
         return metadata.foreign.key[file]
-    layout, commit = metadata.layout, metadata.commit
-    writer, kind = int(layout.file_rank[file]), int(layout.file_kind[file])
-    return data_key(kind, writer, commit.operation_of(writer), encoded=bool(commit.codecs))
+    layout = metadata.layout
+    return metadata.commit.data_key(int(layout.file_kind[file]), int(layout.file_rank[file]))
 
 
 def foreign_range(files: ForeignFiles, kind: int, chunk: Chunk) -> FileReceipt:

@@ -11,7 +11,7 @@ from itertools import chain
 from bcp._messages.tools import Damage, Examined
 from bcp.backends.objects.retry import in_turns
 from bcp.errors import BcpError, CorruptError
-from bcp.format.metadata import METADATA_KEY, Metadata, data_key, operation_of, receipt_key
+from bcp.format.metadata import METADATA_KEY, Metadata, operation_of
 from bcp.format.receipt import FileReceipt
 from bcp.interop.reading import at_once
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
@@ -182,8 +182,7 @@ async def _files_of(
     sizes: Mapping[str, int],
 ) -> tuple[list[tuple[str, FileReceipt]], list[Damage]]:
     """Return the data files of a rank that can be read, and the damage of the others."""
-    operation = metadata.commit.operation_of(rank)
-    if (own := receipt_key(rank, operation)) not in sizes:
+    if (own := metadata.commit.receipt_key(rank)) not in sizes:
         return [], [Damage(own, 0, f"{own} is missing; restore it")]
     try:
         with unwrap_stage_errors():
@@ -192,7 +191,7 @@ async def _files_of(
         return [], [Damage(own, 0, str(error))]
     found, damage = [], []
     for kind in sorted({*wanted, *(file.kind for file in receipt.files if (rank, file.kind) in named)}):
-        key = data_key(kind, rank, operation, encoded=bool(metadata.commit.codecs))
+        key = metadata.commit.data_key(kind, rank)
         try:
             _, file = file_of(metadata, receipt, kind, wanted.get(kind))
         except CorruptError as error:

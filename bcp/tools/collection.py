@@ -12,7 +12,7 @@ from bcp._text import shown
 from bcp.backends import child
 from bcp.backends.place import Path, place_of
 from bcp.errors import CheckpointError, InputError, NotACheckpointError
-from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, operation_of, receipt_key
+from bcp.format.metadata import METADATA_KEY, decode_metadata, operation_of
 from bcp.plan.layout import named_files
 from bcp.protocols import Backend, ObjectInfo, Sweeper, Unfinished
 from bcp.runtime.threads import in_thread_gc_paused
@@ -172,11 +172,9 @@ def _named(committed: Committed, folder: str) -> set[str] | None:
         metadata = decode_metadata(committed.data or b"", METADATA_KEY)
     except CheckpointError:
         return None
-    commit, encoded = metadata.commit, bool(metadata.commit.codecs)
-    keys = [
-        data_key(kind, rank, commit.operation_of(rank), encoded=encoded) for rank, kind in named_files(metadata.layout)
-    ]
-    keys += [receipt_key(rank, operation) for rank, operation in enumerate(commit.writers)]
+    commit = metadata.commit
+    keys = [commit.data_key(kind, rank) for rank, kind in named_files(metadata.layout)]
+    keys += map(commit.receipt_key, range(len(commit.writers)))
     return {f"{folder}/{key}" if folder else key for key in keys}
 
 

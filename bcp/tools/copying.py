@@ -18,7 +18,7 @@ from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, ExistsError, InputError, StorageError
-from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, receipt_key
+from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
 from bcp.format.receipt import decode_receipt, receipt_digest
 from bcp.options import timeout_of
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
@@ -310,7 +310,7 @@ class _Copying:
         nbytes = {(rank, kind): size for rank, kind, size in zip(*columns, strict=True)}
         named = named_files(layout)
         for rank, part in self.ranks.share.parts(range(layout.world_size)):
-            key = receipt_key(rank, commit.operation_of(rank))
+            key = commit.receipt_key(rank)
             data = await self._receipt(key, rank)
             receipt = await in_thread_gc_paused(decode_receipt, data, key)
             # an edit may have dropped a file

@@ -20,20 +20,19 @@ from bcp._text import shown
 from bcp._workflow import write_parts
 from bcp.backends.place import Path, Place, place_of
 from bcp.coordinators.local import SoloCoordinator
-from bcp.errors import CorruptError, InputError, StateError, StorageError
+from bcp.errors import CorruptError, InputError, StorageError
 from bcp.format.layout_file import encode_layout
-from bcp.format.metadata import METADATA_KEY, Commit, Metadata, data_key, decode_metadata, encode_metadata, receipt_key
+from bcp.format.metadata import METADATA_KEY, Commit, Metadata, decode_metadata, encode_metadata, receipt_key
 from bcp.format.receipt import Receipt, encode_receipt, receipt_digest
 from bcp.options import LoadOptions, SaveOptions
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.edited import dropped_files, edited
 from bcp.plan.layout import Layout, resolve
-from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.read.renames import Rename
-from bcp.plan.shards import KINDS, ShardTable
-from bcp.plan.write import plan_save
+from bcp.plan.shards import KINDS
+from bcp.plan.write import WorldPlan, plan_save
 from bcp.plan.write.files import data_files
-from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States, Version
+from bcp.protocols import LocalShards, ObjectKey, Version
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.opening import read_metadata
 from bcp.read.replaced import say_if_replaced
@@ -44,7 +43,7 @@ from bcp.stages.load import require_codecs
 from bcp.telemetry.watch import Watch
 from bcp.tools.calls import Progress, called, ignore_progress
 from bcp.tools.edits import Changes, Wishes, changes_of, check_name
-from bcp.tools.parts import Origin, Origins, shards_of
+from bcp.tools.parts import KnownShards, Origin, Origins, shards_of
 
 __all__ = ["EditResult", "aedit", "edit"]
 
@@ -235,21 +234,19 @@ class _Done:
     freed_nbytes: int
 
 
-class _Planner:
-    """Reads the tensors of an edit as whole ones."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an edit writes.
 
-    name = "edit"
+    Attributes:
+        shards: the tensors that are written anew.
+        division: their places in the files of the one writer.
+        layout: of the checkpoint after the edit.
+    """
 
-    def __init__(self, shards: LocalShards) -> None:
-        self._shards = shards
-
-    def local_shards(self, _: States) -> LocalShards:
-        """Return every new tensor as a whole."""
-        return self._shards
-
-    def load_targets(self, _: States, __: CheckpointNames) -> LoadTargets:
-        """Refuse: an edit saves only."""
-        raise StateError("the planner of an edit saves only; load with bcp.load")
+    shards: LocalShards
+    division: WorldPlan
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,42 +276,39 @@ class _Editing:
 
     async def planned(self, changes: Changes) -> _Done:
         """Say what the edit would write and delete."""
-        layout = await in_thread_gc_paused(self._layout, changes, await self._values(changes))
-        writer = self.metadata.layout.world_size
-        written = int(layout.file_nbytes[layout.file_rank == writer].sum())
-        return _Done("", written, sum(self._freed(layout).values()))
+        plan = await in_thread_gc_paused(self._plan, changes)
+        return _Done("", int(plan.shards.table.nbytes.sum()), sum(self._freed(plan.layout).values()))
 
     async def run(self, changes: Changes, user: Mapping[str, Any]) -> _Done:
         """Write what is new, put the metadata, and delete the files in which nothing is left."""
         values = await self._values(changes)
-        layout = await in_thread_gc_paused(self._layout, changes, values)
-        layout_bytes = await in_thread_gc_paused(encode_layout, layout)  # refuses what no reader would accept
+        plan = await in_thread_gc_paused(self._plan, changes)
+        layout_bytes = await in_thread_gc_paused(encode_layout, plan.layout)  # refuses what no reader would accept
         operation, commit = secrets.token_hex(8), self.metadata.commit
-        shards = shards_of(changes.metas)
-        nbytes = int(shards.table.nbytes.sum())
-        origins = Origins(lambda meta: changes.origins[meta.kind, meta.fqn], self.progress, nbytes)
-        job = self._job(shards, origins.options(self.options))
+        nbytes = int(plan.shards.table.nbytes.sum())
+        origins = Origins(changes.origins, self.progress, nbytes)
+        job = self._job(plan.shards, origins.options(self.options))
         with saving.only_save_to(job) as refusal:
             if refusal is not None:
                 raise refusal
             async with saving.undone_on_error(job) as undo:
                 commit = replace(commit, operation=operation, user=user, **self._writers(commit))
                 written: list[str] = []
-                if layout.world_size > self.metadata.layout.world_size:
-                    digest, written = await self._write(job, operation, values, undo)
+                if plan.layout.world_size > self.metadata.layout.world_size:
+                    digest, written = await self._write(job, plan, operation, values, undo)
                     commit = replace(commit, receipts=commit.receipts + digest, writers=[*commit.writers, operation])
                 else:
                     undo.begin(operation, ())
                 version = await self._put(encode_metadata(layout_bytes, commit), undo)
                 await self._check_place(operation, written, version)
-        freed = self._freed(layout)
+        freed = self._freed(plan.layout)
         gone = await delete_dropped(self.place.backend, list(freed), by=operation, policy=self.options.retries)
         return _Done(operation, nbytes, sum(freed[key] for key in gone))
 
     def _writers(self, commit: Commit) -> dict[str, Any]:
         """Return the writers of the checkpoint before the edit, as fields of its commit."""
-        ranks = self.metadata.layout.world_size
-        return {"ranks": commit.ranks or ranks, "writers": commit.writers or [commit.operation] * ranks}
+        ranks = self.metadata.world_size
+        return {"ranks": ranks, "writers": commit.writers or [commit.operation] * ranks}
 
     async def _values(self, changes: Changes) -> dict[ObjectKey, str]:
         """Return the texts of the values with other names, by these names."""
@@ -330,32 +324,32 @@ class _Editing:
             )
         return {changes.values[name]: text or "" for name, text in texts.items()}
 
-    def _layout(self, changes: Changes, values: Mapping[ObjectKey, str]) -> Layout:
-        """Return the layout after the edit."""
-        old = self.metadata.layout
-        table = shards_of(changes.metas).table
-        new = plan_save([table], block_bytes=old.block_bytes).layout if changes.metas else None
-        return edited(old, changes.kept, new, values)
+    def _plan(self, changes: Changes) -> _Plan:
+        """Divide the new tensors, and make the layout after the edit."""
+        shards = shards_of(changes.metas, {})
+        division = plan_save([shards.table], block_bytes=saving.BLOCK_BYTES)
+        new = division.layout if changes.metas else None
+        return _Plan(shards, division, edited(self.metadata.layout, changes.kept, new, changes.values.values()))
 
     def _freed(self, layout: Layout) -> dict[str, int]:
         """Return the data files in which nothing is left, with their bytes."""
-        old, commit = self.metadata.layout, self.metadata.commit
+        old = self.metadata.layout
         columns = (old.file_rank.tolist(), old.file_kind.tolist(), old.file_nbytes.tolist())
         sizes = {(rank, kind): nbytes for rank, kind, nbytes in zip(*columns, strict=True)}
         return {
-            data_key(kind, rank, commit.operation_of(rank), encoded=bool(commit.codecs)): sizes.get((rank, kind), 0)
+            self.metadata.commit.data_key(kind, rank): sizes.get((rank, kind), 0)
             for rank, kind in sorted(dropped_files(old, layout))
         }
 
     async def _write(
-        self, job: SaveJob, operation: str, values: Mapping[ObjectKey, str], undo: saving.CleanUp
+        self, job: SaveJob, plan: _Plan, operation: str, values: Mapping[ObjectKey, str], undo: saving.CleanUp
     ) -> tuple[bytes, list[str]]:
         """Write the data files and the receipt of the edit; return the digest of the receipt, and all their keys."""
         writer, options = self.metadata.layout.world_size, job.options
         with saving.Snapshot(job) as snapshot:
             held = await in_thread_gc_paused(snapshot.take_stock)
-            plan = await in_thread_gc_paused(_plan, held.shards.table, writer, options.part_bytes)
-            items = await in_thread_gc_paused(saving.write_items, held, plan, operation, writer, options)
+            own = await in_thread_gc_paused(_share, plan, writer, options.part_bytes)
+            items = await in_thread_gc_paused(saving.write_items, held, own, operation, writer, options)
             undo.begin(operation, items)
             async with saving.not_replaced(job.backend, job.path, operation, self.version):
                 with unwrap_stage_errors():
@@ -415,7 +409,7 @@ class _Editing:
             backend=self.place.backend,
             opened=self.place.opened,
             states={},
-            planner=lambda: _Planner(shards),
+            planner=lambda: KnownShards("edit", shards),
             rank=0,
             world_size=1,
             operation=SoloCoordinator().begin("", options.timeout),
@@ -447,8 +441,8 @@ async def _opened(place: Place, options: SaveOptions, progress: Progress) -> _Ed
     return _Editing(place, version, bytes(data), source, options, progress)
 
 
-def _plan(table: ShardTable, writer: int, part_bytes: int) -> saving.SavePlan:
-    """Plan the files of one writer that has all of the tensors."""
-    own = plan_save([table]).ranks[0]
+def _share(plan: _Plan, writer: int, part_bytes: int) -> saving.SavePlan:
+    """Plan the files of the one writer that has all of the tensors."""
+    table, own = plan.shards.table, plan.division.ranks[0]
     files = data_files(table, own.writes, rank=writer, part_bytes=part_bytes)
     return saving.SavePlan(b"", files, (), (), ReplicaRows.of(table, own.compared))

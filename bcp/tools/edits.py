@@ -9,7 +9,7 @@ from fnmatch import translate
 
 import torch
 
-from bcp.errors import InputError
+from bcp.errors import DtypeMismatchError, InputError
 from bcp.plan.edited import Kept, tied_rows
 from bcp.plan.layout import Layout
 from bcp.plan.read.renamed import renamed
@@ -261,7 +261,7 @@ def _dtype(layout: Layout, row: int) -> torch.dtype:
     """Return torch's dtype of a tensor. Raises InputError if this torch does not know it."""
     try:
         return torch_dtype(layout.tensors.dtype[row])
-    except TypeError as error:
+    except DtypeMismatchError as error:
         raise InputError(f"cast of {layout.tensors.fqn[row]!r}: {error}; leave it out of the pattern") from error
 
 

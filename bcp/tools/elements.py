@@ -103,7 +103,7 @@ def _pieces(layout: Layout, batch: Sequence[ByteRange], images: Sequence[Sequenc
     """Yield the elements of each tensor in ranges that were read of both checkpoints."""
     for found, *both in zip(batch, *images, strict=True):
         for row, start, stop in found.pieces:
-            dtype = torch_dtype(layout.tensors.dtypes_of(np.array([row]))[0])
+            dtype = torch_dtype(layout.tensors.dtype[row])
             length = (stop - start) // dtype.itemsize
             mine, theirs = [typed(image, start - found.start, (length,), dtype) for image in both]
             yield (row, row), mine, theirs

@@ -10,15 +10,13 @@ from typing import Any
 from bcp._api import asave
 from bcp._text import shown
 from bcp.backends.place import Path, place_of
-from bcp.errors import InputError, StateError
+from bcp.errors import InputError
 from bcp.options import SaveOptions
-from bcp.plan.read.renamed import CheckpointNames
-from bcp.protocols import Coordinator, LoadTargets, LocalShards, ObjectKey, States
+from bcp.protocols import Coordinator
 from bcp.read.checkpoint import AsyncCheckpoint
-from bcp.read.source import Source
 from bcp.tools.calls import Progress, called, ignore_progress
 from bcp.tools.in_place import commit_in_place
-from bcp.tools.parts import Origin, Origins, plain_meta, shards_of
+from bcp.tools.parts import KnownShards, Origin, Origins, plain_meta, shards_of
 
 __all__ = ["ImportResult", "aimport_files", "import_files"]
 
@@ -138,7 +136,7 @@ async def aimport_files(
     """Do the same as :func:`import_files` from a coroutine."""
     chosen = options or SaveOptions()
     if not copy:
-        _check_in_place(target, chosen)
+        _check_in_place(target, chosen, target_options)
         place = place_of(source, None, storage_options, chosen.retries)
         replaces = overwrite or chosen.overwrite
         async with place.opened:
@@ -149,27 +147,28 @@ async def aimport_files(
     if target is None:
         raise InputError("pass a target for the copy, or copy=False to make a checkpoint of the folder itself")
     began = time.monotonic()
-    saving = options or SaveOptions()
     if target_options is not None:
-        saving = replace(saving, storage_options=target_options)
+        chosen = replace(chosen, storage_options=target_options)
     async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
         if ckpt.metadata.foreign is None:
             raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
         objects = await ckpt.values() if values else {}
-        files = _Files(ckpt.source, objects, progress)
+        tensors = ckpt.metadata.layout.tensors
+        metas = [plain_meta(tensors[row]) for row in range(len(tensors))]
+        places = {(meta.kind, meta.fqn): Origin(ckpt.source, row) for row, meta in enumerate(metas)}
         result = await asave(
             target,
             {"model": {}, "optimizer": {}},
-            framework=files,
+            framework=KnownShards("import", shards_of(metas, objects)),  # ranks divide replicas among themselves
             overwrite=overwrite or None,
-            options=files.options(saving),
+            options=Origins(places, progress, ckpt.nbytes).options(chosen),
             coordinator=coordinator,
         )
     seconds = time.monotonic() - began
     return ImportResult(result.path, result.operation, len(ckpt.tensors), len(objects), result.nbytes, seconds)
 
 
-def _check_in_place(target: Path | None, options: SaveOptions) -> None:
+def _check_in_place(target: Path | None, options: SaveOptions, target_options: Mapping[str, Any] | None) -> None:
     """Raise InputError for arguments that need a copy."""
     if target is not None:
         raise InputError(
@@ -177,26 +176,5 @@ def _check_in_place(target: Path | None, options: SaveOptions) -> None:
         )
     if options.codecs:
         raise InputError("options has codecs=, which change bytes: they need a copy; leave them out, or pass a target")
-    if options.storage_options:
-        raise InputError("options has storage_options= for a target, and there is none: pass storage_options= itself")
-
-
-class _Files:
-    """A planner whose shards are all tensors of the files; ranks divide replicas among themselves."""
-
-    name = "import"
-
-    def __init__(self, source: Source, objects: Mapping[ObjectKey, Any], progress: Progress) -> None:
-        tensors = source.metadata.layout.tensors
-        self._metas, self._objects = [plain_meta(tensors[row]) for row in range(len(tensors))], objects
-        origins = {(meta.kind, meta.fqn): Origin(source, row) for row, meta in enumerate(self._metas)}
-        self._origins = Origins(lambda meta: origins[meta.kind, meta.fqn], progress, source.metadata.nbytes)
-        self.options = self._origins.options
-
-    def local_shards(self, _: States) -> LocalShards:
-        """Return every tensor as a whole."""
-        return replace(shards_of(self._metas, list(self._objects)), objects=self._objects)
-
-    def load_targets(self, _: States, __: CheckpointNames) -> LoadTargets:
-        """Refuse: files of other libraries are loaded by ``bcp.load``."""
-        raise StateError("the planner of an import saves only; load with bcp.load")
+    if options.storage_options or target_options:
+        raise InputError("target_options= are for a target, and copy=False has none: pass storage_options=")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
+from bcp.errors import StateError
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
 from bcp.plan.box import Box, decompose
+from bcp.plan.read.renamed import CheckpointNames
 from bcp.plan.shards import ShardRow, ShardTable, TensorMeta
-from bcp.protocols import LocalShards, ObjectKey
+from bcp.protocols import LoadTargets, LocalShards, ObjectKey, States
 from bcp.read.boxes import fill_boxes
 from bcp.read.source import Source
 from bcp.stages.items import HostPart, WriteItem
 from bcp.stages.memcpy import torch_dtype, typed
 from bcp.tools.calls import Progress
 
-__all__ = ["Origin", "Origins", "plain_meta", "shards_of"]
+__all__ = ["KnownShards", "Origin", "Origins", "plain_meta", "shards_of"]
 
 READERS = 3
 
@@ -41,10 +44,17 @@ class Origin:
 
 
 class Origins:
-    """The stage that fills parts; elements are converted to the dtype of the new tensor."""
+    """The stage that fills parts; elements are converted to the dtype of the new tensor.
 
-    def __init__(self, origin: Callable[[TensorMeta], Origin], progress: Progress, nbytes: int) -> None:
-        self._origin, self._progress = origin, progress
+    Args:
+        places: where the elements of each tensor come from, by (kind, name).
+        progress: told after each part.
+        nbytes: bytes of all tensors.
+
+    """
+
+    def __init__(self, places: Mapping[ObjectKey, Origin], progress: Progress, nbytes: int) -> None:
+        self._places, self._progress = places, progress
         self._done, self._nbytes = 0, nbytes
 
     def options(self, options: SaveOptions) -> SaveOptions:
@@ -62,7 +72,8 @@ class Origins:
         for span in item.part.spans:
             meta = item.table.meta(span.row)
             elements = typed(buffer, span.at, (span.stop - span.start,), torch_dtype(meta.dtype))
-            origin = self._origin(meta)
+            origin = self._places[meta.kind, meta.fqn]
+            self._done += elements.nbytes
             if origin.tensor is not None:
                 elements.copy_(origin.tensor.reshape(-1)[span.start : span.stop])
             if origin.source is None:
@@ -74,14 +85,23 @@ class Origins:
                 tensors.append(elements[at : at + box.numel].view(box.lengths))
         for source, boxes, tensors in reads.values():
             await fill_boxes(source, boxes, tensors)
-        self._done += sum(_nbytes(item, span.row, span.stop - span.start) for span in item.part.spans)
         self._progress(self._done, self._nbytes)
         return HostPart(item, buffer)
 
 
-def _nbytes(item: WriteItem, row: int, count: int) -> int:
-    """Return the bytes of some elements of a shard."""
-    return item.table.meta(row).itemsize * count
+class KnownShards:
+    """A planner whose shards are known; it saves only."""
+
+    def __init__(self, name: str, shards: LocalShards) -> None:
+        self.name, self._shards = name, shards
+
+    def local_shards(self, _: States) -> LocalShards:
+        """Return the shards."""
+        return self._shards
+
+    def load_targets(self, _: States, __: CheckpointNames) -> LoadTargets:
+        """Refuse to load."""
+        raise StateError(f"the planner of an {self.name} saves only; load with bcp.load")
 
 
 def plain_meta(meta: TensorMeta) -> TensorMeta:
@@ -90,15 +110,16 @@ def plain_meta(meta: TensorMeta) -> TensorMeta:
     return replace(meta, stride=stride, device="cpu", requires_grad=False)
 
 
-def shards_of(metas: Sequence[TensorMeta], objects: Sequence[ObjectKey] = ()) -> LocalShards:
-    """Return whole tensors as the shards of this rank; their memory is a single element each."""
+def shards_of(metas: Sequence[TensorMeta], objects: Mapping[ObjectKey, Any]) -> LocalShards:
+    """Return whole tensors, and values, as the shards of this rank; the memory of a tensor is a single element."""
     filled = [meta for meta in metas if not meta.tied_to and 0 not in meta.shape]
     table = ShardTable.build(
         [ShardRow(meta, Box.whole(meta.shape)) for meta in filled],
-        objects,
+        list(objects),
         more=[meta for meta in metas if meta.tied_to or 0 in meta.shape],
     )
-    return LocalShards(table, [torch.zeros((), dtype=torch_dtype(meta.dtype)).expand(meta.shape) for meta in filled])
+    memory = [torch.zeros((), dtype=torch_dtype(meta.dtype)).expand(meta.shape) for meta in filled]
+    return LocalShards(table, memory, objects)
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:

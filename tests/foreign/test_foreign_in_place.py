@@ -243,9 +243,12 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(bcp.InputError, match="pass a target"):
         bcp.tools.import_files(folder)
     codec = bcp.extend.Codec("same", bytes, bytes)
-    for options in (bcp.SaveOptions(codecs=[codec]), bcp.SaveOptions(storage_options={"a": 1})):
-        with pytest.raises(bcp.InputError, match="options has"):
-            imported(folder, options=options)
+    with pytest.raises(bcp.InputError, match="options has codecs="):
+        imported(folder, options=bcp.SaveOptions(codecs=[codec]))
+    with pytest.raises(bcp.InputError, match="target_options= are for a target"):
+        imported(folder, options=bcp.SaveOptions(storage_options={"a": 1}))
+    with pytest.raises(bcp.InputError, match="target_options= are for a target"):
+        bcp.tools.import_files(folder, copy=False, target_options={"a": 1})
     assert not (folder / METADATA_KEY).exists()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bcp.errors import FqnMismatchError, InputError
+from bcp.errors import DtypeMismatchError, FqnMismatchError, InputError
 from bcp.interop.catalogue import DTYPES
 from bcp.plan.box import Box
 from bcp.plan.layout import Layout, resolve
@@ -119,7 +119,7 @@ def _chosen(layout: Layout, row: int, cast: str | None) -> Chosen:
     meta = layout.tensors[row]
     try:
         saved = torch_dtype(meta.dtype)
-    except TypeError as error:
+    except DtypeMismatchError as error:
         raise InputError(f"{meta.kind} tensor {meta.fqn!r}: {error}; leave the tensor out by glob=") from error
     dtype = cast if cast is not None and saved.is_floating_point else meta.dtype
     stored, itemsize = resolve(layout, row), torch_dtype(dtype).itemsize
