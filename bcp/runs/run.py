@@ -274,15 +274,13 @@ class Run(MarkedRun):
                 called, or the run is closed.
 
         """
-        background = drive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
-        return None if background is None else Pending(background)
+        return drive(self._maybe_save(step, metrics), f"save step {step}")
 
     async def amaybe_save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
         """Do the same from a coroutine."""
-        background = await adrive(self._maybe_save(step, {} if metrics is None else metrics), f"save step {step}")
-        return None if background is None else Pending(background)
+        return await adrive(self._maybe_save(step, metrics), f"save step {step}")
 
-    def _maybe_save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveResult] | None]:
+    def _maybe_save(self, step: int, metrics: Mapping[str, float] | None) -> Body[Pending[SaveResult] | None]:
         step = whole_step(step)
         self._refuse_in_callback("maybe_save")
         self._saves.raise_failure()
@@ -293,18 +291,25 @@ class Run(MarkedRun):
                 f"resume the next step is {self._clock.step + 1}"
             )
         self._clock.step = step
-        if stopping:
-            self._saver.metrics[step] = numbers(metrics)
-            return (yield from self._save_last(step))
-        background = None
-        if (yield from self._schedule.due(self._ranks, step)):
-            self._saver.metrics[step] = numbers(metrics)  # a copy: the caller may use the dict again
-            self._schedule.forget()
-            background = yield from self._saver.save(step)
-        elif self._standby_steps is not None and step % self._standby_steps == 0:
+        if stopping or (yield from self._schedule.due(self._ranks, step)):
+            return (yield from self._begun(step, metrics, stopping=stopping))
+        if self._standby_steps is not None and step % self._standby_steps == 0:
             yield from self._saver.hold(step)
         self._schedule.renew(self._ranks, step)
-        return background
+        return None
+
+    def _begun(
+        self, step: int, metrics: Mapping[str, float] | None, *, stopping: bool
+    ) -> Body[Pending[SaveResult] | None]:
+        """Begin a save, the last one if the run stops; None if there is no time for it, or the step is saved."""
+        self._saver.metrics[step] = numbers(metrics or {})  # a copy: the caller may use the dict again
+        if stopping:
+            background = yield from self._save_last(step)
+        else:
+            self._schedule.forget()
+            background = yield from self._saver.save(step)
+            self._schedule.renew(self._ranks, step)
+        return None if background is None else Pending(background)
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
         """Save in the background, whatever the policy says: for a trainer that decides by itself.
@@ -332,15 +337,13 @@ class Run(MarkedRun):
                 run.save(step, {"loss": loss})
 
         """
-        background = drive(self._save(step, {} if metrics is None else metrics), f"save step {step}")
-        return None if background is None else Pending(background)
+        return drive(self._save(step, metrics), f"save step {step}")
 
     async def asave(self, step: int, metrics: Mapping[str, float] | None = None) -> Pending[SaveResult] | None:
         """Do the same from a coroutine."""
-        background = await adrive(self._save(step, {} if metrics is None else metrics), f"save step {step}")
-        return None if background is None else Pending(background)
+        return await adrive(self._save(step, metrics), f"save step {step}")
 
-    def _save(self, step: int, metrics: Mapping[str, float]) -> Body[Background[SaveResult] | None]:
+    def _save(self, step: int, metrics: Mapping[str, float] | None) -> Body[Pending[SaveResult] | None]:
         step = whole_step(step)
         self._refuse_in_callback("save")
         self._saves.raise_failure()
@@ -352,13 +355,7 @@ class Run(MarkedRun):
         self._clock.step = step
         if step == self._saves.step:
             return None
-        self._saver.metrics[step] = numbers(metrics)
-        if stopping:
-            return (yield from self._save_last(step))
-        self._schedule.forget()
-        background = yield from self._saver.save(step)
-        self._schedule.renew(self._ranks, step)
-        return background
+        return (yield from self._begun(step, metrics, stopping=stopping))
 
     @property
     def costs(self) -> Costs:
