@@ -22,7 +22,7 @@ from bcp.tools.pairs import ByteRange, larger
 
 __all__ = ["in_ranges", "in_tensors"]
 
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 32 << 20
 """Bytes that are read of each checkpoint at once."""
 
 LEAST_BYTES = 1 << 20
