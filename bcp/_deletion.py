@@ -6,7 +6,8 @@ Every sweep, undo and retention deletes files by :func:`delete_unnamed`, and met
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -14,7 +15,7 @@ import anyio
 from bcp._log import log
 from bcp.backends import child
 from bcp.backends.small import get_small
-from bcp.errors import BcpError, CheckpointError, CorruptError, StorageError
+from bcp.errors import CheckpointError, CorruptError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit, operation_of
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
@@ -29,6 +30,7 @@ __all__ = [
     "pause",
     "read_committed",
     "remove_folders",
+    "swept",
     "withdraw",
 ]
 
@@ -180,7 +182,7 @@ async def delete_dropped(
     """Delete data files that an edit has left without any tensor or object; return the keys that went.
 
     The names of these files belong to operations of the checkpoint, whose metadata do not list them any more. Nothing
-    goes unless the metadata are those of the edit. A failure is logged: the edit is committed.
+    goes unless the metadata are those of the edit.
 
     Args:
         backend: over the root of the keys.
@@ -188,18 +190,30 @@ async def delete_dropped(
         by: id of the edit.
         policy: how long a contradiction of storage is asked about.
 
+    Raises:
+        StorageError: storage failed; the files stay, or some of them.
+
     """
-    if not keys:
-        return keys
-    try:
-        if (await read_committed(backend, policy)).operation != by:
-            return ()
-        for first in range(0, len(keys), BATCH):
-            await backend.delete(keys[first : first + BATCH])
-    except (BcpError, OSError) as error:
-        log.warning("files of dropped tensors were not deleted", storage=repr(backend), error=repr(error))
+    if not keys or (await read_committed(backend, policy)).operation != by:
         return ()
+    for first in range(0, len(keys), BATCH):
+        await backend.delete(keys[first : first + BATCH])
     return keys
+
+
+@contextmanager
+def swept(path: str, operation: str) -> Iterator[None]:
+    """Log a failure of a deletion after a commit: whatever it is, the checkpoint is committed.
+
+    Args:
+        path: of the checkpoint.
+        operation: that has committed.
+
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- see above
+        log.warning("old files were not deleted", path=path, operation=operation, error=repr(error))
 
 
 async def remove_folders(backend: Backend, folders: Iterable[str]) -> None:

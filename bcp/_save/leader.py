@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from bcp._agree import gather_broadcast, gather_scatter, nothing_in
-from bcp._deletion import TRIES, Committed, delete_unnamed, pause, read_committed
+from bcp._deletion import TRIES, Committed, delete_unnamed, pause, read_committed, swept
 from bcp._job import Permit, SaveJob
 from bcp._log import log
 from bcp._messages.base import refused
@@ -465,12 +465,10 @@ class Done:
         left += [upload for upload in unfinished if upload.key.startswith(TELEMETRY)]
         stale = [info.key for info in listed if _is_of_a_save(info.key) and operation_of(info.key) != operation]
         keys = stale + outdated(listed)
-        try:
-            if keys or left:
+        if keys or left:
+            with swept(target.path, operation):
                 policy = target.options.retries
                 await delete_unnamed(target.backend, keys, by=operation, unfinished=left, policy=policy)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the checkpoint is committed
-            log.warning("old files were not deleted", path=target.path, operation=operation, error=repr(error))
 
 
 def _is_of_a_save(key: str) -> bool:

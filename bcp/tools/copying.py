@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from bcp._deletion import Attempt, delete_dropped, delete_unnamed, read_committed, withdraw
+from bcp._deletion import Attempt, delete_dropped, delete_unnamed, read_committed, swept, withdraw
 from bcp._messages.tools import Copied
 from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
@@ -244,9 +244,10 @@ class _Copying:
 
     async def sweep(self, keys: Sequence[str]) -> None:
         """Delete the files of older saves, and those that the save had before it was edited."""
-        backend = self.goal.backend
-        await delete_unnamed(backend, self.stale, by=self.operation)
-        await delete_dropped(backend, sorted({*self.known}.difference(keys)), by=self.operation)
+        backend, dropped = self.goal.backend, sorted(set(self.known).difference(keys))
+        with swept(self.goal.path, self.operation):
+            await delete_unnamed(backend, self.stale, by=self.operation)
+            await delete_dropped(backend, dropped, by=self.operation)
 
     async def _files(self, chosen: Callable[[str], bool]) -> list[str]:
         """List the files of saves in the target whose operation is chosen."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bcp import _save as saving
-from bcp._deletion import Committed, delete_dropped
+from bcp._deletion import Committed, delete_dropped, swept
 from bcp._job import SaveJob
 from bcp._log import log
 from bcp._save.samples import ReplicaRows
@@ -302,7 +302,9 @@ class _Editing:
                 version = await self._put(encode_metadata(layout_bytes, commit), undo)
                 await self._check_place(operation, written, version)
         freed = self._freed(plan.layout)
-        gone = await delete_dropped(self.place.backend, list(freed), by=operation, policy=self.options.retries)
+        gone: Sequence[str] = ()
+        with swept(self.place.path, operation):
+            gone = await delete_dropped(self.place.backend, list(freed), by=operation, policy=self.options.retries)
         return _Done(operation, nbytes, sum(freed[key] for key in gone))
 
     def _writers(self, commit: Commit) -> dict[str, Any]:

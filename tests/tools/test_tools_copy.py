@@ -119,6 +119,16 @@ def test_a_copy_that_fails_leaves_the_older_checkpoint(tmp_path: Path, operation
     assert same(source, target)
 
 
+def test_a_copy_whose_older_files_stay_is_committed(tmp_path: Path) -> None:
+    source, target = saved(tmp_path / "a"), saved(tmp_path / "b", 2.0)
+    backend = FaultyBackend(LocalBackend(target), "delete", StorageError("the disk is gone"))
+    bcp.tools.copy(source, backend, overwrite=True)
+    assert bcp.Checkpoint(target).operation == bcp.Checkpoint(source).operation
+    found = bcp.Checkpoint(target).verify()
+    assert found
+    assert found.others
+
+
 @pytest.mark.anyio
 async def test_a_commit_without_an_answer_may_come_late(tmp_path: Path) -> None:
     class Silent(CountingBackend):

@@ -361,6 +361,25 @@ def test_an_answer_that_is_lost_is_asked_for(tmp_path: Path) -> None:
     assert "x" in bcp.Checkpoint(tmp_path)
 
 
+def test_a_clean_up_that_fails_says_so(tmp_path: Path) -> None:
+    trained(tmp_path)
+    fault = StorageError("the disk is gone")
+    bcp.tools.edit(FaultyBackend(LocalBackend(tmp_path), "delete", fault), drop=["optimizer:*"])
+    assert list(tmp_path.glob("optimizer/*"))
+    with pytest.raises(StorageError, match="the disk is gone"):
+        bcp.tools.collect(FaultyBackend(LocalBackend(tmp_path), "delete", fault), min_age_seconds=0)
+    assert [each.deleted for each in bcp.tools.collect(tmp_path, min_age_seconds=0)] == [True]
+    assert not list(tmp_path.glob("optimizer/*"))
+
+
+def test_a_dry_run_reads_the_table_of_contents_alone(tmp_path: Path) -> None:
+    trained(tmp_path)
+    backend = CountingBackend(LocalBackend(tmp_path))
+    bcp.tools.edit(backend, rename={"a.weight": "x"}, cast={"b.*": torch.bfloat16}, dry_run=True)
+    assert set(backend.calls) <= {"version", "get", "list"}
+    assert backend.calls["get"] == 1
+
+
 @pytest.mark.parametrize("other", ["save", "edit"])
 def test_another_commit_meanwhile_wins(tmp_path: Path, other: str) -> None:
     model, _ = trained(tmp_path)
