@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from bcp.backends import resolve, shown
-from bcp.options import SaveOptions
-from bcp.protocols import Coordinator
+from bcp.backends import shown
 from bcp.runs.calls import drive, once
-from bcp.runs.folder import Folder
-from bcp.runs.keeper import Keeper
 from bcp.runs.ledger import Ledger
+from bcp.runs.life import RunLife
 from bcp.runs.listing import StepInfo, list_steps
-from bcp.runs.meetings import Meetings
 from bcp.runs.names import whole_step
-from bcp.runs.saves import Saves
 
 __all__ = ["MarkedRun"]
 
 
-class MarkedRun(ABC):
+class MarkedRun(RunLife):
     """The part of :class:`bcp.Run` that needs no training: marks of trust, pins, the list of checkpoints."""
-
-    _url: str
-    _save_options: SaveOptions
-    _saves: Saves
-    _keeper: Keeper | None
-    _meetings: Meetings | None
-    _is_over: bool
-
-    @property
-    @abstractmethod
-    def _ranks(self) -> Coordinator:
-        """The ranks of the job."""
-
-    @abstractmethod
-    def _refuse_if_closed(self) -> None:
-        """Raise InputError for a run that is closed, or that belongs to another process."""
-
-    @abstractmethod
-    def _refuse_in_child(self) -> None:
-        """Raise InputError in a forked child."""
-
-    def _folder(self) -> Folder:
-        options = self._save_options
-        return Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
 
     def mark(self, step: int, trust: Literal["verified", "suspect"], reason: str = "") -> None:
         """Record that a checkpoint can be trusted, or cannot. Rank 0 writes; other ranks do nothing.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from torch.distributed import Store
 
@@ -17,7 +15,6 @@ from bcp._calls import load_call
 from bcp._log import log
 from bcp._pending import Pending
 from bcp.backends import shown
-from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadResult, SaveResult
 from bcp.options import LoadOptions, SaveOptions, with_overrides
@@ -26,10 +23,9 @@ from bcp.policies.keep import KeepPolicy, as_keep_policy
 from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import check_arguments, check_lazy, place_of
-from bcp.runs.calls import Body, adrive, drive, noting
+from bcp.runs.calls import Body, adrive, drive
 from bcp.runs.candidates import Trust
-from bcp.runs.ending import CTRL_C, CTRL_C_TWICE, await_save
-from bcp.runs.keeper import End, Keeper
+from bcp.runs.keeper import Keeper
 from bcp.runs.ledger import numbers
 from bcp.runs.marking import MarkedRun
 from bcp.runs.meetings import Meetings, meeting_place
@@ -123,7 +119,6 @@ class Run(MarkedRun):
         )
         self._url, self._framework, self._given = place_of(path), framework, coordinator
         self._states, self._pid = RunStates(states), os.getpid()
-        self._closed = self._is_over = self._stops = False
         self._keep = as_keep_policy(keep)
         self._run_id, self._standby_steps = run_id, standby_steps
         self._save_options = with_overrides(SaveOptions, save_options, {})
@@ -151,9 +146,6 @@ class Run(MarkedRun):
             self._standby,
             lambda: self._keeper,
         )
-        self._keeper: Keeper | None = None
-        self._meetings: Meetings | None = None
-        self._watchdog: Watchdog | None = None
         self._last: int | None = None
         self.resumed = Resumed()
 
@@ -425,9 +417,7 @@ class Run(MarkedRun):
         self._refuse_in_callback(call)
         if step < self._clock.step:
             raise InputError(f"{call}({step}) after step {self._clock.step}: pass the step that has ended last")
-        stops = yield from self._at(step)
-        self._stops = self._stops or stops
-        return stops
+        return (yield from self._at(step))
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask all ranks to stop at the next step that they can agree on; from any thread, on any rank.
@@ -457,7 +447,9 @@ class Run(MarkedRun):
         meetings = self._started
         if meetings.reason is None:
             return meetings.at(step)
-        return bool((yield partial(in_thread, meetings.at, step)))  # it may wait for the other ranks
+        stops = bool((yield partial(in_thread, meetings.at, step)))  # it may wait for the other ranks
+        self._stops = self._stops or stops
+        return stops
 
     def _save_last(self, step: int) -> Body[Background[SaveResult] | None]:
         """Save for the last time, or let a running save be the last one if the notice is too short for another."""
@@ -482,113 +474,6 @@ class Run(MarkedRun):
         if self._standby_steps is not None and self._meetings is not None:
             meetings = self._meetings
             self._watchdog = Watchdog(self._standby.release, lambda: meetings.deadline, self._saves.durable)
-
-    # -- life --------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Wait for the running save and the housekeeping; raise the error of the last save.
-
-        Raises:
-            BcpError: the last save failed.
-
-        """
-        drive(self._close("finished"), f"close the run at {shown(self._url)}")
-
-    async def aclose(self) -> None:
-        """Do the same from a coroutine."""
-        await adrive(self._close("finished"), f"close the run at {shown(self._url)}")
-
-    def _close(self, end: End, again: str = "") -> Body[None]:
-        """Close one part after the other, whichever of them fails. A signal that comes meanwhile stops no save.
-
-        Args:
-            end: how the run ends.
-            again: for a run that was interrupted: what a further interrupt does.
-
-        """
-        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to close
-            return
-        self._refuse_in_callback("close")
-        self._closed = True
-        if self._watchdog is not None:
-            self._watchdog.step_ended()
-        errors: list[Exception] = []
-        end = "preempted" if self._stops or self._last is not None else end
-        interrupt: KeyboardInterrupt | None = None
-        try:
-            drop_standby = partial(noting, errors, self._saver.drop_standby)
-            interrupt = yield from await_save(self._saves, drop_standby, again)
-            for part in (self._saves.kept, self._schedule.ended):
-                yield from noting(errors, part)
-            self._is_over = True
-            if self._keeper is not None:
-                yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
-        finally:
-            self._is_over = True
-            if self._meetings is not None:
-                self._meetings.close()
-            self._preemption.close()
-        if interrupt is not None:
-            raise interrupt
-        self._saves.raise_failure(last=True)
-        if errors:
-            raise errors[0]
-
-    def _leave(self, error: BaseException | None, again: str) -> Body[None]:
-        is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
-        try:
-            yield from self._close("finished" if error is None else "failed", again if is_interrupt else "")
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"The run failed to close as well: {failure!r}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        drive(self._leave(error, CTRL_C), f"close the run at {shown(self._url)}")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await adrive(self._leave(error, CTRL_C_TWICE), f"close the run at {shown(self._url)}")
-
-    @property
-    def _ranks(self) -> Coordinator:
-        return coordinator_for(self._given)
-
-    @property
-    def _patience(self) -> float:
-        return self._save_options.timeout
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise InputError("the run is closed; make a new Run and resume() it")
-        self._refuse_in_child()
-
-    def _refuse_in_callback(self, call: str) -> None:
-        if self._saves.is_telling:
-            raise InputError(
-                f"{call}() in on_commit or on_failure would wait for the save that calls it: return from the callback, "
-                "and call it in the training loop. stop(), mark() and pin() may be called there"
-            )
-
-    def _refuse_in_child(self) -> None:
-        if os.getpid() != self._pid:
-            raise InputError(f"the run belongs to process {self._pid}, and this is its forked child; use it there")
-
-    @property
-    def _started(self) -> Meetings:
-        self._refuse_if_closed()
-        if self._meetings is None:
-            raise InputError("call resume() before the first step: it takes the run's folder and listens for signals")
-        return self._meetings
 
 
 def _of(keeper: Keeper | None) -> Keeper:

@@ -29,5 +29,13 @@ def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in names} <= LISTED
 
 
+@pytest.mark.parametrize("name", ["AsyncCheckpoint", "Checkpoint", "Run"])
+def test_a_class_of_several_rooms_is_shown_whole(name: str) -> None:
+    """Its methods stand in bases that have no entry of their own."""
+    bases = [base for base in getattr(bcp, name).__mro__[1:] if base.__module__.startswith("bcp.")]
+    assert bases
+    assert f"::: bcp.{name}\n    options:\n      inherited_members: true\n" in PAGE
+
+
 def test_no_name_has_two_doors() -> None:
     assert not set(bcp.__all__) & set(bcp.extend.__all__)
