@@ -173,12 +173,20 @@ class _Job:
         except BaseException as error:
             if not self.target.is_file and not self.last.are_there:
                 with anyio.CancelScope(shield=True):
-                    with say_what_is_left(error, self.target.path):
-                        await self.target.backend.delete(begun if self.ranks.rank else self.plan.keys)
-                    with say_what_is_left(error, self.target.path):
-                        await self.last.undo()
+                    await self._undo(begun, error)
             raise
         return names
+
+    async def _undo(self, begun: Sequence[str], error: BaseException) -> None:
+        """Delete the files that this rank answers for; note in the error what fails."""
+        is_first, path = self.ranks.rank == 0, self.target.path
+        with say_what_is_left(error, path):
+            await self.target.backend.delete(self.plan.keys if is_first else begun)
+        with say_what_is_left(error, path):
+            await self.last.undo()
+        if is_first and self.ranks.world_size > 1:  # another rank may have died in a write
+            with say_what_is_left(error, path):
+                await self.target.discard(self.plan.keys)
 
     async def _write(self, begun: list[str]) -> None:
         """Write this rank's files, one after the other; note the key of each before it can be there."""
