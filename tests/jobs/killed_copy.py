@@ -26,12 +26,17 @@ async def _die(_: str) -> None:
 
 
 def copy(rank: int, port: int, victim: int, folder: Path) -> None:
-    """Save ``folder/a``, and copy it to ``folder/b``; write down the error."""
+    """Save ``folder/a``, and copy it to ``folder/b``; write down the error. The victim has finished a file."""
     _run(rank, port, folder, bcp.tools.copy, _dying(rank, victim, folder, "put"))
 
 
+def copy_one(rank: int, port: int, victim: int, folder: Path) -> None:
+    """Do the same; the victim dies just before its file has its name."""
+    _run(rank, port, folder, bcp.tools.copy, _dying(rank, victim, folder, "commit"))
+
+
 def export(rank: int, port: int, victim: int, folder: Path) -> None:
-    """Do the same with an export of three files; the victim dies just before its file has its name."""
+    """Do the same with an export of three files."""
     target = _dying(rank, victim, folder, "commit")
     _run(rank, port, folder, partial(bcp.tools.export_hf, shard_bytes=1 << 18), target)
 

@@ -69,7 +69,7 @@ def killed(function: Callable[..., None], victim: int, folder: Path) -> list[Pat
     return [path for path in (folder / "b").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("function", [killed_copy.copy, killed_copy.export])
+@pytest.mark.parametrize("function", [killed_copy.copy, killed_copy.copy_one, killed_copy.export])
 def test_a_killed_rank_ends_the_work_and_its_files_go(function: Callable[..., None], tmp_path: Path) -> None:
     assert not killed(function, 1, tmp_path)
 

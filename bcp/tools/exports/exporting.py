@@ -24,8 +24,8 @@ from bcp.read.facts import check_nbytes
 from bcp.read.replaced import say_if_replaced
 from bcp.runtime import bridge as _bridge
 from bcp.stages.load import require_codecs
-from bcp.tools.calls import Progress, called, counting, ignore_progress
-from bcp.tools.exports.last_files import LastFiles, SmallFiles, no_files, say_what_is_left
+from bcp.tools.calls import Progress, called, counting, ignore_progress, say_what_is_left
+from bcp.tools.exports.last_files import LastFiles, SmallFiles, no_files
 from bcp.tools.exports.result import ExportResult
 from bcp.tools.exports.streamed import Elements, Fixed, TargetFile
 from bcp.tools.exports.target import Target
@@ -179,13 +179,14 @@ class _Job:
 
     async def _undo(self, begun: Sequence[str], error: BaseException) -> None:
         """Delete the files that this rank answers for; note in the error what fails."""
-        is_first, path = self.ranks.rank == 0, self.target.path
-        with say_what_is_left(error, path):
+        is_first = self.ranks.rank == 0
+        words = f"Files of the export may be left in {self.target.path}, and older ones may be missing"
+        with say_what_is_left(error, words):
             await self.target.backend.delete(self.plan.keys if is_first else begun)
-        with say_what_is_left(error, path):
+        with say_what_is_left(error, words):
             await self.last.undo()
         if is_first and self.ranks.world_size > 1:  # another rank may have died in a write
-            with say_what_is_left(error, path):
+            with say_what_is_left(error, words):
                 await self.target.discard(self.plan.keys)
 
     async def _write(self, begun: list[str]) -> None:

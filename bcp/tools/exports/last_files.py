@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from bcp.backends.small import get_small
-from bcp.errors import BcpError
 from bcp.protocols import Backend, Buffer
 
-__all__ = ["LastFiles", "SmallFiles", "no_files", "say_what_is_left"]
+__all__ = ["LastFiles", "SmallFiles", "no_files"]
 
 SmallFiles = Sequence[tuple[str, bytes]]
 """Names and contents of files."""
@@ -65,12 +63,3 @@ class LastFiles:
             return await get_small(self._backend, name)
         except FileNotFoundError:
             return None
-
-
-@contextmanager
-def say_what_is_left(error: BaseException, path: str) -> Iterator[None]:
-    """Note in an error that the clean-up after it has failed, too. The body is the clean-up."""
-    try:
-        yield
-    except BcpError as failed:
-        error.add_note(f"Files of the export may be left in {path}, and older ones may be missing: {failed}")
